@@ -1,0 +1,79 @@
+"""Every error ampwise raises on purpose, and the exit code each one means.
+
+    AmpwiseError                      exit 2
+    ├── UsageError                    exit 2   the request cannot be carried out as written
+    │   ├── PolicyError                        unknown or impossible precision
+    │   ├── TaskError                          TASK cannot be found, or does not keep its contract
+    │   ├── CheckpointError                    missing, damaged, or from something else
+    │   └── MissingExtraError                  an optional dependency is not installed
+    ├── GateError                     exit 1   a check that was asked for says no
+    └── RunError                      exit 3   the run itself failed
+        ├── SkippedStepsError                  too many skipped steps in a row
+        └── InactivePolicyError                the asked precision did not take part
+
+The message of each is one line: what is wrong, where, what was expected, what to do.
+This module imports nothing, so that linting and ``--help`` never load torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+EXIT_OK = 0
+EXIT_GATE = 1
+EXIT_USAGE = 2
+EXIT_RUN = 3
+EXIT_INTERRUPTED = 130
+
+
+class AmpwiseError(Exception):
+    """Base of all deliberate errors; `exit_code` is what the command line returns."""
+
+    exit_code = EXIT_USAGE
+
+
+class UsageError(AmpwiseError):
+    """The request cannot be carried out as written."""
+
+
+class PolicyError(UsageError, ValueError):
+    """A precision that is unknown, or impossible on the device (under ``strict``)."""
+
+
+class TaskError(UsageError):
+    """A TASK that cannot be found or loaded, or that does not keep its contract."""
+
+
+class CheckpointError(UsageError):
+    """A checkpoint that is missing, damaged, or belongs to something else."""
+
+
+class MissingExtraError(UsageError, ImportError):
+    """An optional dependency that is not installed; the message names the extra."""
+
+
+class GateError(AmpwiseError):
+    """A gate that was asked for does not hold."""
+
+    exit_code = EXIT_GATE
+
+
+class RunError(AmpwiseError):
+    """The run itself failed; what it had so far is kept."""
+
+    exit_code = EXIT_RUN
+
+
+class SkippedStepsError(RunError):
+    """So many optimizer steps were skipped in a row that training cannot go on."""
+
+
+class InactivePolicyError(RunError):
+    """``strict``: the asked precision did not take part in the computation."""
+
+
+def nearest(word: str, legal: Iterable[str]) -> str:
+    """``"; did you mean 'bf16'?"`` when a legal word is close to `word`, else ``""``."""
+    close = difflib.get_close_matches(word, list(legal), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""

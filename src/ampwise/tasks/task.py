@@ -1,0 +1,46 @@
+"""The contract between a model and every ampwise command."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a command needs to know to train a model.
+
+    Attributes
+    ----------
+    model
+        Builds a fresh model on the CPU; called under a seed.
+    batches
+        One epoch of training batches; every call starts the epoch anew. A batch is a tensor
+        or any nesting of tuples, lists, dicts and dataclasses of tensors.
+    loss
+        Scalar loss of one batch that is already on the model's device.
+    optimizer
+        Optimizer over the model's parameters. Default: AdamW with lr 1e-3.
+    evaluate
+        Metrics of the model on held-out data, such as ``{"accuracy": 0.93}``.
+    name
+        What reports call the task.
+    samples
+        Samples (or tokens) in a batch: the unit of rates and of accumulation weights.
+    higher_is_better
+        Direction of each metric. A metric that is not listed: higher is better, unless its
+        name contains ``loss``, ``error`` or ``perplexity``.
+    """
+
+    model: Callable[[], nn.Module]
+    batches: Callable[[], Iterable[Any]]
+    loss: Callable[[nn.Module, Any], Tensor]
+    optimizer: Callable[[nn.Module], Optimizer] | None = None
+    evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None
+    name: str = ""
+    samples: Callable[[Any], int] | None = None
+    higher_is_better: Mapping[str, bool] = field(default_factory=dict)
