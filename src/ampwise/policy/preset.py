@@ -102,9 +102,7 @@ class Policy:
     def __post_init__(self) -> None:
         for field in _DTYPE_FIELDS:
             object.__setattr__(self, field, _dtype_named(getattr(self, field)))
-        islands = (
-            (self.islands,) if isinstance(self.islands, str) else tuple(self.islands)
-        )
+        islands = (self.islands,) if isinstance(self.islands, str) else tuple(self.islands)
         object.__setattr__(self, "islands", islands)
         if complaint := _contradiction(self):
             raise PolicyError(f"impossible precision {self.name!r}: {complaint}")
@@ -152,9 +150,7 @@ class Policy:
         for setting in settings:
             field, value = _parse_setting(setting, text)
             if field in changes:
-                raise PolicyError(
-                    f"precision {text!r} sets {setting.partition('=')[0]!r} twice"
-                )
+                raise PolicyError(f"precision {text!r} sets {setting.partition('=')[0]!r} twice")
             changes[field] = value
         return dataclasses.replace(_preset(name), **changes)
 
@@ -167,9 +163,7 @@ def _contradiction(policy: Policy) -> str:
     for field in ("param_dtype", "compute_dtype"):
         value, expected = getattr(policy, field), preset[field]
         if value != expected:
-            others = [
-                name for name, other in _PRESET_FIELDS.items() if other[field] == value
-            ]
+            others = [name for name, other in _PRESET_FIELDS.items() if other[field] == value]
             instead = f"; that is {' or '.join(others)}" if others else ""
             return f"its {field} is {expected}, not {value}{instead}"
     if policy.output_dtype not in ("float32", policy.compute_dtype):
@@ -219,9 +213,7 @@ def _dtype_named(value: str) -> str:
     """PyTorch's name of a policy dtype, from any spelling."""
     name = formats.lookup(value).name
     if name not in DTYPES:
-        raise PolicyError(
-            f"a policy cannot use {name}: expected one of {', '.join(DTYPES)}"
-        )
+        raise PolicyError(f"a policy cannot use {name}: expected one of {', '.join(DTYPES)}")
     return name
 
 

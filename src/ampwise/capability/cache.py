@@ -1,0 +1,93 @@
+"""Measurements kept between processes: one small JSON file per machine, torch and device.
+
+A missing, damaged, foreign or unwritable file only means measuring again; it is never an error.
+Verdicts are not stored: they are derived anew, so a better rule needs no new measurement.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from ampwise.capability.hardware import Hardware
+from ampwise.capability.matmul import Measurement
+
+SCHEMA = "ampwise.capability/1"
+
+
+def folder() -> Path:
+    """``$AMPWISE_CACHE``, else ``ampwise`` in the user's cache folder."""
+    if explicit := os.environ.get("AMPWISE_CACHE"):
+        return Path(explicit)
+    # expanduser leaves "~" as it is where there is no home: then writing fails, and that is fine.
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(base) / "ampwise"
+
+
+def key(hardware: Hardware) -> dict[str, str | int]:
+    """Everything that a measurement depends on and that can change under the cache's feet."""
+    return {
+        "device": hardware.device,
+        "name": hardware.name,
+        "architecture": hardware.architecture,
+        "units": json.dumps(dict(hardware.units), sort_keys=True),
+        "torch": str(torch.__version__),
+        "runtime": str(torch.version.hip or torch.version.cuda or ""),
+        "onednn_isa": os.environ.get("ONEDNN_MAX_CPU_ISA", ""),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def load(hardware: Hardware) -> dict[str, Measurement] | None:
+    """The stored measurements of a device, or None when there are none that can be trusted."""
+    try:
+        stored = json.loads(_path(hardware).read_text())
+        if stored["schema"] != SCHEMA or stored["key"] != key(hardware):
+            return None
+        return {fmt: _measurement(**values) for fmt, values in stored["measurements"].items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def store(hardware: Hardware, measurements: Mapping[str, Measurement]) -> None:
+    """Keep measurements, atomically; silently not where the folder cannot be written."""
+    content = {
+        "schema": SCHEMA,
+        "key": key(hardware),
+        "measurements": {fmt: asdict(measured) for fmt, measured in measurements.items()},
+    }
+    path = _path(hardware)
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, aside = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
+        try:
+            with open(handle, "w") as file:
+                json.dump(content, file, indent=1)
+            os.replace(aside, path)
+        except OSError:
+            os.unlink(aside)
+
+
+def _path(hardware: Hardware) -> Path:
+    digest = hashlib.sha256(json.dumps(key(hardware), sort_keys=True).encode()).hexdigest()
+    return folder() / f"capability-{hardware.kind}-{digest[:16]}.json"
+
+
+def _measurement(
+    size: int, speedup: float | None, low: float | None, high: float | None, error: str
+) -> Measurement:
+    """A stored measurement, its values checked: a file can be edited or half right."""
+    if not isinstance(size, int) or not isinstance(error, str):
+        raise TypeError("size and error of a stored measurement")
+    figures = [None if value is None else float(value) for value in (speedup, low, high)]
+    if any(value is not None and not 0 < value < float("inf") for value in figures):
+        raise ValueError("a stored ratio that is no ratio")
+    return Measurement(size, *figures, error=error)
