@@ -1,0 +1,84 @@
+"""Draws an `AdviseReport` on a terminal, in 80 columns, without colours where there is none."""
+
+from __future__ import annotations
+
+from rich import box
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from ampwise.advice import AdviseReport, DeviceAdvice
+from ampwise.capability import FormatSupport, ratio
+from ampwise.policy import PRESETS
+
+_STYLES = {"native": "green", "emulated": "yellow", "unsupported": "red"}
+
+
+def render(report: AdviseReport, console: Console) -> None:
+    """Print one table a device, each followed by what to use there."""
+    for advice in report.devices:
+        _render_device(advice, report, console)
+    if report.note:
+        console.print(Text(f"{report.note}."))
+
+
+def _render_device(advice: DeviceAdvice, report: AdviseReport, console: Console) -> None:
+    hardware = advice.capability.hardware
+    threads = f", {report.threads} threads" if hardware.kind == "cpu" else ""
+    console.print(Text(f"{hardware.device}: {hardware.name}", style="bold"))
+    when = "measured earlier (--refresh measures anew)" if advice.capability.cached else "measured"
+    facts = f"{hardware.architecture}{threads}, torch {report.torch_version}, {when}"
+    console.print(Text(facts.removeprefix(", "), style="dim"))
+    console.print(_table(advice))
+    for support in advice.capability.formats.values():
+        if support.verdict == "unsupported":
+            console.print(Padding(Text(support.reason), (0, 0, 0, 2)))
+    console.print(Text(advice.sentence, style="bold"))
+    console.print()
+
+
+def _table(advice: DeviceAdvice) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("format", no_wrap=True)
+    table.add_column("presets", no_wrap=True)
+    table.add_column("unit")
+    table.add_column("speedup", justify="right")
+    table.add_column("range", justify="right", no_wrap=True)
+    table.add_column("N", justify="right", no_wrap=True)
+    table.add_column("verdict")
+    table.add_row("float32", "fp32", "", "1x", "", "", "baseline")
+    for support in advice.capability.formats.values():
+        presets = [name for name, p in PRESETS.items() if p.compute_format == support.format]
+        table.add_row(
+            _name(support, advice.capability.kind),
+            ", ".join(presets),
+            {None: "unknown", "": "none"}.get(support.unit, support.unit),
+            *_figures(support),
+            Text(_verdict(support), style=_STYLES[support.verdict]),
+        )
+    table.caption = "speedup of an N x N matmul over float32: median and range of paired rounds"
+    table.caption_justify = "left"
+    return table
+
+
+def _name(support: FormatSupport, kind: str) -> str:
+    """The format in few columns; on a CPU, the ``tf32`` preset means oneDNN's bf16 math."""
+    if support.format == "tf32" and kind == "cpu":
+        return "bf16 math"
+    return support.format.partition("_")[0]
+
+
+def _verdict(support: FormatSupport) -> str:
+    if support.verdict != "native" or support.gains or support.measured.speedup is None:
+        return support.verdict
+    return "no gain"
+
+
+def _figures(support: FormatSupport) -> tuple[str, str, str]:
+    """Median ratio, its range over the rounds, and the matrix size."""
+    measured = support.measured
+    if measured.speedup is None or measured.low is None or measured.high is None:
+        return "-", "", ""
+    spread = f"{ratio(measured.low)[:-1]}-{ratio(measured.high)[:-1]}"
+    return ratio(measured.speedup), spread, str(measured.size)

@@ -1,0 +1,158 @@
+"""``ampwise advise``: its table, its JSON, and where they go."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from ampwise import capability
+from ampwise.advice import AdviseReport, DeviceAdvice, advise
+from ampwise.capability import DeviceCapability, Hardware, Measurement, classify, hardware
+from ampwise.cli.advise import Options, run
+from ampwise.errors import UsageError
+from ampwise.policy import FP16_ON_CPU, Resolution, decide
+from ampwise.report.advise import render
+
+AMX = hardware.cpu(frozenset({"amx_bf16", "avx512_fp16"}), "AVX512", "Intel Xeon 8488C")
+PLAIN = hardware.cpu(frozenset({"avx2"}), "AVX2", "A plain CPU")
+H100 = hardware.cuda("cuda:0", "NVIDIA H100 80GB HBM3", (9, 0))
+
+
+def device(machine: Hardware, tf32: float, bf16: float, fp16: float) -> DeviceCapability:
+    ratios = {"tf32": tf32, "bfloat16": bf16, "float16": fp16}
+    return classify(
+        machine,
+        {fmt: Measurement(4096, value, 0.9 * value, 1.1 * value) for fmt, value in ratios.items()},
+    )
+
+
+def report(*devices: DeviceCapability, note: str = "") -> AdviseReport:
+    advices = []
+    for item in devices:
+        policy, reasons = decide(None, item)
+        pick = Resolution("auto", policy, item.device, reasons, changed=False)
+        advices.append(DeviceAdvice(item, pick))
+    return AdviseReport("2.13.0", 2, tuple(advices), note)
+
+
+def drawn(what: AdviseReport, width: int = 80) -> str:
+    console = Console(width=width, force_terminal=False)
+    with console.capture() as capture:
+        render(what, console)
+    return capture.get()
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AMPWISE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(capability, "_measured", {})
+
+
+def test_the_table_fits_80_columns_without_breaking_a_row() -> None:
+    text = drawn(report(device(H100, 6.8, 13.2, 13.0), device(AMX, 3.2, 3.4, 0.97)))
+    assert max(map(len, text.splitlines())) <= 80
+    assert "\x1b" not in text, "no colours where there is no terminal"
+    rows = [line.split() for line in text.splitlines()]
+    assert ["bfloat16", "bf16,", "bf16-master", "tensor", "cores", "13.2x"] in [r[:6] for r in rows]
+    assert ["float16", "fp16", "AVX512-FP16", "0.97x"] in [r[:4] for r in rows]
+    assert sum(row[:1] == ["float8"] for row in rows) == 1, "fp8 where there is a unit, only"
+
+
+@pytest.mark.parametrize(
+    ("found", "sentence"),
+    [
+        (
+            device(AMX, 3.2, 3.4, 0.97),
+            "Use bf16 or bf16-master on cpu: bfloat16 matmul on this CPU is native (AMX-BF16): "
+            "3.4x of float32, measured at 4096x4096.",
+        ),
+        (
+            device(PLAIN, 0.97, 0.3, 0.003),
+            "Keep fp32 on cpu: none of tf32, bfloat16, float16 is faster than float32 there.",
+        ),
+        (
+            device(PLAIN, 0.97, 0.3, 1.8),
+            f"Keep fp32 on cpu: only float16 is faster, and {FP16_ON_CPU}.",
+        ),
+    ],
+)
+def test_one_sentence_says_what_to_pick_and_why(found: DeviceCapability, sentence: str) -> None:
+    what = report(found)
+    assert what.devices[0].sentence == sentence
+    assert sentence in drawn(what, width=200)
+
+
+def test_an_unsupported_format_is_shown_with_its_error() -> None:
+    found = classify(PLAIN, {"bfloat16": Measurement(error="RuntimeError: no kernel")})
+    text = drawn(report(found), width=200)
+    assert "bfloat16 matmul on this CPU is unsupported: RuntimeError: no kernel" in text
+
+
+def test_json_says_everything_the_table_says() -> None:
+    plain = json.loads(json.dumps(report(device(AMX, 3.2, 3.4, 0.97)).to_json()))
+    assert plain["schema"] == "ampwise.advise/1"
+    (cpu,) = plain["devices"]
+    assert (cpu["device"], cpu["name"], cpu["architecture"]) == ("cpu", AMX.name, "AVX512")
+    formats = {item["format"]: item for item in cpu["formats"]}
+    assert formats["float16"]["verdict"] == "native"
+    assert formats["float16"]["gains"] is False
+    assert formats["bfloat16"]["speedup"]["median"] == 3.4
+    assert cpu["pick"]["precision"] == "bf16"
+    assert cpu["advice"].startswith("Use bf16 or bf16-master on cpu")
+
+
+def test_every_device_present_is_advised_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = {"cuda:0": device(H100, 6.8, 13.2, 13.0), "cpu": device(AMX, 3.2, 3.4, 0.97)}
+    monkeypatch.setattr(capability, "present_devices", lambda: tuple(devices))
+    monkeypatch.setattr(capability, "probe", lambda name, refresh=False: devices[name])  # noqa: ARG005
+    assert [item.pick.device for item in advise().devices] == ["cuda:0", "cpu"]
+    only_cpu = advise("cpu")
+    assert [item.pick.device for item in only_cpu.devices] == ["cpu"]
+    assert only_cpu.note == "cpu as asked, although cuda:0 is present"
+
+
+def test_this_machine_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(Options(device="cpu")) == 0
+    text = capsys.readouterr().out
+    assert f"torch {torch.__version__}" in text
+    assert ("Use " in text) != ("Keep fp32 on cpu" in text)
+
+
+def test_json_on_stdout_is_all_that_is_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(Options(device="cpu", json="-")) == 0
+    assert json.loads(capsys.readouterr().out)["schema"] == "ampwise.advise/1"
+
+
+def test_json_file_is_written_and_a_replaced_one_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "advice.json"
+    for did in ("wrote", "replaced"):
+        assert run(Options(device="cpu", json=str(path))) == 0
+        output = capsys.readouterr()
+        assert output.err == f"{did} {path}\n"
+        assert "float32" in output.out
+    assert json.loads(path.read_text())["devices"]
+
+
+def test_a_file_that_cannot_be_written_is_a_usage_error(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"cannot write the report to .*: .+; name a writable"):
+        run(Options(device="cpu", json=str(tmp_path / "none" / "advice.json")))
+
+
+def test_an_unknown_device_is_a_usage_error() -> None:
+    with pytest.raises(UsageError, match=r"device 'gpu' is no device PyTorch knows"):
+        run(Options(device="gpu"))
+
+
+def test_the_options_do_not_import_torch() -> None:
+    code = "import sys, ampwise.cli.advise; sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], check=False, env=dict(os.environ))
+    assert done.returncode == 0
