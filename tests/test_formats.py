@@ -15,9 +15,7 @@ from ampwise import formats
 from ampwise.errors import PolicyError
 from ampwise.formats import FORMATS, FloatFormat, lookup
 
-DTYPES = {
-    fmt.name: getattr(torch, fmt.name) for fmt in FORMATS if hasattr(torch, fmt.name)
-}
+DTYPES = {fmt.name: getattr(torch, fmt.name) for fmt in FORMATS if hasattr(torch, fmt.name)}
 SMALL = [fmt for fmt in FORMATS if fmt.bits <= 16]
 PATTERN_DTYPES = {8: torch.uint8, 16: torch.int16}
 
@@ -106,9 +104,7 @@ def test_no_spelling_means_two_formats() -> None:
 
 
 def test_unknown_spelling_names_the_legal_ones_and_the_nearest() -> None:
-    with pytest.raises(
-        PolicyError, match=r"'flaot16'.*bfloat16, float16.*did you mean 'float16'"
-    ):
+    with pytest.raises(PolicyError, match=r"'flaot16'.*bfloat16, float16.*did you mean 'float16'"):
         lookup("flaot16")
 
 

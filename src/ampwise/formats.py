@@ -115,9 +115,7 @@ FLOAT32 = FloatFormat("float32", 32, 8, 23, aliases=("fp32", "f32", "float", "si
 TF32 = FloatFormat("tf32", 32, 8, 10, aliases=("tf32", "tensorfloat32"))
 BFLOAT16 = FloatFormat("bfloat16", 16, 8, 7, aliases=("bf16",))
 FLOAT16 = FloatFormat("float16", 16, 5, 10, aliases=("fp16", "f16", "half"))
-FLOAT8_E4M3FN = FloatFormat(
-    "float8_e4m3fn", 8, 4, 3, has_inf=False, aliases=("e4m3fn", "e4m3")
-)
+FLOAT8_E4M3FN = FloatFormat("float8_e4m3fn", 8, 4, 3, has_inf=False, aliases=("e4m3fn", "e4m3"))
 FLOAT8_E5M2 = FloatFormat("float8_e5m2", 8, 5, 2, aliases=("e5m2",))
 
 FORMATS: tuple[FloatFormat, ...] = (

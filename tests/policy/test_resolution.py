@@ -235,6 +235,8 @@ def test_choice_among_several(wanted: str, chosen: str) -> None:
 def test_mps_with_and_without_an_index() -> None:
     assert choose_device("mps", ("mps", "cpu"))[0] == "mps"
     assert choose_device("mps:0", ("mps", "cpu"))[0] == "mps"
+    with pytest.raises(UsageError, match="'mps:1' is not present: expected one of mps, cpu"):
+        choose_device("mps:1", ("mps", "cpu"))
 
 
 @pytest.mark.parametrize(

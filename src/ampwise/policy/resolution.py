@@ -126,24 +126,17 @@ def choose_device(
     present
         Device strings, the best first, ``cpu`` last.
     """
-    if wanted is None or str(wanted) == _AUTO:
-        return (
-            present[0],
-            "no accelerator is present" if present[0] == "cpu" else "",
-            False,
-        )
-    wanted = str(wanted)
+    best, wanted = present[0], str(wanted or _AUTO)
+    if wanted == _AUTO:
+        return best, "no accelerator is present" if best == "cpu" else "", False
     kind, _, index = wanted.partition(":")
     if kind == "cpu":
-        best = present[0]
-        return (
-            "cpu",
-            f"cpu as asked, although {best} is present" if best != "cpu" else "",
-            False,
-        )
+        return "cpu", "" if best == "cpu" else f"cpu as asked, although {best} is present", False
     same_kind = [device for device in present if device.partition(":")[0] == kind]
-    if same_kind and (not index or wanted in same_kind or same_kind == [kind]):
-        return wanted if wanted in same_kind else same_kind[0], "", False
+    if wanted in same_kind:
+        return wanted, "", False
+    if same_kind and (not index or (same_kind == [kind] and index == "0")):
+        return same_kind[0], "", False
     if same_kind or not _is_device(wanted):
         what = "is not present" if same_kind else "is no device PyTorch knows"
         raise UsageError(f"device {wanted!r} {what}: expected one of {', '.join(present)}, auto")
