@@ -1,0 +1,10 @@
+"""The training step, one stage a file; `train_step` puts them together."""
+
+from __future__ import annotations
+
+from ampwise.step.activity import Activity
+from ampwise.step.loss_scale import LossScale
+from ampwise.step.train_step import TrainStep
+from ampwise.telemetry.ring import StepRecord
+
+__all__ = ["Activity", "LossScale", "StepRecord", "TrainStep"]

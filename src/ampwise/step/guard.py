@@ -1,0 +1,111 @@
+"""The guard: between backward and the optimizer, decide on the device whether to step, and how far.
+
+    norm, found_inf   one read of the still scaled gradients          (`gradients.norm`)
+    clip coefficient  min(1, max_norm / (norm + 1e-6)), as in `torch.nn.utils.clip_grad_norm_`
+    unscale and clip  folded: the optimizer's kernel divides by  scale / coefficient
+                      general: one multiplication by  coefficient / scale, in place
+
+Bytes moved per float32 element: 4 for the guard, and nothing is written before the optimizer;
+`unscale_` + `clip_grad_norm_` + `step` read and write every gradient twice more.
+
+The division by ``scale / coefficient`` rounds twice where unscaling and clipping one after the
+other rounds twice too, but in another place: results differ by at most 2 ULP of the gradient. A
+power-of-two scale without clipping is exact, so there the results are equal bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ampwise.step import gradients as grads
+from ampwise.step import optimizers as optim
+from ampwise.step.host import HostFlag
+
+_EPS = 1e-6  # of torch.nn.utils.clip_grad_norm_
+_LARGEST = torch.finfo(torch.float32).max
+
+
+class Guard:
+    """The decision over one set of optimizers that step, or are skipped, together.
+
+    Attributes
+    ----------
+    grad_norm
+        Global L2 norm of the true gradients, before clipping; a float32 scalar on the device.
+    found_inf
+        1.0 when any gradient is inf or NaN, else 0.0; a float32 scalar on the device.
+    """
+
+    def __init__(
+        self, optimizers: Sequence[Optimizer], device: torch.device, max_norm: float | None
+    ) -> None:
+        self.optimizers = tuple(optimizers)
+        self.max_norm = max_norm
+        self.flag = HostFlag(device)
+        self.found_inf = self.flag.tensor
+        self.grad_norm = torch.zeros((), device=device)
+        self._one = torch.ones((), device=device)
+
+    @property
+    def folds(self) -> bool:
+        """Whether every optimizer's kernel decides for itself, without the host."""
+        return all(optim.folds(optimizer) for optimizer in self.optimizers)
+
+    def divide_(self, divisor: Tensor) -> None:
+        """Turn scaled gradients into true ones now, in place; pass `step` None afterwards."""
+        grads.multiply_(grads.gradients_of(self.optimizers), divisor.reciprocal())
+
+    def step(self, divisor: Tensor | None) -> None:
+        """Examine the gradients, then step or skip.
+
+        Parameters
+        ----------
+        divisor
+            Scalar that turns the gradients into true ones: loss scale times window weight. None
+            when they are true already.
+        """
+        gradients = grads.gradients_of(self.optimizers)
+        coefficient = self._examine(gradients, divisor)
+        if all(optim.folds(each) and not optim.watched(each) for each in self.optimizers):
+            self._step_folded(divisor, coefficient)
+        else:
+            self._step_in_place(gradients, divisor, coefficient)
+
+    def _examine(self, gradients: Sequence[Tensor], divisor: Tensor | None) -> Tensor | None:
+        """Set `found_inf` and `grad_norm`; the clip coefficient, or None without clipping."""
+        norm = grads.norm(gradients, self.found_inf.device)
+        inverse = self._one if divisor is None else divisor.reciprocal()
+        self.found_inf.zero_()
+        # One kernel on one element: raises found_inf if the norm is not finite, and unscales it.
+        torch._amp_foreach_non_finite_check_and_unscale_([norm], self.found_inf, inverse)
+        if norm.dtype == torch.float64:
+            norm = norm.clamp(max=_LARGEST).to(torch.float32)
+        self.grad_norm = norm
+        if self.max_norm is None:
+            return None
+        return (self.max_norm / (norm + _EPS)).clamp_(max=1.0)
+
+    def _step_folded(self, divisor: Tensor | None, coefficient: Tensor | None) -> None:
+        grad_scale = divisor
+        if coefficient is not None:
+            grad_scale = coefficient.reciprocal() if divisor is None else divisor / coefficient
+        for optimizer in self.optimizers:
+            optim.step_folded(optimizer, grad_scale, self.found_inf)
+
+    def _step_in_place(
+        self, gradients: Sequence[Tensor], divisor: Tensor | None, coefficient: Tensor | None
+    ) -> None:
+        """The general path: true, clipped gradients in ``.grad``, and the host decides."""
+        if self.flag.read():
+            return
+        factor = coefficient
+        if divisor is not None:
+            factor = divisor.reciprocal() if coefficient is None else coefficient / divisor
+        if factor is not None:
+            grads.multiply_(gradients, factor)
+        for optimizer in self.optimizers:
+            optimizer.step()

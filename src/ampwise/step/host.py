@@ -1,0 +1,68 @@
+"""How the host learns what the device decided.
+
+On the CPU the memory is the host's own, and reading it costs nothing. On an accelerator a read
+waits for everything queued before it, so it is either asked for (`HostFlag.read`, the general
+path), or avoided: `Outcomes` copies each step's flag to pinned memory and looks at it one step
+later, when the copy is long done and the device already has the next step to work on.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+from torch import Tensor
+
+
+class HostFlag:
+    """A float32 scalar on a device that is 0 or 1."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.tensor = torch.zeros((), device=device)
+        # A view of the same memory: no operator runs, so nothing can synchronise.
+        self._view = self.tensor.numpy() if device.type == "cpu" else None
+
+    def read(self) -> bool:
+        """The value now; on an accelerator this waits for the device (one host sync)."""
+        return bool(self._view) if self._view is not None else bool(self.tensor.item())
+
+
+class Outcomes:
+    """Whether each step was skipped, in order, without stalling the device.
+
+    Parameters
+    ----------
+    flag
+        The step's found_inf.
+    at_once
+        Know each outcome at its own step, also on an accelerator (one host sync a step).
+
+    On the CPU a step's outcome is known at once, on an accelerator at the next step. The lag is
+    fixed, rather than "as soon as it has arrived", so that runs are reproducible.
+    """
+
+    def __init__(self, flag: HostFlag, *, at_once: bool = False) -> None:
+        self._flag = flag
+        self._at_once = at_once or flag.tensor.device.type == "cpu"
+        self._pending: deque[tuple[Tensor, torch.Event]] = deque()
+
+    def settle(self) -> list[bool]:
+        """Take in this step's flag; the outcomes that became known, the oldest first."""
+        if self._at_once:
+            return [self._flag.read()]
+        known = self.drain()
+        pinned = torch.empty((), pin_memory=True)
+        pinned.copy_(self._flag.tensor, non_blocking=True)
+        event = torch.Event(self._flag.tensor.device)
+        event.record()
+        self._pending.append((pinned, event))
+        return known
+
+    def drain(self) -> list[bool]:
+        """Every outcome still on its way; waits for their copies, not for later work."""
+        known: list[bool] = []
+        while self._pending:
+            pinned, event = self._pending.popleft()
+            event.synchronize()
+            known.append(bool(pinned.numpy()))
+        return known

@@ -1,0 +1,88 @@
+"""What the step must know of an optimizer: can its kernel divide by the scale and skip by itself?
+
+The fused optimizers of `torch.optim` read two attributes, ``grad_scale`` and ``found_inf``, both
+device tensors: they divide the gradients by the one and leave parameters and state alone if the
+other is 1. So unscaling and clipping cost no pass of their own, and skipping costs no host sync.
+
+Trusted are only the four classes whose kernels were read. Subclasses that override ``step`` and
+third-party fused optimizers go the general path, even if they advertise the same attributes: some
+ignore them, some divide twice.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim import optimizer as torch_optimizer
+
+from ampwise.errors import UsageError
+
+_TRUSTED = (Adam, AdamW, SGD, Adagrad)
+
+
+def check(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that a guarded step cannot drive.
+
+    Raises
+    ------
+    UsageError
+        When its ``step`` needs a closure (as LBFGS does): it evaluates the loss several times
+        inside one step, so there is no moment between backward and step to check gradients at.
+    """
+    if not isinstance(optimizer, Optimizer):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise UsageError(
+            f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}"
+        )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UsageError(
+            f"optimizer {type(optimizer).__name__} needs a closure: it evaluates the loss several "
+            "times inside one step, which neither loss scaling nor a skipped step can follow; use "
+            "an optimizer that steps once per backward"
+        )
+
+
+def folds(optimizer: Optimizer) -> bool:
+    """Whether the optimizer's own kernel unscales, clips and skips, on the device."""
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    owner = next(cls for cls in type(optimizer).__mro__ if "step" in vars(cls))
+    return owner in _TRUSTED and not any(
+        group.get("momentum", 0) and group.get("dampening", 0) for group in optimizer.param_groups
+    )
+
+
+def watched(optimizer: Optimizer) -> bool:
+    """Whether step hooks look at the gradients before the kernel would have unscaled them."""
+    return bool(optimizer._optimizer_step_pre_hooks or torch_optimizer._global_optimizer_pre_hooks)
+
+
+def step_folded(optimizer: Optimizer, grad_scale: Tensor | None, found_inf: Tensor) -> None:
+    """Step, dividing gradients by `grad_scale`, unless `found_inf` is 1; decided on the device."""
+    if isinstance(optimizer, SGD):
+        _start_momentum(optimizer)
+    state = vars(optimizer)
+    state["grad_scale"], state["found_inf"] = grad_scale, found_inf
+    try:
+        optimizer.step()
+    finally:
+        del state["grad_scale"], state["found_inf"]
+
+
+def _start_momentum(optimizer: SGD) -> None:
+    """Zero momentum buffers before the first fused step.
+
+    `torch.optim.SGD` allocates them uninitialised and has its kernel fill them in the first step;
+    if that step is skipped, what the allocator left there becomes momentum. From zeros the kernel
+    computes the same first step (dampening, which would differ, is refused by `folds`).
+    """
+    for group in optimizer.param_groups:
+        if not group["momentum"]:
+            continue
+        for parameter in group["params"]:
+            state = optimizer.state[parameter] if parameter.grad is not None else None
+            if state is not None and state.get("momentum_buffer") is None:
+                state["momentum_buffer"] = torch.zeros_like(parameter.grad)

@@ -1,0 +1,573 @@
+"""The training step: one path for every precision, from a micro-batch to updated parameters.
+
+    forward     autocast forward and loss                        (`precision`)
+    backward    of loss * scale * share of the window            (`window`, `hooks`)
+    guard       norm, found_inf, unscale and clip in one pass    (`gradients`, `guard`)
+    optimizer   step or skip, decided on the device              (`optimizers`, `master`)
+    loss scale  back off or grow                                 (`loss_scale`)
+    buffers     put back if the step was skipped                 (`buffers`)
+    telemetry   one row on the device                            (`telemetry.ring`)
+    host        scheduler, EMA and patience follow the outcome   (`host`, `patience`)
+
+float32 takes the same path, with a scale of 1 that divides nothing. The comments say where the host
+waits for the device; with fused optimizers it nowhere does.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel
+
+from ampwise.errors import UsageError
+from ampwise.policy import Policy, Resolution, resolve
+from ampwise.step import optimizers as optim
+from ampwise.step.activity import Activity, watched
+from ampwise.step.buffers import BufferGuard
+from ampwise.step.guard import Guard
+from ampwise.step.hooks import true_gradients
+from ampwise.step.host import HostFlag, Outcomes
+from ampwise.step.loss_scale import LossScale, UnitLossScale
+from ampwise.step.master import MasterWeights
+from ampwise.step.patience import Patience, explain
+from ampwise.step.precision import Float32Mode, Forward, keep_islands
+from ampwise.step.samples import samples_in
+from ampwise.step.window import Weight, Window, divide
+from ampwise.telemetry.ring import Ring, StepRecord
+
+Batch = TypeVar("Batch")
+
+HISTORY = 10_000
+"""Records that `TrainStep.history` keeps."""
+
+
+class TrainStep:
+    """A training step that is right by construction, in any loop.
+
+    Parameters
+    ----------
+    model
+        The model, or the models, that are trained; already on their device.
+    optimizer
+        The optimizer, or optimizers, over their parameters. Fused ones decide on the device; others
+        cost one host sync a step on accelerators.
+    policy
+        A preset or policy, used exactly as asked; ``auto`` or a `Resolution` for what fits the
+        device.
+    accumulate
+        Micro-batches in an accumulation window.
+    max_grad_norm
+        Clip the global L2 norm of the true gradients to this.
+    scheduler
+        Learning-rate scheduler, stepped after each optimizer step, held on skipped ones. On
+        accelerators it learns of a skipped step one step late, and then holds.
+    ema
+        Averaged model of (the first) model, updated after each optimizer step, held on skipped
+        ones; one host sync a step on accelerators.
+    samples
+        Samples (or tokens) in a batch: its weight in the window. Default: length of the first
+        dimension of the first tensor.
+    loss_scale
+        Settings of the loss scale, for policies that scale the loss.
+    skip
+        With several optimizers, on a non-finite gradient: skip ``all`` that update together, or
+        only ``each`` that has it. Norm and clipping are over the same set.
+    max_skips
+        Skipped steps in a row after which training aborts.
+    strict
+        Fail, rather than warn, if the asked precision was not active in the first forward.
+
+    Attributes
+    ----------
+    policy
+        The policy in force.
+    resolution
+        How it came about, when it was resolved rather than named.
+    steps
+        Completed windows; skipped steps count.
+    boundary
+        Whether the last call completed an optimizer step, made or skipped.
+    loss_scale
+        The loss scale, its state on the device.
+    activity
+        What the first forward really ran in; None before it.
+
+    Raises
+    ------
+    UsageError
+        For arguments that cannot work; the message names what was expected.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        optimizer: Optimizer | Sequence[Optimizer],
+        *,
+        policy: str | Policy | Resolution = "auto",
+        accumulate: int = 1,
+        max_grad_norm: float | None = None,
+        scheduler: LRScheduler | None = None,
+        ema: AveragedModel | None = None,
+        samples: Callable[[Any], Weight] | None = None,
+        loss_scale: LossScale | None = None,
+        skip: Literal["all", "each"] = "all",
+        max_skips: int = 50,
+        strict: bool = False,
+    ) -> None:
+        _check_settings(accumulate, max_grad_norm, skip, max_skips)
+        self.model = model
+        self.optimizer = optimizer
+        self._models = (model,) if isinstance(model, nn.Module) else tuple(model)
+        self._optimizers = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
+        for each in self._optimizers:
+            optim.check(each)
+        self._names = _parameters_by_name(self._models)
+        self.device = _device_of(self._names)
+        self.policy, self.resolution = _policy_for(policy, self.device)
+        self.loss_scale = _loss_scale_for(self.policy, loss_scale).to(self.device)
+        self.steps = 0
+        self.boundary = False
+        self.activity: Activity | None = None
+
+        self._strict = strict
+        self._samples = samples or samples_in
+        self._scheduler = scheduler
+        self._ema = ema
+        self._float32_mode = Float32Mode(self.policy, self.device.type)
+        self._owned = [_held_by(each) for each in self._optimizers]
+        self._master = self._install_policy()
+
+        self._window = Window(accumulate)
+        self._buffers = BufferGuard(self._models)
+        self._skip_together = skip == "all"
+        self._max_grad_norm = max_grad_norm
+        self._guards: dict[tuple[int, ...], Guard] = {}
+        self._true: set[int] = set()  # optimizers (by index) whose gradients are unscaled already
+        self._norms: list[Tensor] = []
+        self._flag = HostFlag(self.device)
+        self._outcomes = Outcomes(self._flag, at_once=ema is not None)
+        self._held = 0  # scheduler steps to leave out, for skipped steps
+        self._patience = Patience(max_skips)
+        self._ring = Ring(self.device)
+        self._history: deque[StepRecord] = deque(maxlen=HISTORY)
+        self._unread: list[StepRecord] = []
+
+    # -- the whole step ----------------------------------------------------------------------------
+
+    def __call__(
+        self,
+        loss_fn: Callable[[Any, Batch], Tensor],
+        batch: Batch,
+        *,
+        weight: Weight | None = None,
+        last: bool = False,
+    ) -> Tensor:
+        """One micro-batch: forward, loss, backward, and at the window's end the optimizer step.
+
+        Parameters
+        ----------
+        loss_fn
+            ``loss_fn(model, batch)`` returns the mean loss of the batch, a scalar with grad.
+        batch
+            Anything `loss_fn` takes, on the model's device.
+        weight
+            Samples (or tokens) in the batch, instead of counting them.
+        last
+            Close the window with this micro-batch even if it is not full.
+
+        Returns
+        -------
+        Tensor
+            The unscaled, undivided loss of this micro-batch, detached, on the device.
+
+        Raises
+        ------
+        UsageError
+            When the loss is not a floating-point scalar with a gradient.
+        SkippedStepsError
+            When too many steps in a row were skipped.
+        """
+        with self.autocast():
+            loss = loss_fn(self.model, batch)
+        if weight is None and self._window.accumulate > 1:
+            weight = self._samples(batch)
+        self.backward(loss, weight=weight)
+        if self._window.full or last:
+            self.update()
+        return loss.detach()
+
+    def flush(self) -> None:
+        """Close a window that is only partly filled, as at the end of an epoch; else do nothing."""
+        if self._window.position:
+            self.update()
+
+    # -- its parts ---------------------------------------------------------------------------------
+
+    @contextmanager
+    def autocast(self) -> Iterator[None]:
+        """Context for forward and loss under the policy; for evaluation too."""
+        if torch.is_grad_enabled():
+            self._buffers.remember()
+        with Forward(self.policy, self.device.type, self._float32_mode):
+            if self.activity is not None:
+                yield
+                return
+            with watched(self._models) as seen:
+                yield
+        held = [parameter for group in self._held_tensors() for parameter in group]
+        self.activity = seen.activity(held, loss_scale_live=self.loss_scale.enabled)
+        self.activity.demand(self.policy, strict=self._strict)
+
+    def backward(
+        self,
+        loss: Tensor,
+        *,
+        optimizers: Sequence[Optimizer] | None = None,
+        weight: Weight | None = None,
+        retain_graph: bool = False,
+    ) -> None:
+        """Backward of the scaled loss, by its share of the window.
+
+        Parameters
+        ----------
+        loss
+            Floating-point scalar that requires grad, unscaled and undivided.
+        optimizers
+            Only the parameters of these receive gradients (of a GAN's discriminator, say).
+        weight
+            Samples (or tokens) it is the mean of. Default: it counts ``1 / accumulate``, and
+            several losses add up.
+        retain_graph
+            Keep the graph for another backward through it.
+
+        Raises
+        ------
+        UsageError
+            When `loss` is no such scalar, or gradients were already unscaled by `gradients`.
+        """
+        loss = _scalar(loss)
+        chosen = self._indices(optimizers)
+        if self._true.intersection(chosen):
+            raise UsageError(
+                "backward() after gradients() in one window: those gradients are unscaled already; "
+                "call update() first, or look at gradients after the last backward of the window"
+            )
+        self.boundary = False
+        divided_by = self._window.add(loss.detach(), weight)
+        seed = divide(self.loss_scale.scale, divided_by)
+        leaves = [each for index in chosen for each in self._owned[index] if each.requires_grad]
+        with self._float32_mode, true_gradients(leaves, self.loss_scale.divisor):
+            loss.backward(
+                seed if loss.dtype == seed.dtype else seed.to(loss.dtype),
+                retain_graph=retain_graph,
+                inputs=None if optimizers is None else leaves,
+            )
+        self._master.take_gradients()
+
+    def gradients(self) -> dict[str, Tensor]:
+        """True gradients of the window so far, by parameter name, before clipping.
+
+        They are the tensors the optimizer will use: edits count, and are checked like the rest.
+        """
+        divisor = self._divisor()
+        missing = [i for i in range(len(self._optimizers)) if i not in self._true]
+        if divisor is not None and missing:
+            self._guard(tuple(missing)).divide_(divisor)
+        self._true.update(missing)
+        held = ((name, self._master.of(parameter)) for name, parameter in self._names.items())
+        return {name: tensor.grad for name, tensor in held if tensor.grad is not None}
+
+    def update(
+        self, optimizers: Sequence[Optimizer] | None = None, *, update_scale: bool = True
+    ) -> None:
+        """Guard, then step or skip, on whatever gradients are there; adapt the scale; record.
+
+        Parameters
+        ----------
+        optimizers
+            Those that step now; default all.
+        update_scale
+            False for all but the last of several updates in one iteration: the loss scale adapts
+            once per iteration, to what all of them found, and one record is written.
+
+        Raises
+        ------
+        UsageError
+            When there was no `backward` since the last step.
+        SkippedStepsError
+            When too many steps in a row were skipped.
+        """
+        if not self._window.position:
+            raise UsageError("update() without a backward() before it: there is nothing to step on")
+        chosen = self._indices(optimizers)
+        for indices in [tuple(chosen)] if self._skip_together else [(each,) for each in chosen]:
+            self._step_or_skip(indices)
+        self._master.write_back()
+        for index in chosen:
+            self._optimizers[index].zero_grad(set_to_none=True)
+        if update_scale:
+            self._finish_window()
+
+    # -- what happened -----------------------------------------------------------------------------
+
+    @property
+    def position(self) -> int:
+        """Micro-batches in the open window."""
+        return self._window.position
+
+    @property
+    def syncs_per_step(self) -> int:
+        """Host syncs that a step costs on an accelerator; 0 with fused optimizers and no EMA."""
+        plain = [not optim.folds(each) or optim.watched(each) for each in self._optimizers]
+        guards = any(plain) if self._skip_together else sum(plain)
+        return int(guards) + (self._ema is not None)
+
+    @property
+    def history(self) -> list[StepRecord]:
+        """What happened in the last 10,000 steps, the oldest first; waits for the device."""
+        self._unread = self.drain()
+        return list(self._history)
+
+    def poll(self) -> list[StepRecord]:
+        """Records that have arrived since the last `poll` or `drain`; never waits."""
+        return self._take(self._ring.poll())
+
+    def drain(self) -> list[StepRecord]:
+        """All records since the last `poll` or `drain`; waits for the device."""
+        return self._take(self._ring.drain())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Policy, loss scale, counters and window; loads with ``weights_only=True``.
+
+        In the middle of a window it holds the gradients collected so far, too.
+        """
+        self._learn(self._outcomes.drain())
+        self._unread = self.drain()
+        totals = self._ring.totals
+        state: dict[str, Any] = {
+            "policy": self.policy.text,
+            "loss_scale": self.loss_scale.state_dict(),
+            "steps": self.steps,
+            "skipped": totals.skipped,
+            "growths": totals.growths,
+            "backoffs": totals.backoffs,
+            "skipped_in_a_row": self._patience.in_a_row,
+            "held": self._held,
+        }
+        if self._window.position:
+            held = ((name, self._master.of(each)) for name, each in self._names.items())
+            state["window"] = self._window.state_dict()
+            state["gradients"] = {n: t.grad.clone() for n, t in held if t.grad is not None}
+            state["true"] = sorted(self._true)
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where a state was taken; takes a `torch.amp.GradScaler.state_dict` too.
+
+        A loss scale saved under another precision is taken over only if both scale the loss.
+
+        Raises
+        ------
+        UsageError
+            When `state` is neither.
+        """
+        if "scale" in state:
+            self.loss_scale.load_state_dict(state)
+            return
+        if missing := [key for key in ("policy", "loss_scale", "steps") if key not in state]:
+            raise UsageError(
+                f"step state lacks {', '.join(missing)}: expected TrainStep.state_dict() or that "
+                "of an enabled torch.amp.GradScaler"
+            )
+        if state["loss_scale"]:
+            self.loss_scale.load_state_dict(state["loss_scale"])
+        self.steps = self._ring.totals.steps = int(state["steps"])
+        self._ring.totals.skipped = int(state["skipped"])
+        self._ring.totals.growths = int(state["growths"])
+        self._ring.totals.backoffs = int(state["backoffs"])
+        self._patience.in_a_row = int(state["skipped_in_a_row"])
+        self._held = int(state["held"])
+        if "window" in state:
+            self._window.load_state_dict(state["window"])
+            self._true = set(state["true"])
+            for name, gradient in state["gradients"].items():
+                tensor = self._master.of(self._names[name])
+                tensor.grad = gradient.to(tensor.device).clone()
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _install_policy(self) -> MasterWeights:
+        """Islands and master weights: what the policy changes about the models, once."""
+        islands = [
+            layer
+            for module in self._models
+            for layer in keep_islands(module, self.policy.islands, self.device.type)
+        ]
+        dtype = getattr(torch, self.policy.param_dtype)
+        kept = [each for layer in islands for each in layer.parameters()]
+        return MasterWeights(self._models, self._optimizers, dtype, kept)
+
+    def _held_tensors(self) -> list[list[Tensor]]:
+        return [[self._master.of(each) for each in owned] for owned in self._owned]
+
+    def _indices(self, optimizers: Sequence[Optimizer] | None) -> list[int]:
+        """Positions of some optimizers among the step's own."""
+        if optimizers is None:
+            return list(range(len(self._optimizers)))
+        known = {id(each): index for index, each in enumerate(self._optimizers)}
+        if any(id(each) not in known for each in optimizers):
+            raise UsageError("optimizers: expected some of those the step was made with")
+        return [known[id(each)] for each in optimizers]
+
+    def _guard(self, indices: tuple[int, ...]) -> Guard:
+        if indices not in self._guards:
+            together = [self._optimizers[index] for index in indices]
+            self._guards[indices] = Guard(together, self.device, self._max_grad_norm)
+        return self._guards[indices]
+
+    def _divisor(self) -> Tensor | None:
+        """What the window's gradients must be divided by; None if they are true as they are."""
+        scale, total = self.loss_scale.divisor, self._window.divisor
+        if not isinstance(total, Tensor) and total == 1:
+            return scale
+        return self.loss_scale.scale * total
+
+    def _step_or_skip(self, indices: tuple[int, ...]) -> None:
+        """Guard and optimizers of one set that decides together."""
+        guard, divisor = self._guard(indices), self._divisor()
+        if divisor is not None and self._true.intersection(indices):
+            for index in indices:
+                if index not in self._true:
+                    self._guard((index,)).divide_(divisor)
+            divisor = None
+        self._true.difference_update(indices)
+        guard.step(divisor)
+        self._norms.append(guard.grad_norm)
+        torch.maximum(self._flag.tensor, guard.found_inf, out=self._flag.tensor)
+
+    def _finish_window(self) -> None:
+        """Once per iteration, after the optimizers."""
+        found_inf = self._flag.tensor
+        scale = self.loss_scale.scale
+        before = scale.clone() if self.loss_scale.enabled else scale
+        self.loss_scale.update(found_inf)
+        self._buffers.settle(found_inf)
+        norms, self._norms = self._norms, []
+        loss = self._window.loss
+        assert loss is not None
+        self._ring.write(
+            loss,
+            before,
+            scale,
+            norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms)),
+            found_inf,
+            self._optimizers[0].param_groups[0]["lr"],
+        )
+        self._window.close()
+        self.steps += 1
+        self.boundary = True
+        known = self._outcomes.settle()
+        found_inf.zero_()
+        self._follow(known)
+
+    def _follow(self, known: list[bool]) -> None:
+        """Scheduler and EMA make a step, unless one was skipped; too many skips abort."""
+        self._learn(known)
+        if self._ema is not None and not known[-1]:
+            self._ema.update_parameters(self._models[0])
+        if self._held:
+            self._held -= 1
+        elif self._scheduler is not None:
+            self._scheduler.step()
+        if self._patience.exhausted:
+            in_a_row = self._patience.in_a_row
+            raise explain(self.history, in_a_row, scaled=self.loss_scale.enabled)
+
+    def _learn(self, known: list[bool]) -> None:
+        for skipped in known:
+            self._held += skipped
+            self._patience.note(skipped)
+
+    def _take(self, records: list[StepRecord]) -> list[StepRecord]:
+        self._history.extend(records)
+        unread, self._unread = self._unread, []
+        return unread + records
+
+
+def _check_settings(
+    accumulate: int, max_grad_norm: float | None, skip: str, max_skips: int
+) -> None:
+    if accumulate < 1:
+        raise UsageError(f"accumulate: expected a window of 1 or more, got {accumulate}")
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise UsageError(f"max_grad_norm: expected a norm above 0, or None, got {max_grad_norm}")
+    if skip not in ("all", "each"):
+        raise UsageError(f"skip: expected 'all' or 'each', got {skip!r}")
+    if max_skips < 1:
+        raise UsageError(f"max_skips: expected 1 or more, got {max_skips}")
+
+
+def _parameters_by_name(models: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
+    """Parameters by FQN; with several models the model's position comes first (``0.weight``)."""
+    if len(models) == 1:
+        return dict(models[0].named_parameters())
+    return {
+        f"{index}.{name}": parameter
+        for index, model in enumerate(models)
+        for name, parameter in model.named_parameters()
+    }
+
+
+def _device_of(parameters: Mapping[str, nn.Parameter]) -> torch.device:
+    if not parameters:
+        raise UsageError("model: it has no parameters, so there is nothing to train")
+    return next(iter(parameters.values())).device
+
+
+def _held_by(optimizer: Optimizer) -> list[Any]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _policy_for(
+    request: str | Policy | Resolution, device: torch.device
+) -> tuple[Policy, Resolution | None]:
+    """A named policy is taken at its word; ``auto`` is resolved for the model's device."""
+    if isinstance(request, Policy):
+        return request, None
+    if isinstance(request, str) and request.strip().lower() != "auto":
+        return Policy.parse(request), None
+    resolution = request if isinstance(request, Resolution) else resolve(request, device)
+    return resolution.policy, resolution
+
+
+def _loss_scale_for(policy: Policy, settings: LossScale | None) -> LossScale:
+    return (settings or LossScale()) if policy.loss_scaling else UnitLossScale()
+
+
+def _scalar(loss: Any) -> Tensor:
+    """The loss as a 0-dimensional tensor of at least float32.
+
+    A 16-bit loss is raised first: multiplied by the scale in its own format it would be inf.
+    """
+    if not isinstance(loss, Tensor):
+        raise UsageError(f"loss: expected a scalar tensor, got {type(loss).__name__}")
+    if loss.numel() != 1 or not loss.is_floating_point():
+        raise UsageError(
+            f"loss: expected a floating-point scalar, got {loss.dtype} of shape "
+            f"{tuple(loss.shape)}; reduce it with .mean()"
+        )
+    if not loss.requires_grad:
+        raise UsageError(
+            "loss: it does not require grad; compute it from the model's output, outside "
+            "torch.no_grad(), without .item() or .detach()"
+        )
+    if loss.dtype in (torch.float16, torch.bfloat16):
+        loss = loss.float()
+    return loss.reshape(()) if loss.dim() else loss

@@ -1,0 +1,164 @@
+"""What happened in each step, written on the device and read when it has arrived.
+
+A step writes one row of float32 scalars into a ring on the device: loss, loss scale before and
+after, grad norm, found_inf. Every `CHUNK` rows the ring's new part is copied to pinned memory
+without waiting. `poll` turns what has arrived into `StepRecord`s; `drain` waits for the rest. On
+the CPU a row can be read as soon as it is written.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+CHUNK = 32
+"""Rows between two copies to the host, on accelerators."""
+
+_COLUMNS = 5  # loss, scale, next scale, grad norm, found_inf
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One optimizer step, made or skipped.
+
+    Attributes
+    ----------
+    step
+        Its number, from 1; skipped steps count.
+    loss
+        Weighted mean of the window's losses, unscaled.
+    loss_scale
+        Scale its gradients were computed under; 1 where nothing is scaled.
+    grad_norm
+        Global L2 norm of the true gradients, before clipping; inf or NaN with `found_inf`.
+    found_inf
+        Whether any gradient was inf or NaN.
+    lr
+        Learning rate of the first parameter group in this step.
+    skipped
+        Whether parameters were left as they were (all optimizers, or any with ``skip="each"``).
+    skipped_total, scale_growths, scale_backoffs
+        Totals since training began, this step included.
+    """
+
+    step: int
+    loss: float
+    loss_scale: float
+    grad_norm: float
+    found_inf: bool
+    lr: float
+    skipped: bool
+    skipped_total: int
+    scale_growths: int
+    scale_backoffs: int
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counters over all records so far."""
+
+    steps: int = 0
+    skipped: int = 0
+    growths: int = 0
+    backoffs: int = 0
+
+
+class Ring:
+    """Rows written by the step, records read by everyone else.
+
+    Parameters
+    ----------
+    device
+        Where rows are written.
+    chunk
+        Rows the ring holds on the device before they are copied to the host.
+    """
+
+    def __init__(self, device: torch.device, chunk: int = CHUNK) -> None:
+        self.totals = Totals()
+        self._on_cpu = device.type == "cpu"
+        self._device = device
+        self._rows = torch.zeros(chunk, _COLUMNS, device=device)
+        self._slots = self._rows.unbind()
+        self._lrs: list[float | Tensor] = []
+        self._in_flight: deque[tuple[Tensor, list[float | Tensor], torch.Event]] = deque()
+        self._read: list[StepRecord] = []
+
+    def write(
+        self,
+        loss: Tensor,
+        scale: Tensor,
+        next_scale: Tensor,
+        grad_norm: Tensor,
+        found_inf: Tensor,
+        lr: float | Tensor,
+    ) -> None:
+        """Add one step's row; all but `lr` are float32 scalars on the device."""
+        row = self._slots[len(self._lrs)]
+        torch.stack((loss, scale, next_scale, grad_norm, found_inf), out=row)
+        self._lrs.append(lr.detach().clone() if isinstance(lr, Tensor) else lr)
+        if len(self._lrs) == len(self._slots):
+            self._send()
+
+    def poll(self) -> list[StepRecord]:
+        """Records that have arrived since the last call of `poll` or `drain`; never waits."""
+        while self._in_flight and self._in_flight[0][2].query():
+            self._receive()
+        if self._on_cpu:
+            self._send()
+        records, self._read = self._read, []
+        return records
+
+    def drain(self) -> list[StepRecord]:
+        """All records since the last call of `poll` or `drain`; waits for the device."""
+        self._send()
+        while self._in_flight:
+            self._in_flight[0][2].synchronize()
+            self._receive()
+        return self.poll()
+
+    def _send(self) -> None:
+        """Start the copy of the filled rows to the host, and reuse the ring."""
+        lrs, self._lrs = self._lrs, []
+        if not lrs:
+            return
+        if self._on_cpu:
+            self._record(self._rows[: len(lrs)], lrs)
+            return
+        # Later rows go to the same memory on the same stream, after this copy.
+        pinned = torch.empty(len(lrs), _COLUMNS, pin_memory=True)
+        pinned.copy_(self._rows[: len(lrs)], non_blocking=True)
+        event = torch.Event(self._device)
+        event.record()
+        self._in_flight.append((pinned, lrs, event))
+
+    def _receive(self) -> None:
+        rows, lrs, _ = self._in_flight.popleft()
+        self._record(rows, lrs)
+
+    def _record(self, rows: Tensor, lrs: list[float | Tensor]) -> None:
+        totals = self.totals
+        for (loss, scale, next_scale, norm, found_inf), lr in zip(
+            rows.numpy().tolist(), lrs, strict=True
+        ):
+            totals.steps += 1
+            totals.skipped += found_inf > 0
+            totals.growths += next_scale > scale
+            totals.backoffs += next_scale < scale
+            self._read.append(
+                StepRecord(
+                    step=totals.steps,
+                    loss=loss,
+                    loss_scale=scale,
+                    grad_norm=norm,
+                    found_inf=found_inf > 0,
+                    lr=float(lr),
+                    skipped=found_inf > 0,
+                    skipped_total=totals.skipped,
+                    scale_growths=totals.growths,
+                    scale_backoffs=totals.backoffs,
+                )
+            )
