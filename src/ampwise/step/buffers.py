@@ -47,7 +47,7 @@ class BufferGuard:
         self._copies: list[tuple[Tensor, Tensor]] | None = None
 
     def remember(self) -> None:
-        """Copy the buffers at the start of a window; until it is settled, further calls do nothing."""
+        """Copy the buffers at the start of a window; until `settle`, further calls do nothing."""
         if self._copies is not None:
             return
         self._copies = []

@@ -1,4 +1,4 @@
-"""Entering a policy: autocast, the float32 matmul mode, and islands, around forward and backward."""
+"""Entering a policy: autocast, float32 mode and islands, around forward and backward."""
 
 from __future__ import annotations
 

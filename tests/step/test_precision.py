@@ -1,0 +1,212 @@
+"""What a policy does to a model: autocast, float32 mode, islands, masters, and the proof of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ampwise.errors import InactivePolicyError, PolicyError
+from ampwise.step import TrainStep
+from torch import nn
+
+from .helpers import OPTIMIZERS, batches, classify, mlp, parameters
+
+
+def step_of(model, policy, **settings) -> TrainStep:
+    return TrainStep(
+        model, OPTIMIZERS["adamw-fused"](model.parameters()), policy=policy, **settings
+    )
+
+
+@pytest.mark.parametrize(
+    ("policy", "ran"),
+    [("fp32", "float32"), ("bf16", "bfloat16"), ("fp16", "float16"), ("bf16-master", "bfloat16")],
+)
+def test_activity_says_what_matmuls_ran_in(policy, ran):
+    step = step_of(mlp(), policy, strict=True)
+    step(classify, batches(1)[0])
+    activity = step.activity
+    assert activity.matmul_dtypes == {ran: 2}
+    assert activity.parameter_dtypes == {"float32": 4}
+    assert activity.loss_scale_live == (policy == "fp16")
+
+
+class Stubborn(nn.Module):
+    """Switches autocast off by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp()
+
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False):
+            return self.body(x.float())
+
+
+def test_strict_fails_when_the_asked_precision_was_not_active():
+    with pytest.raises(InactivePolicyError, match=r"bf16 was not active: .* 2 in float32"):
+        step_of(Stubborn(), "bf16", strict=True)(classify, batches(1)[0])
+
+
+def test_without_strict_it_warns_and_goes_on():
+    step = step_of(Stubborn(), "bf16")
+    with pytest.warns(UserWarning, match="was not active"):
+        step(classify, batches(1)[0])
+    assert step.steps == 1
+
+
+def test_a_compiled_model_is_not_watched_and_says_so():
+    model = mlp()
+    model.compile(backend="eager")
+    step = step_of(model, "bf16", strict=True)
+    step(classify, batches(1)[0])
+    assert not step.activity.watched
+    assert "not watched" in str(step.activity)
+
+
+def test_fp32_is_strict_and_switches_an_outer_autocast_off():
+    seen = []
+
+    def loss(model, batch):
+        seen.append((torch.backends.mkldnn.matmul.fp32_precision, torch.is_autocast_enabled("cpu")))
+        return classify(model, batch)
+
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+    try:
+        step = step_of(mlp(), "fp32")
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            step(loss, batches(1)[0])
+        assert torch.backends.mkldnn.matmul.fp32_precision == "bf16"  # as the caller left it
+    finally:
+        torch.backends.mkldnn.matmul.fp32_precision = "ieee"
+    assert seen == [("ieee", False)]
+
+
+def test_tf32_means_bf16_math_on_a_cpu():
+    seen = []
+
+    def loss(model, batch):
+        seen.append(torch.backends.mkldnn.matmul.fp32_precision)
+        return classify(model, batch)
+
+    step_of(mlp(), "tf32")(loss, batches(1)[0])
+    assert seen == ["bf16"]
+    assert torch.backends.mkldnn.matmul.fp32_precision != "bf16"
+
+
+class TestIslands:
+    def test_an_island_runs_in_float32_forward_and_gradients(self):
+        seen = {}
+        model = mlp()
+        model[2].register_forward_hook(
+            lambda m, args, out: seen.update(input=args[0].dtype, output=out.dtype)
+        )
+        step = step_of(model, "bf16:islands=2", strict=True)
+        step(classify, batches(1)[0])
+        assert step.activity.matmul_dtypes == {"bfloat16": 1, "float32": 1}
+        assert seen == {"input": torch.float32, "output": torch.float32}
+
+    def test_autocast_is_back_on_after_an_error_inside(self):
+        model = mlp()
+        step = step_of(model, "bf16:islands=2")
+        with pytest.raises(RuntimeError), step.autocast():
+            model[2](torch.ones(3, 99))
+        with step.autocast():
+            assert model[0](torch.ones(1, 8)).dtype == torch.bfloat16
+        assert not torch.is_autocast_enabled("cpu")
+
+    def test_a_pattern_that_matches_nothing_is_refused(self):
+        with pytest.raises(PolicyError, match="no module matches 'head'; modules are named like 0"):
+            step_of(mlp(), "bf16:islands=head")
+
+
+class TestMasterWeights:
+    @staticmethod
+    def network() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
+
+    def test_parameters_are_bf16_and_norm_layers_stay_float32(self):
+        model = self.network()
+        step_of(model, "bf16-master")
+        assert model[0].weight.dtype == torch.bfloat16
+        assert model[1].weight.dtype == torch.float32
+
+    def test_small_updates_are_not_lost(self):
+        """Case 13: bfloat16 weights at 1 cannot take a step of 1e-4; masters can."""
+        model = nn.Linear(4, 4)
+        nn.init.ones_(model.weight)
+        adam = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0, fused=True)
+        step = TrainStep(model, adam, policy="bf16-master")
+        for _ in range(400):
+            step(lambda m, x: m(x).float().sum(), torch.ones(2, 4))
+        assert torch.allclose(model.state_dict()["weight"], torch.tensor(0.96), atol=1e-4)
+        assert torch.allclose(model.weight.float(), torch.tensor(0.96), atol=4e-3)
+
+    def test_state_dict_is_float32_and_goes_to_and_from_an_fp32_model(self):
+        model, plain = self.network(), self.network()
+        fp32 = step_of(plain, "fp32")
+        for batch in batches(3):
+            fp32(classify, batch)
+        step = step_of(model, "bf16-master")
+        model.load_state_dict(plain.state_dict())
+        saved = model.state_dict()
+        assert all(each.dtype != torch.bfloat16 for each in saved.values())
+        assert all(torch.equal(each, plain.state_dict()[name]) for name, each in saved.items())
+        step(classify, batches(1)[0])
+        plain.load_state_dict(model.state_dict())
+        assert torch.equal(model[0].weight, plain[0].weight.bfloat16())
+
+    def test_a_window_accumulates_in_float32(self):
+        """256 gradients of 1 stop adding up at 256 in bfloat16; 1 / 1024 each lose earlier."""
+        model = nn.Linear(1, 1, bias=False)
+        sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+        step = TrainStep(model, sgd, policy="bf16-master", accumulate=1024)
+        before = model.state_dict()["weight"].clone()
+        for _ in range(1024):
+            step(lambda m, x: m(x).float().mean(), torch.ones(1, 1))
+        assert (before - model.state_dict()["weight"]).item() == pytest.approx(1.0, rel=1e-5)
+
+    def test_optimizer_state_from_before_moves_to_the_masters(self):
+        model = mlp()
+        adam = OPTIMIZERS["adamw-fused"](model.parameters())
+        classify(model, batches(1)[0]).backward()
+        adam.step()
+        moments = [each["exp_avg"].clone() for each in adam.state.values()]
+        TrainStep(model, adam, policy="bf16-master")
+        held = [p for group in adam.param_groups for p in group["params"]]
+        assert all(p.dtype == torch.float32 for p in held)
+        for each, moment in zip(held, moments, strict=True):
+            assert torch.equal(adam.state[each]["exp_avg"], moment)
+
+    def test_frozen_parameters_keep_their_precision(self):
+        model = self.network()
+        model[0].requires_grad_(False)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        TrainStep(model, torch.optim.AdamW(trained), policy="bf16-master")
+        assert model[0].weight.dtype == torch.float32
+        assert model[3].weight.dtype == torch.bfloat16
+
+    def test_it_follows_plain_bf16_closely(self):
+        one, other = mlp(), mlp()
+        first, second = step_of(one, "bf16"), step_of(other, "bf16-master")
+        for batch in batches(50):
+            first(classify, batch)
+            second(classify, batch)
+        masters = torch.cat([each.double().flatten() for each in other.state_dict().values()])
+        assert (parameters(one) - masters).norm() <= 1e-2 * masters.norm()
+
+
+def test_matmul_dtypes_include_attention():
+    class Attend(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv = nn.Linear(8, 24)
+
+        def forward(self, x):
+            q, k, v = self.qkv(x)[:, None].chunk(3, -1)
+            return F.scaled_dot_product_attention(q, k, v).mean()
+
+    step = step_of(Attend(), "bf16")
+    step(lambda m, x: m(x).float(), torch.randn(2, 5, 8))
+    assert step.activity.matmul_dtypes["bfloat16"] >= 2
