@@ -1,0 +1,75 @@
+"""Mixed-precision training for PyTorch that proves itself.
+
+The public names, and nothing else. They are loaded when first used, so that importing ampwise does
+not import torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ampwise.errors import (
+        AmpwiseError,
+        CheckpointError,
+        GateError,
+        InactivePolicyError,
+        MissingExtraError,
+        PolicyError,
+        RunError,
+        SkippedStepsError,
+        TaskError,
+        UsageError,
+    )
+    from ampwise.policy import Policy, Resolution, resolve
+    from ampwise.step import Activity, LossScale, StepRecord, TrainStep
+    from ampwise.tasks import Task, load_task
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "ampwise.errors": (
+        "AmpwiseError", "CheckpointError", "GateError", "InactivePolicyError", "MissingExtraError",
+        "PolicyError", "RunError", "SkippedStepsError", "TaskError", "UsageError",
+    ),
+    "ampwise.policy": ("Policy", "Resolution", "resolve"),
+    "ampwise.step": ("Activity", "LossScale", "StepRecord", "TrainStep"),
+    "ampwise.tasks": ("Task", "load_task"),
+}  # fmt: skip
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "Activity",
+    "AmpwiseError",
+    "CheckpointError",
+    "GateError",
+    "InactivePolicyError",
+    "LossScale",
+    "MissingExtraError",
+    "Policy",
+    "PolicyError",
+    "Resolution",
+    "RunError",
+    "SkippedStepsError",
+    "StepRecord",
+    "Task",
+    "TaskError",
+    "TrainStep",
+    "UsageError",
+    "__version__",
+    "load_task",
+    "resolve",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'ampwise' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

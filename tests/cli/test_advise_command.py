@@ -111,7 +111,7 @@ def test_json_says_everything_the_table_says() -> None:
 def test_every_device_present_is_advised_on(monkeypatch: pytest.MonkeyPatch) -> None:
     devices = {"cuda:0": device(H100, 6.8, 13.2, 13.0), "cpu": device(AMX, 3.2, 3.4, 0.97)}
     monkeypatch.setattr(capability, "present_devices", lambda: tuple(devices))
-    monkeypatch.setattr(capability, "probe", lambda name, refresh=False: devices[name])  # noqa: ARG005
+    monkeypatch.setattr(capability, "probe", lambda name, refresh=False: devices[name])
     assert [item.pick.device for item in advise().devices] == ["cuda:0", "cpu"]
     only_cpu = advise("cpu")
     assert [item.pick.device for item in only_cpu.devices] == ["cpu"]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from ampwise.step import TrainStep
 from torch import nn
+
+from ampwise.step import TrainStep
 
 
 class Counting(nn.Module):

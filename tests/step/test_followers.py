@@ -8,11 +8,12 @@ import io
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
 from ampwise.errors import UsageError
 from ampwise.step import LossScale, TrainStep
 from ampwise.step.host import Outcomes
-from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from .helpers import OPTIMIZERS, batches, classify, mlp, parameters
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ampwise.step import gradients as grads
 from torch import nn
+
+from ampwise.step import gradients as grads
 
 CPU = torch.device("cpu")
 

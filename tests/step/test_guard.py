@@ -6,9 +6,10 @@ import copy
 
 import pytest
 import torch
+from torch import nn
+
 from ampwise.errors import SkippedStepsError, UsageError
 from ampwise.step import LossScale, TrainStep
-from torch import nn
 
 from .helpers import OPTIMIZERS, batches, classify, gradients, mlp, parameters
 

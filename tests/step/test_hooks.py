@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from ampwise.step import TrainStep
 
 from .helpers import OPTIMIZERS, batches, classify, mlp, parameters

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from ampwise.step import TrainStep
 from ampwise.step import gradients as grads
 from ampwise.step.host import HostFlag

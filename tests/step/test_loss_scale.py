@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+
 from ampwise.errors import UsageError
 from ampwise.step import LossScale
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
+
 from ampwise.errors import InactivePolicyError, PolicyError
 from ampwise.step import TrainStep
-from torch import nn
 
 from .helpers import OPTIMIZERS, batches, classify, mlp, parameters
 

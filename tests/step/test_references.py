@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ampwise.step import TrainStep
 from torch import nn
+
+from ampwise.step import TrainStep
 
 from .helpers import OPTIMIZERS, batches, classify, mlp, parameters
 

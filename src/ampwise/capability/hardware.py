@@ -137,7 +137,7 @@ def cpu_flags() -> frozenset[str]:
 
 
 def _torch_capabilities() -> Mapping[str, object]:
-    """torch's own detection; torch 2.9 and 2.10 have fewer words, so every name is guarded."""
+    """Torch's own detection; torch 2.9 and 2.10 have fewer words, so every name is guarded."""
     if hasattr(torch.cpu, "get_capabilities"):
         return torch.cpu.get_capabilities()
     helpers = {

@@ -1,5 +1,6 @@
 """Precision policies: values with a text spelling (`preset`), and what a device makes of a request
-(`resolution`). Importing this does not import torch."""
+(`resolution`). Importing this does not import torch.
+"""
 
 from __future__ import annotations
 

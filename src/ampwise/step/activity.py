@@ -25,10 +25,25 @@ from ampwise.errors import InactivePolicyError
 from ampwise.policy import Policy
 
 _MATMULS = frozenset(
-    "mm addmm bmm baddbmm addmv mv convolution _convolution linear mkldnn_linear "
-    "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu "
-    "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention "
-    "_scaled_mm _scaled_grouped_mm _grouped_mm".split()
+    [
+        "mm",
+        "addmm",
+        "bmm",
+        "baddbmm",
+        "addmv",
+        "mv",
+        "convolution",
+        "_convolution",
+        "linear",
+        "mkldnn_linear",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_mm",
+        "_scaled_grouped_mm",
+        "_grouped_mm",
+    ]
 )
 
 

@@ -34,6 +34,8 @@ class Task:
     higher_is_better
         Direction of each metric. A metric that is not listed: higher is better, unless its
         name contains ``loss``, ``error`` or ``perplexity``.
+    info
+        Facts for the record of a run: which data, which size.
     """
 
     model: Callable[[], nn.Module]
@@ -43,4 +45,5 @@ class Task:
     evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None
     name: str = ""
     samples: Callable[[Any], int] | None = None
-    higher_is_better: Mapping[str, bool] = field(default_factory=dict)
+    higher_is_better: Mapping[str, bool] = field(default_factory=dict[str, bool])
+    info: Mapping[str, str | int | float] = field(default_factory=dict[str, str | int | float])

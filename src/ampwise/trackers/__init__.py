@@ -1,0 +1,1 @@
+"""Experiment trackers, one a file, imported when started."""

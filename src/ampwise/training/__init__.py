@@ -1,0 +1,1 @@
+"""The training loop around a step: epochs, evaluation, checkpoints, resume."""

@@ -1,0 +1,56 @@
+# Two commands from a fresh clone with only Python (3.11 or newer) and make:
+#   make demo     make test
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.ready
+# One thread per test process: two processes with two threads each would fight over two cores.
+TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-slow check format bench gpu-check wheel clean
+
+help:  ## Show this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+setup: $(STAMP)  ## Make .venv with ampwise, the trackers and the developers' tools
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "ampwise needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version). Try: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,trackers]'
+	@touch $@
+
+demo: setup  ## Run the main job on real data: every precision side by side (< 4 minutes)
+	$(BIN)/ampwise bench charlm --quick
+
+test: setup  ## Run the tests (under 10 minutes on 2 cores)
+	$(TEST) -m 'not slow and not gpu'
+
+test-slow: setup  ## Run the tests that take minutes each
+	$(TEST) -m slow
+
+check: setup  ## Lint, formatting, types, import layering
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
+	$(BIN)/lint-imports
+
+format: setup  ## Format the sources
+	$(BIN)/ruff check --fix-only --quiet .
+	$(BIN)/ruff format .
+
+bench: setup  ## Run the side-by-side benchmarks; results go to benchmarks/results
+	for file in benchmarks/[a-z]*.py; do $(BIN)/python $$file || exit 1; done
+
+gpu-check:  ## CUDA tests and GPU benchmarks, with this machine's own Python and torch
+	PYTHONPATH=src $(PYTHON) -m pytest -m gpu tests/gpu -p no:cacheprovider
+	for file in guard step; do PYTHONPATH=src $(PYTHON) benchmarks/$$file.py || exit 1; done
+
+wheel: setup  ## Build the wheel into dist/
+	$(BIN)/python -m build --wheel --no-isolation
+
+clean:  ## Remove what the targets made
+	rm -rf $(VENV) dist build .pytest_cache .ruff_cache

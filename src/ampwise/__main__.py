@@ -1,0 +1,7 @@
+"""``python -m ampwise``."""
+
+import sys
+
+from ampwise.cli.main import main
+
+sys.exit(main())

@@ -1,0 +1,75 @@
+"""Batches are tensors in any nesting of tuples, lists, mappings and dataclasses."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def to_device(batch: Any, device: torch.device | str, *, non_blocking: bool = True) -> Any:
+    """The same nesting with every tensor on `device`; what holds no tensor passes through."""
+
+    def move(leaf: Any) -> Any:
+        return leaf.to(device, non_blocking=non_blocking)
+
+    return _map(batch, move)
+
+
+def pin(batch: Any) -> Any:
+    """The same nesting with every CPU tensor in pinned memory, from where copies overlap."""
+    return _map(batch, lambda leaf: leaf.pin_memory() if hasattr(leaf, "pin_memory") else leaf)
+
+
+def leaves(batch: Any, path: str = "batch") -> Iterator[tuple[str, Tensor]]:
+    """Every tensor with its path, such as ``batch['image']`` or ``batch[0].mask``."""
+    if isinstance(batch, Tensor):
+        yield path, batch
+    elif isinstance(batch, Mapping):
+        for key, value in batch.items():
+            yield from leaves(value, f"{path}[{key!r}]")
+    elif isinstance(batch, tuple | list):
+        for index, value in enumerate(batch):
+            yield from leaves(value, f"{path}[{index}]")
+    elif _is_dataclass(batch):
+        for field in dataclasses.fields(batch):
+            yield from leaves(getattr(batch, field.name), f"{path}.{field.name}")
+
+
+def _map(value: Any, change: Callable[[Any], Any]) -> Any:
+    if isinstance(value, Tensor) or (hasattr(value, "to") and not isinstance(value, type)):
+        return change(value)  # a tensor, or something that moves itself, such as BatchEncoding
+    if isinstance(value, Mapping):
+        changed = {key: _map(each, change) for key, each in value.items()}
+        return changed if type(value) is dict else _like(value, changed)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_map(each, change) for each in value))
+    if isinstance(value, tuple | list):
+        return type(value)(_map(each, change) for each in value)
+    if _is_dataclass(value):
+        return _map_dataclass(value, change)
+    return value
+
+
+def _like(original: Mapping[Any, Any], changed: dict[Any, Any]) -> Any:
+    """A mapping of the original type, with what else it carries (a factory, say)."""
+    clone: Any = copy.copy(original)
+    for key, value in changed.items():
+        clone[key] = value
+    return clone
+
+
+def _map_dataclass(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A copy with the fields changed; the constructor, and its checks, are not run again."""
+    clone = copy.copy(value)
+    for field in dataclasses.fields(value):
+        object.__setattr__(clone, field.name, _map(getattr(value, field.name), change))
+    return clone
+
+
+def _is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)

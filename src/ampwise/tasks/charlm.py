@@ -1,0 +1,242 @@
+"""A GPT-style language model on bytes: the built-in task that is real everywhere.
+
+The text is the standard library of the Python that runs it, some ten megabytes of real source code
+that every machine has. Files come in the order of their paths; every tenth is held out. The corpus
+differs between Python versions, so its SHA-256 is part of the record.
+
+The model: byte and position embedding, pre-norm blocks of causal attention and a GELU MLP, a head
+tied to the embedding. Cross-entropy in float32, in nats per byte.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ampwise.errors import TaskError
+from ampwise.tasks.task import Task
+
+VOCABULARY = 256
+HELD_OUT_WINDOWS = 64
+
+
+@dataclass(frozen=True)
+class Size:
+    """Dimensions of a model and of its batches."""
+
+    width: int
+    layers: int
+    heads: int
+    context: int
+    batch: int
+    lr: float
+
+
+SIZES = {
+    "tiny": Size(width=128, layers=2, heads=4, context=128, batch=8, lr=3e-3),
+    "small": Size(width=256, layers=4, heads=4, context=256, batch=8, lr=1e-3),
+    "base": Size(width=512, layers=6, heads=8, context=256, batch=8, lr=6e-4),
+}
+
+
+def task(
+    size: Literal["tiny", "small", "base"] = "tiny",
+    batches: int = 200,
+    batch: int | None = None,
+    seed: int = 0,
+) -> Task:
+    """The standard library as a corpus.
+
+    Parameters
+    ----------
+    size
+        Dimensions of the model.
+    batches
+        Batches in an epoch.
+    batch
+        Windows in a batch, if not the size's own.
+    seed
+        Which windows an epoch consists of, and their order.
+    """
+    return language_model("charlm", standard_library(), size, batches, batch, seed)
+
+
+def language_model(
+    name: str,
+    files: list[bytes],
+    size: str = "tiny",
+    batches: int = 200,
+    batch: int | None = None,
+    seed: int = 0,
+) -> Task:
+    """A task over some texts, every tenth of them (or the last tenth of one) held out."""
+    shape = SIZES[size]
+    training, held_out = _split(files)
+    per_batch = batch or shape.batch
+    if batches < 1 or per_batch < 1:
+        raise TaskError(f"task {name}: batches and batch must be positive")
+    if min(len(training), len(held_out)) <= shape.context + 1:
+        raise TaskError(
+            f"task {name}: the text is too short: {len(training) + len(held_out)} bytes, expected "
+            f"at least {20 * (shape.context + 2)} for windows of {shape.context}"
+        )
+    epoch = _Epoch(training, shape.context, per_batch, batches, seed)
+    check = _Windows(held_out, shape.context, HELD_OUT_WINDOWS)
+    return Task(
+        name=f"{name}-{size}",
+        model=lambda: Transformer(shape),
+        batches=lambda: iter(epoch),
+        loss=loss,
+        optimizer=lambda model: torch.optim.AdamW(
+            model.parameters(), lr=shape.lr, betas=(0.9, 0.95), fused=True
+        ),
+        evaluate=check.evaluate,
+        samples=lambda windows: windows.size(0) * (windows.size(1) - 1),
+        higher_is_better={"loss": False, "accuracy": True},
+        info={
+            "size": size,
+            "corpus_bytes": len(training) + len(held_out),
+            "corpus_sha256": hashlib.sha256(training.numpy().tobytes()).hexdigest(),
+            "samples": "bytes",
+        },
+    )
+
+
+def standard_library() -> list[bytes]:
+    """Sources of the running Python's own library, in the order of their paths; no tests."""
+    root = Path(sysconfig.get_path("stdlib"))
+    left_out = {"site-packages", "test", "tests", "idle_test", "__pycache__"}
+    paths = sorted(
+        path
+        for path in root.rglob("*.py")
+        if not left_out.intersection(path.relative_to(root).parts)
+    )
+    if not paths:
+        raise TaskError(
+            f"task charlm: no Python sources under {root}; train on your own text: text:PATH"
+        )
+    return [path.read_bytes() for path in paths]
+
+
+class Transformer(nn.Module):
+    """The decoder; input (batch, context) of int64, output (batch, context, 256) logits."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, size.width)
+        self.positions = nn.Embedding(size.context, size.width)
+        self.blocks = nn.ModuleList(Block(size.width, size.heads) for _ in range(size.layers))
+        self.norm = nn.LayerNorm(size.width)
+        self.head = nn.Linear(size.width, VOCABULARY, bias=False)
+        self.head.weight = self.tokens.weight
+        self.apply(_initialise)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of the byte after each position."""
+        x = self.tokens(x) + self.positions(torch.arange(x.size(1), device=x.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class Block(nn.Module):
+    """Attention and MLP, each with a norm before and a residual around."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.projection = nn.Linear(width, width)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Same shape out as in: (batch, context, width)."""
+        x = x + self._attend(self.attention_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+    def _attend(self, x: Tensor) -> Tensor:
+        batch, context, width = x.shape
+        q, k, v = (
+            each.view(batch, context, self.heads, -1).transpose(1, 2)
+            for each in self.qkv(x).split(width, dim=2)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.projection(mixed.transpose(1, 2).reshape(batch, context, width))
+
+
+def loss(model: nn.Module, windows: Tensor) -> Tensor:
+    """Mean cross-entropy of the next byte, in nats; windows are (batch, context + 1) of int64."""
+    logits = model(windows[:, :-1])
+    return F.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten())
+
+
+def _initialise(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear | nn.Embedding):
+        nn.init.normal_(module.weight, std=0.02)
+    if isinstance(module, nn.Linear) and module.bias is not None:
+        nn.init.zeros_(module.bias)
+
+
+def _split(files: list[bytes]) -> tuple[Tensor, Tensor]:
+    if len(files) >= 10:
+        training = b"".join(each for index, each in enumerate(files) if index % 10)
+        held_out = b"".join(files[::10])
+    else:
+        text = b"".join(files)
+        cut = len(text) * 9 // 10
+        training, held_out = text[:cut], text[cut:]
+    return _as_tensor(training), _as_tensor(held_out)
+
+
+def _as_tensor(text: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.zeros(0)
+
+
+class _Epoch:
+    """Random windows of a text, the same ones in every epoch, whatever the global seed."""
+
+    def __init__(self, text: Tensor, context: int, batch: int, batches: int, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        last = len(text) - context
+        self._text, self._length = text, context + 1
+        self._starts = torch.randint(0, last, (batches, batch), generator=generator)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        within = torch.arange(self._length)
+        for starts in self._starts:
+            yield self._text[starts[:, None] + within].long()
+
+
+class _Windows:
+    """Evenly spread windows of held-out text."""
+
+    def __init__(self, text: Tensor, context: int, count: int) -> None:
+        starts = torch.linspace(0, len(text) - context - 1, count).long()
+        self._windows = text[starts[:, None] + torch.arange(context + 1)].long()
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """Held-out loss in nats per byte, and accuracy of the next byte."""
+        device = next(model.parameters()).device
+        losses, hits = [], []
+        for windows in self._windows.to(device).split(16):
+            logits = model(windows[:, :-1]).float()
+            target = windows[:, 1:]
+            losses.append(F.cross_entropy(logits.flatten(0, 1), target.flatten()))
+            hits.append((logits.argmax(-1) == target).float().mean())
+        return {
+            "loss": torch.stack(losses).mean().item(),
+            "accuracy": torch.stack(hits).mean().item(),
+        }
