@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass
 
 
@@ -26,31 +25,12 @@ def run(options: Options) -> int:
     from rich.console import Console
 
     from ampwise.advice import advise
+    from ampwise.cli.options import write_json
     from ampwise.errors import EXIT_OK
     from ampwise.report.advise import render
 
     report = advise(options.device, refresh=options.refresh)
-    if options.json == "-":
-        print(json.dumps(report.to_json(), indent=2))
-        return EXIT_OK
-    render(report, Console())
-    if options.json is not None:
-        _write(options.json, json.dumps(report.to_json(), indent=2))
+    if options.json != "-":
+        render(report, Console())
+    write_json(json.dumps(report.to_json(), indent=2), options.json)
     return EXIT_OK
-
-
-def _write(path: str, text: str) -> None:
-    """Write a report file, and say whether one was there before."""
-    from pathlib import Path
-
-    from ampwise.errors import UsageError
-
-    file = Path(path)
-    did = "replaced" if file.exists() else "wrote"
-    try:
-        file.write_text(text + "\n")
-    except OSError as error:
-        raise UsageError(
-            f"cannot write the report to {path}: {error.strerror}; name a writable file"
-        ) from None
-    print(f"{did} {path}", file=sys.stderr)
