@@ -61,7 +61,7 @@ def _dispatch(arguments: list[str]) -> int:
             f"unknown {what} {name!r}: expected one of {', '.join(legal)}{nearest(name, legal)}"
         )
     module = importlib.import_module(f"ampwise.cli.{name}")
-    from ampwise.cli.options import parse
+    from ampwise.cli.parsing import parse
 
     options = parse(module.Options, rest, f"ampwise {name}")
     return module.run(options) if options is not None else errors.EXIT_OK

@@ -1,0 +1,89 @@
+"""One precision in the race: its own model from the same initial weights, and whole steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ampwise.data import to_device
+from ampwise.policy import Policy
+from ampwise.step import TrainStep
+from ampwise.tasks import Task
+from ampwise.tasks.checks import build, checked_loss, metrics_of
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What every arm shares."""
+
+    device: torch.device
+    seed: int = 0
+    accumulate: int = 1
+    max_grad_norm: float | None = None
+
+
+class Arm:
+    """A model, its optimizer and a `TrainStep` under one policy."""
+
+    def __init__(self, task: Task, policy: Policy, settings: Settings) -> None:
+        self.name = policy.text
+        self.model, self.optimizer = build(task, settings.device, settings.seed)
+        self.loss = checked_loss(task)
+        self.step = TrainStep(
+            self.model,
+            self.optimizer,
+            policy=policy,
+            accumulate=settings.accumulate,
+            max_grad_norm=settings.max_grad_norm,
+            samples=task.samples,
+        )
+        self._task = task
+
+    def run(self, batch: Any) -> None:
+        """A whole step: data to the device, forward, backward, guard, optimizer."""
+        self.step(self.loss, to_device(batch, self.step.device))
+
+    def held_out(self) -> dict[str, float]:
+        """The task's metrics on held-out data, under the arm's autocast."""
+        self.model.eval()
+        try:
+            with torch.no_grad(), self.step.autocast():
+                return metrics_of(self._task, self.model)
+        finally:
+            self.model.train()
+
+    def count_host_syncs(self, batch: Any) -> int:
+        """Values read back to the host in one more step."""
+        if self.step.device.type == "cuda":
+            return self._count_cuda_syncs(batch)
+        with _Reads() as reads:
+            self.run(batch)
+        return reads.count
+
+    def _count_cuda_syncs(self, batch: Any) -> int:
+        import warnings
+
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                self.run(batch)
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+        return sum("synchroniz" in str(each.message) for each in caught)
+
+
+class _Reads(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.count += func._overloadpacket.__name__ == "_local_scalar_dense"
+        return func(*args, **(kwargs or {}))

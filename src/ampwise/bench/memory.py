@@ -1,0 +1,165 @@
+"""Peak memory of whole training steps, and what it consists of.
+
+CPU: PyTorch keeps no statistics, so every allocation of the profiler's record is summed up, with
+the model built inside the record: the exact peak of live tensor bytes, the same every time. On
+CUDA it is the caching allocator's own peak. (The process's resident size hides what the C allocator
+keeps, and is not used.)
+
+The parts at the peak come from `torch.distributed._tools.MemTracker`, which is private: where it
+fails, parameters and optimizer state are counted and the rest is left undivided. The autocast cache
+(the half-precision copies of the weights) counts as activations there; it is measured apart.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ampwise.bench.arm import Arm
+from ampwise.data import to_device
+
+PARTS = ("parameters", "gradients", "optimizer state", "autocast cache", "activations", "temporary")
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Peak in bytes, and bytes of each part at the peak (they add up to it)."""
+
+    peak_bytes: int
+    parts: dict[str, int]
+
+
+def measure(make: Callable[[], Arm], batches: Sequence[Any], device: torch.device) -> MemoryUse:
+    """Peak over one training step for each of `batches` (three, so that all state exists).
+
+    Parameters
+    ----------
+    make
+        Builds the arm anew.
+    """
+    gc.collect()
+    peak = _cuda_peak(make, batches, device) if device.type == "cuda" else _peak(make, batches)
+    return MemoryUse(peak, _fill_up(peak, _parts(make, batches, device)))
+
+
+def _peak(make: Callable[[], Arm], batches: Sequence[Any]) -> int:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        arm = make()
+        for batch in batches:
+            arm.run(batch)
+    assert record.profiler is not None
+    assert record.profiler.kineto_results is not None
+    events = [each for each in record.profiler.kineto_results.events() if each.name() == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda each: each.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak
+
+
+def _cuda_peak(make: Callable[[], Arm], batches: Sequence[Any], device: torch.device) -> int:
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    arm = make()
+    for batch in batches:
+        arm.run(batch)
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def _parts(make: Callable[[], Arm], batches: Sequence[Any], device: torch.device) -> dict[str, int]:
+    arm = make()
+    try:
+        parts = _tracked(arm, batches, device)
+    except (ImportError, AttributeError, NotImplementedError, RuntimeError):
+        arm = make()
+        for batch in batches:
+            arm.run(batch)
+        return _countable(arm)
+    cache = _autocast_cache(make(), batches[0])
+    parts["autocast cache"] = min(cache, parts["activations"])
+    parts["activations"] -= parts["autocast cache"]
+    return parts
+
+
+def _tracked(arm: Arm, batches: Sequence[Any], device: torch.device) -> dict[str, int]:
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    tracker = MemTracker()
+    tracker.track_external(arm.model, arm.optimizer)
+    with tracker:
+        for index, batch in enumerate(batches):
+            if index:
+                tracker.reset_mod_stats()
+            arm.run(batch)
+    snapshot = tracker.get_tracker_snapshot("peak")
+    found = next(kinds for place, kinds in snapshot.items() if place.type == device.type)
+    by_name = {str(kind).rpartition(".")[2]: size for kind, size in found.items()}
+    return {
+        "parameters": by_name.get("PARAM", 0) + by_name.get("BUFFER", 0),
+        "gradients": by_name.get("GRAD", 0),
+        "optimizer state": by_name.get("OPT", 0),
+        "autocast cache": 0,
+        "activations": by_name.get("ACT", 0),
+        "temporary": by_name.get("TEMP", 0) + by_name.get("OTH", 0) + by_name.get("INP", 0),
+    }
+
+
+def _countable(arm: Arm) -> dict[str, int]:
+    """What can be counted without a tracker; the rest becomes ``temporary`` in `_fill_up`."""
+    state = [
+        value
+        for values in arm.optimizer.state.values()
+        for value in values.values()
+        if isinstance(value, Tensor)
+    ]
+    parts = dict.fromkeys(PARTS, 0)
+    parts["parameters"] = _bytes([*arm.model.parameters(), *arm.model.buffers()])
+    parts["optimizer state"] = _bytes(state)
+    return parts
+
+
+def _fill_up(peak: int, parts: dict[str, int]) -> dict[str, int]:
+    """Make the parts add up to the exact peak; the two methods differ by some kilobytes."""
+    parts["temporary"] += peak - sum(parts.values())
+    return parts
+
+
+def _bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(each.numel() * each.element_size() for each in tensors)
+
+
+class _WeightCasts(TorchDispatchMode):
+    """Adds up the half-precision copies of parameters that one forward makes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._storages = {each.untyped_storage().data_ptr() for each in model.parameters()}
+        self.bytes = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if (
+            func._overloadpacket.__name__ == "_to_copy"
+            and result.element_size() < args[0].element_size()
+            and args[0].untyped_storage().data_ptr() in self._storages
+        ):
+            self.bytes += result.numel() * result.element_size()
+        return result
+
+
+def _autocast_cache(arm: Arm, batch: Any) -> int:
+    with _WeightCasts(arm.model) as casts, arm.step.autocast():
+        arm.loss(arm.model, to_device(batch, arm.step.device))
+    return casts.bytes

@@ -1,0 +1,165 @@
+"""The race: all arms resident, one step each a round, in shuffled order, until it is decided."""
+
+from __future__ import annotations
+
+import gc
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ampwise.bench.arm import Arm
+from ampwise.bench.stats import Interval, paired_speedup
+
+MIN_ROUNDS = 20
+MAX_WARM_UP = 15
+STEADY = 0.1
+DECIDED = 0.02
+"""Relative half-width of the speedup's interval at which a race ends early."""
+
+_GPU_BLOCK = 10
+"""Steps between two device events on a GPU; one sync a block."""
+
+
+@dataclass
+class Race:
+    """Times per arm, one a round, in milliseconds; and what happened to arms that fell out."""
+
+    times_ms: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
+    fell_out: dict[str, str] = field(default_factory=dict[str, str])
+    launch_bound: set[str] = field(default_factory=set[str])
+    planned: int = 0
+    started: float = 0.0
+    deadline: float = 0.0
+
+    @property
+    def rounds(self) -> int:
+        """Rounds that every arm still in the race completed."""
+        running = [times for name, times in self.times_ms.items() if name not in self.fell_out]
+        return min(map(len, running), default=0)
+
+    @property
+    def left_s(self) -> float:
+        """Seconds the race may still take: rounds at the rate so far, or what the budget leaves."""
+        now = time.monotonic()
+        by_rate = (now - self.started) / max(self.rounds, 1) * (self.planned - self.rounds)
+        return max(0.0, min(by_rate, self.deadline - now))
+
+
+def run_race(
+    arms: Sequence[Arm],
+    batches: Iterator[Any],
+    race: Race,
+    *,
+    max_rounds: int,
+    budget_s: float,
+    progress: Callable[[Race], None],
+) -> None:
+    """Fill `race`; what it holds stays valid when an exception (Ctrl-C) ends it early.
+
+    Parameters
+    ----------
+    arms
+        The baseline first.
+    batches
+        Endless; every arm gets the same batch in a round.
+    budget_s
+        Seconds after which no further round starts.
+    progress
+        Called after each round.
+    """
+    running = list(arms)
+    _warm_up(running, batches, race)
+    for arm in running:
+        race.times_ms[arm.name] = []
+    race.planned, race.started = max_rounds, time.monotonic()
+    race.deadline = race.started + budget_s
+    order = random.Random(0)
+    gc.collect()
+    gc.disable()
+    try:
+        while race.rounds < max_rounds and time.monotonic() < race.deadline:
+            batch = next(batches)
+            for arm in order.sample(running, len(running)):
+                if not _timed(arm, batch, race):
+                    running.remove(arm)
+            gc.collect(0)
+            progress(race)
+            if _decided(race, arms[0].name):
+                return
+    finally:
+        gc.enable()
+
+
+def speedups(race: Race, baseline: str) -> dict[str, Interval]:
+    """Paired speedup over the baseline of every arm that stayed in the race."""
+    rounds = race.rounds
+    return {
+        name: paired_speedup(race.times_ms[baseline][:rounds], times[:rounds])
+        for name, times in race.times_ms.items()
+        if name != baseline and name not in race.fell_out and rounds
+    }
+
+
+def _warm_up(running: list[Arm], batches: Iterator[Any], race: Race) -> None:
+    """Step until the last three steps of each arm lie within 10 % of each other, or long enough."""
+    recent: dict[str, list[float]] = {arm.name: [] for arm in running}
+    for _ in range(MAX_WARM_UP):
+        batch = next(batches)
+        for arm in list(running):
+            race.times_ms[arm.name] = recent[arm.name]
+            if not _timed(arm, batch, race):
+                running.remove(arm)
+        last = [recent[arm.name][-3:] for arm in running]
+        if all(len(t) == 3 and max(t) - min(t) <= STEADY * statistics.median(t) for t in last):
+            return
+
+
+def _timed(arm: Arm, batch: Any, race: Race) -> bool:
+    """One sample of one arm; False when it fell out, with the reason noted."""
+    device = arm.step.device
+    try:
+        elapsed_ms = (
+            _gpu_ms(arm, batch, race) if device.type == "cuda" else _wall_ms(arm, batch, device)
+        )
+    except (RuntimeError, NotImplementedError) as error:  # out of memory is a RuntimeError
+        if arm.step.policy.name == "fp32":
+            raise
+        race.fell_out[arm.name] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        return False
+    race.times_ms[arm.name].append(elapsed_ms)
+    return True
+
+
+def _wall_ms(arm: Arm, batch: Any, device: torch.device) -> float:
+    start = time.perf_counter()
+    arm.run(batch)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return (time.perf_counter() - start) * 1e3
+
+
+def _gpu_ms(arm: Arm, batch: Any, race: Race) -> float:
+    """Milliseconds a step by device events over a block of steps, one sync for the block."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start = time.perf_counter()
+    begin.record()
+    for _ in range(_GPU_BLOCK):
+        arm.run(batch)
+    end.record()
+    end.synchronize()
+    wall_ms = (time.perf_counter() - start) * 1e3
+    if wall_ms > 1.1 * begin.elapsed_time(end):
+        race.launch_bound.add(arm.name)
+    return begin.elapsed_time(end) / _GPU_BLOCK
+
+
+def _decided(race: Race, baseline: str) -> bool:
+    if race.rounds < MIN_ROUNDS or race.rounds % 5:
+        return False
+    found = speedups(race, baseline)
+    return bool(found) and all(each.half_width <= DECIDED for each in found.values())

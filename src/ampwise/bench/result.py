@@ -1,0 +1,127 @@
+"""What a bench run found, as plain values; renderers and the JSON twin read these."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from ampwise.bench.stats import Interval
+
+SCHEMA = "ampwise.bench/1"
+
+Status = Literal["pass", "fail", "not measured"]
+ArmStatus = Literal["measured", "cut short", "failed", "not run"]
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """One requirement on one precision."""
+
+    status: Status
+    value: float | None
+    threshold: float
+    reason: str
+
+
+@dataclass
+class PrecisionResult:
+    """Everything measured of one precision; None is what was not measured.
+
+    Attributes
+    ----------
+    status, reason
+        Whether it was measured, and if not, why.
+    note
+        What the device does in this format, where it gains nothing.
+    step_ms
+        Milliseconds of a whole step.
+    samples_per_s
+        The task's own samples (or tokens).
+    peak_memory_bytes
+        Peak of live tensors over whole steps.
+    memory
+        Bytes of each part at that peak.
+    speedup
+        How many times faster than fp32, paired.
+    memory_reduction
+        Share of fp32's peak that is saved; negative when it takes more.
+    loss_before, loss_after
+        Held-out loss before the first and after the last step of the run.
+    loss_difference
+        `loss_after` minus fp32's.
+    matmul_dtypes
+        What matrix products really ran in.
+    """
+
+    name: str
+    status: ArmStatus = "measured"
+    reason: str = ""
+    note: str = ""
+    step_ms: Interval | None = None
+    samples_per_s: float | None = None
+    peak_memory_bytes: int | None = None
+    memory: dict[str, int] = field(default_factory=dict[str, int])
+    speedup: Interval | None = None
+    memory_reduction: float | None = None
+    accuracy: dict[str, float | str | bool] | None = None
+    loss_before: float | None = None
+    loss_after: float | None = None
+    loss_difference: float | None = None
+    host_syncs_per_step: int | None = None
+    skipped_steps: int | None = None
+    matmul_dtypes: dict[str, int] = field(default_factory=dict[str, int])
+    requirements: dict[str, Requirement] = field(default_factory=dict[str, Requirement])
+
+
+@dataclass
+class BenchReport:
+    """A bench run.
+
+    Attributes
+    ----------
+    rounds
+        Rounds in which every arm made one step.
+    left_out
+        Precisions that were not tried, with the reason.
+    verdict
+        What to do, in sentences; the first is the decision.
+    notes
+        What a reader should know about the figures.
+    interrupted
+        Whether the run was stopped before its end.
+    """
+
+    task: str
+    device: str
+    environment: dict[str, Any]
+    task_info: dict[str, Any] = field(default_factory=dict[str, Any])
+    unit: str = "samples"
+    rounds: int = 0
+    precisions: list[PrecisionResult] = field(default_factory=list[PrecisionResult])
+    left_out: dict[str, str] = field(default_factory=dict[str, str])
+    verdict: list[str] = field(default_factory=list[str])
+    notes: list[str] = field(default_factory=list[str])
+    interrupted: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain values, schema ``ampwise.bench/1``; NaN and inf become null."""
+        return {"schema": SCHEMA, **_plain(asdict(self))}
+
+    def statuses(self) -> list[Status]:
+        """Status of every requirement of every precision but the baseline."""
+        return [
+            requirement.status
+            for precision in self.precisions
+            for requirement in precision.requirements.values()
+        ]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

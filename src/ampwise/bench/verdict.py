@@ -1,0 +1,82 @@
+"""What to do, in sentences, from what was measured; the first one is the decision."""
+
+from __future__ import annotations
+
+from ampwise.bench.requirements import Thresholds
+from ampwise.bench.result import BenchReport, PrecisionResult
+
+_WORTH_A_SWITCH = 1.05
+
+
+def verdict(report: BenchReport, thresholds: Thresholds) -> list[str]:
+    """The decision, what it buys and costs, and what to try next."""
+    baseline, others = report.precisions[0], report.precisions[1:]
+    if report.interrupted:
+        return ["Interrupted: the figures cover what was measured until then."]
+    measured = [each for each in others if each.speedup is not None]
+    best = max(measured, key=lambda each: each.speedup.median if each.speedup else 0, default=None)
+    if best is None or best.speedup is None:
+        said = ["Keep fp32: no other precision could be measured here."]
+    elif best.speedup.low >= _WORTH_A_SWITCH:
+        said = [_switch(best, thresholds)]
+    else:
+        said = [_keep(best)]
+    said += _memory(baseline, measured)
+    said += _bottleneck(baseline, best)
+    said.append(
+        "Accuracy parity is not measured by this version; the held-out losses above are of one "
+        "short run each."
+    )
+    return said
+
+
+def _switch(best: PrecisionResult, thresholds: Thresholds) -> str:
+    assert best.speedup is not None
+    saved = best.memory_reduction
+    memory = "" if saved is None else f", with {_memory_words(saved)}"
+    enough = "" if best.speedup.low >= thresholds.speedup else (
+        f" (below the asked {thresholds.speedup:g}x)"
+    )  # fmt: skip
+    return f"Use {best.name}: {best.speedup} of fp32's speed{enough}{memory}."
+
+
+def _keep(best: PrecisionResult) -> str:
+    because = f": {best.note}" if best.note else ""
+    return f"Keep fp32: {best.name} runs at {best.speedup} of its speed here{because}."
+
+
+def _memory(baseline: PrecisionResult, measured: list[PrecisionResult]) -> list[str]:
+    """Where the speed says no but memory is saved; and where the memory goes."""
+    slower = [each for each in measured if each.speedup and each.speedup.high < 1]
+    saving = [each for each in slower if (each.memory_reduction or 0) > 0.05]
+    said = [
+        f"{' and '.join(each.name for each in saving)} saves {_percentages(saving)} of the peak "
+        "memory: worth it only if memory, not time, is what limits you."
+    ] if saving else []  # fmt: skip
+    if baseline.peak_memory_bytes and baseline.memory:
+        share = baseline.memory["activations"] / baseline.peak_memory_bytes
+        if share < 0.8:
+            said.append(
+                f"Activations are {share:.0%} of fp32's peak, and autocast halves little else: "
+                "a larger batch, or bf16-master, moves the rest."
+            )
+    return said
+
+
+def _bottleneck(baseline: PrecisionResult, best: PrecisionResult | None) -> list[str]:
+    if baseline.step_ms is None or best is None or best.speedup is None:
+        return []
+    if baseline.step_ms.median < 3 and best.speedup.high < 1.2:
+        return [
+            f"A step takes only {baseline.step_ms.median:.1f} ms: overhead, not arithmetic, sets "
+            "the pace; try a larger batch."
+        ]
+    return []
+
+
+def _memory_words(saved: float) -> str:
+    return f"{abs(saved):.0%} {'less' if saved >= 0 else 'more'} peak memory"
+
+
+def _percentages(saving: list[PrecisionResult]) -> str:
+    return " and ".join(f"{each.memory_reduction or 0:.0%}" for each in saving)

@@ -1,0 +1,165 @@
+"""``ampwise bench``: every precision side by side on one task."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ampwise.cli.options import Common, Gate, positive, write_json
+from ampwise.errors import EXIT_GATE, EXIT_INTERRUPTED, EXIT_OK, UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+    from ampwise.bench.result import BenchReport
+    from ampwise.policy import Policy
+
+_ROUNDS = {"full": (200, 300.0), "quick": (60, 45.0)}
+
+
+@dataclass
+class Options(Common):
+    """Measure every precision side by side: speed, memory, held-out loss, and what to use."""
+
+    precisions: str | None = None
+    """Comma-separated precisions beside fp32; default: those that gain here, and fp16."""
+
+    steps: int | None = None
+    """Rounds at most (each precision makes one step a round); default 200, with --quick 60."""
+
+    quick: bool = False
+    """A first answer in a minute or two: fewer rounds."""
+
+    accumulate: int = 1
+    """Micro-batches in an accumulation window."""
+
+    max_grad_norm: float | None = None
+    """Clip the gradient norm to this."""
+
+    min_speedup: float = 1.5
+    """Requirement: at least this many times faster than fp32."""
+
+    min_memory_reduction: float = 0.40
+    """Requirement: at least this share of fp32's peak memory saved."""
+
+    max_accuracy_difference: float = 0.01
+    """Requirement: held-out metric within this of fp32's."""
+
+    gate: Gate = "off"
+    """Exit with 1 when a requirement fails; "strict": also when one is not measured."""
+
+
+def run(options: Options) -> int:
+    """Measure, print, write ``bench.json``; the exit code."""
+    positive("steps", options.steps)
+    positive("accumulate", options.accumulate)
+    positive("max-grad-norm", options.max_grad_norm)
+
+    # The profiler's library announces each start on stderr, in the middle of our progress.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    from rich.console import Console
+
+    from ampwise.bench.requirements import Thresholds
+    from ampwise.bench.run import BenchConfig, run_bench
+    from ampwise.cli.progress import bench_progress
+    from ampwise.report.bench import render
+    from ampwise.tasks import load_task
+    from ampwise.telemetry.run import RunFolder
+
+    rounds, budget_s = _ROUNDS["quick" if options.quick else "full"]
+    config = BenchConfig(
+        device=_device(options.device),
+        precisions=_policies(options.precisions),
+        seed=options.seed,
+        accumulate=options.accumulate,
+        max_grad_norm=options.max_grad_norm,
+        max_rounds=options.steps or rounds,
+        budget_s=budget_s,
+        thresholds=Thresholds(
+            options.min_speedup, options.min_memory_reduction, options.max_accuracy_difference
+        ),
+    )
+    task = load_task(options.task, options.settings())
+    folder = RunFolder.create(options.out, f"bench-{task.name or 'task'}", _say)
+    folder.write({"command": "bench", "task": task.name, "status": "running"})
+    with bench_progress(quiet=options.quiet) as progress:
+        report = run_bench(task, config, progress)
+
+    text = json.dumps(report.to_json(), indent=2, allow_nan=False)
+    written = _store(folder, text, report)
+    if options.json != "-":
+        render(report, Console())
+        print(f"\nreport: {written}")
+    write_json(text, options.json)
+    if report.interrupted:
+        return EXIT_INTERRUPTED
+    return _gate(report, options.gate)
+
+
+def _store(folder: object, text: str, report: BenchReport) -> Path:
+    from ampwise.telemetry.files import atomic_write_text
+    from ampwise.telemetry.run import RunFolder
+
+    assert isinstance(folder, RunFolder)
+    status = "interrupted" if report.interrupted else "finished"
+    path = folder.path / "bench.json"
+    atomic_write_text(path, text + "\n")
+    folder.write(
+        {
+            "command": "bench",
+            "task": report.task,
+            "status": status,
+            "environment": report.environment,
+            "report": "bench.json",
+        }
+    )
+    folder.close()
+    return path
+
+
+def _gate(report: BenchReport, gate: Gate) -> int:
+    """The exit code that ``--gate`` asks for."""
+    if gate == "off":
+        return EXIT_OK
+    bad = {"fail"} if gate == "fail" else {"fail", "not measured"}
+    against = [
+        f"{each.name}: {name} {requirement.status}"
+        for each in report.precisions
+        for name, requirement in each.requirements.items()
+        if requirement.status in bad
+    ]
+    if against:
+        _say(f"gate: {'; '.join(against)}")
+    return EXIT_GATE if against else EXIT_OK
+
+
+def _policies(text: str | None) -> list[Policy] | None:
+    from ampwise.policy import Policy
+
+    if text is None:
+        return None
+    names = [each for each in text.split(",") if each.strip()]
+    if not names:
+        raise UsageError("precisions: expected a comma-separated list such as bf16,fp16")
+    return [Policy.parse(each) for each in names]
+
+
+def _device(name: str | None) -> torch.device:
+    """The device to use; an absent one becomes the CPU, and that is said."""
+    import torch
+
+    from ampwise.capability import present_devices
+    from ampwise.policy import choose_device
+
+    device, reason, moved = choose_device(name, present_devices())
+    if moved:
+        _say(f"{reason}; using {device}")
+    return torch.device(device)
+
+
+def _say(message: str) -> None:
+    print(f"ampwise: {message}", file=sys.stderr)

@@ -1,0 +1,89 @@
+"""Progress: a live line on a terminal, a plain line every few seconds elsewhere; always stderr."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ampwise.bench.race import Race
+
+PLAIN_EVERY_S = 5.0
+
+
+class Line:
+    """One line of progress that is rewritten on a terminal and repeated, seldom, elsewhere."""
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        self._quiet = quiet
+        self._terminal = sys.stderr.isatty()
+        self._last = 0.0
+        self._shown = False
+
+    def show(self, text: str, *, now: bool = False) -> None:
+        """Show the current state; `now` for what must not be left out."""
+        due = now or time.monotonic() - self._last >= (0.1 if self._terminal else PLAIN_EVERY_S)
+        if self._quiet or not due:
+            return
+        self._last = time.monotonic()
+        if self._terminal:
+            width = _columns()
+            print(f"\r{text[: width - 1]:{width - 1}}", end="", file=sys.stderr, flush=True)
+            self._shown = True
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        """Leave an empty line behind."""
+        if self._shown:
+            print(f"\r{'':{_columns() - 1}}\r", end="", file=sys.stderr, flush=True)
+            self._shown = False
+
+
+class BenchProgress:
+    """Shows a bench: its stages, and in the race rounds, rate, time left and current ratios."""
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+        self._stage = ""
+
+    def stage(self, what: str) -> None:
+        """Something begins."""
+        self._stage = what
+        self._line.show(f"{what} ...", now=True)
+
+    def round(self, race: Race) -> None:
+        """A round of the race ended."""
+        rate = race.rounds / (time.monotonic() - race.started)
+        self._line.show(
+            f"{self._stage}: round {race.rounds}/{race.planned}, {rate:.1f}/s, at most "
+            f"{race.left_s:.0f} s left; {_ratios(race)}"
+        )
+
+
+@contextmanager
+def bench_progress(*, quiet: bool) -> Iterator[BenchProgress]:
+    """Progress of a bench, cleared at its end."""
+    line = Line(quiet=quiet)
+    try:
+        yield BenchProgress(line)
+    finally:
+        line.clear()
+
+
+def _ratios(race: Race) -> str:
+    """Speed of each arm against the first, over all rounds so far."""
+    totals = {name: sum(times) for name, times in race.times_ms.items() if times}
+    baseline = next(iter(totals.values()), 0.0)
+    return ", ".join(
+        f"{name} {baseline / total:.2f}x" for name, total in list(totals.items())[1:] if total
+    )
+
+
+def _columns() -> int:
+    import shutil
+
+    return max(20, shutil.get_terminal_size().columns)

@@ -1,0 +1,140 @@
+"""Draws a `BenchReport` on a terminal, in 80 columns."""
+
+from __future__ import annotations
+
+from rich import box
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from ampwise.bench.memory import PARTS
+from ampwise.bench.result import BenchReport, PrecisionResult, Requirement
+from ampwise.bench.stats import Interval
+
+_STYLES = {"pass": "green", "fail": "red", "not measured": "yellow"}
+_SHORT = {"parameters": "params", "gradients": "grads", "optimizer state": "optimizer"}
+_SIGNS = {"pass": "pass", "fail": "FAIL", "not measured": "not measured"}
+
+
+def render(report: BenchReport, console: Console) -> None:
+    """Print speed and loss, memory, requirements, what was not measured, and the verdict."""
+    environment = report.environment
+    console.print()
+    console.print(Text(f"{report.task} on {environment['device_name']}", style="bold"))
+    console.print(
+        Text(
+            f"{environment['architecture']}, {environment['threads']} threads, torch "
+            f"{environment['torch']}; {report.rounds} rounds, precisions taking turns",
+            style="dim",
+        )
+    )
+    console.print(Group(_speed(report), *([_memory(report)] if _has_memory(report) else [])))
+    if any(each.requirements for each in report.precisions):
+        console.print(_requirements(report))
+    for line in _remarks(report):
+        console.print(Text(line), soft_wrap=False)
+    console.print()
+    for index, sentence in enumerate(report.verdict):
+        console.print(Text(sentence, style="bold" if index == 0 else ""))
+
+
+def _speed(report: BenchReport) -> Table:
+    table = _new_table()
+    table.add_column("precision", no_wrap=True)
+    table.add_column("step ms", justify="right", no_wrap=True)
+    table.add_column("speed, vs fp32", justify="right", no_wrap=True)
+    table.add_column(f"{report.unit}/s", justify="right", no_wrap=True)
+    table.add_column("peak memory", justify="right", no_wrap=True)
+    table.add_column("held-out loss", justify="right", no_wrap=True)
+    for each in report.precisions:
+        table.add_row(
+            each.name,
+            _milliseconds(each.step_ms),
+            _speedup(each),
+            f"{each.samples_per_s:,.0f}" if each.samples_per_s else "",
+            _peak(each),
+            _losses(each),
+        )
+    table.caption = "median [95 % interval of paired ratios]; loss before and after the rounds"
+    table.caption_justify = "left"
+    return table
+
+
+def _memory(report: BenchReport) -> Table:
+    table = _new_table()
+    table.add_column("MB at the peak", no_wrap=True)
+    for part in PARTS:
+        table.add_column(_SHORT.get(part, part), justify="right", no_wrap=True)
+    for each in report.precisions:
+        if each.memory:
+            sizes = [f"{each.memory[part] / 1e6:,.1f}" for part in PARTS]
+            table.add_row(each.name, *sizes)
+    return table
+
+
+def _has_memory(report: BenchReport) -> bool:
+    return any(each.memory for each in report.precisions)
+
+
+def _requirements(report: BenchReport) -> Table:
+    table = _new_table()
+    table.add_column("requirement", no_wrap=True)
+    table.add_column("precision", no_wrap=True)
+    table.add_column("status", no_wrap=True)
+    table.add_column("why")
+    for each in report.precisions:
+        for name, requirement in each.requirements.items():
+            table.add_row(
+                f"{_asked(name, requirement)}",
+                each.name,
+                Text(_SIGNS[requirement.status], style=_STYLES[requirement.status]),
+                _why(each, requirement),
+            )
+    return table
+
+
+def _why(precision: PrecisionResult, requirement: Requirement) -> str:
+    """The reason, once: what stands below the table is not repeated in it."""
+    return "see below" if requirement.reason == precision.reason else requirement.reason
+
+
+def _asked(name: str, requirement: Requirement) -> str:
+    if name == "speedup":
+        return f"speedup >= {requirement.threshold:g}"
+    if name == "memory_reduction":
+        return f"memory saved >= {requirement.threshold:.0%}"
+    return f"accuracy diff < {requirement.threshold:g}"
+
+
+def _remarks(report: BenchReport) -> list[str]:
+    remarks = [f"{each.status}: {each.reason}" for each in report.precisions if each.reason]
+    remarks += [f"left out: {name}: {why}" for name, why in report.left_out.items()]
+    return remarks + report.notes
+
+
+def _new_table() -> Table:
+    return Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+
+
+def _milliseconds(step: Interval | None) -> str:
+    return "" if step is None else f"{step.median:,.1f}"
+
+
+def _speedup(precision: PrecisionResult) -> str:
+    if precision.speedup is not None:
+        return str(precision.speedup)
+    return "1x" if precision.step_ms is not None else precision.status
+
+
+def _peak(precision: PrecisionResult) -> str:
+    if precision.peak_memory_bytes is None:
+        return ""
+    size = f"{precision.peak_memory_bytes / 1e6:,.1f} MB"
+    saved = precision.memory_reduction
+    return size if saved is None else f"{size} ({-saved:+.0%})"
+
+
+def _losses(precision: PrecisionResult) -> str:
+    if precision.loss_before is None or precision.loss_after is None:
+        return ""
+    return f"{precision.loss_before:.3f} > {precision.loss_after:.3f}"

@@ -1,0 +1,65 @@
+"""What a figure depends on beside the code: the record of machine and settings in every run.
+
+Chosen fields only; the process's environment variables are never copied wholesale, as they hold
+secrets.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from typing import Any
+
+import torch
+
+from ampwise import __version__
+from ampwise.capability.hardware import describe
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """JSON-ready facts about this process and `device`."""
+    hardware = describe(device)
+    return {
+        "device": str(device),
+        "device_name": hardware.name,
+        "architecture": hardware.architecture,
+        "ampwise": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "threads": torch.get_num_threads(),
+        "cpu_count": os.cpu_count(),
+        "float32_precision": _float32_precision(device),
+        "allocator": _allocator(),
+        "cuda": torch.version.cuda,
+        "clocks_mhz": _clocks_mhz(device),
+    }
+
+
+def _float32_precision(device: torch.device) -> dict[str, str]:
+    backend = torch.backends.mkldnn if device.type == "cpu" else torch.backends.cuda
+    convolution = torch.backends.mkldnn if device.type == "cpu" else torch.backends.cudnn
+    return {
+        "matmul": str(backend.matmul.fp32_precision),
+        "convolution": str(convolution.conv.fp32_precision),
+    }
+
+
+def _allocator() -> dict[str, str | None]:
+    """The C allocator's settings: on a CPU they move a step's time by a third."""
+    preload = os.environ.get("LD_PRELOAD")
+    return {
+        "glibc_tunables": os.environ.get("GLIBC_TUNABLES"),
+        "preload": os.path.basename(preload) if preload else None,  # noqa: PTH119
+        "cuda": os.environ.get("PYTORCH_CUDA_ALLOC_CONF"),
+    }
+
+
+def _clocks_mhz(device: torch.device) -> int | None:
+    """The GPU's SM clock, where the driver's library can be asked."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return None
+    try:
+        return torch.cuda.clock_rate(device)
+    except (ImportError, RuntimeError):
+        return None

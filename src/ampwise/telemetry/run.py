@@ -1,0 +1,177 @@
+"""The folder of a run: `run.json`, `steps.jsonl`, `checkpoints/`; a kill loses at most the last lines.
+
+`run.json` is replaced whole, by renaming. `steps.jsonl` is appended to, one object a step, and
+handed to the system about once a second: a line is a few hundred bytes, and a system call each
+would cost more than a small step. On resume the lines after the checkpoint are cut off, and with
+them a line that a kill tore.
+
+JSON knows neither NaN nor inf; they stand as the strings "nan", "inf" and "-inf".
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from ampwise.errors import UsageError
+from ampwise.telemetry.files import atomic_write_text
+
+FLUSH_EVERY_S = 1.0
+
+
+class RunFolder:
+    """A run's folder, new or continued; see `create` and `resume`.
+
+    Attributes
+    ----------
+    path
+        Where it is.
+    """
+
+    def __init__(self, path: Path, report: Callable[[str], None]) -> None:
+        self.path = path
+        self._report = report
+        self._lines: TextIO | None = None
+        self._flushed = time.monotonic()
+
+    @classmethod
+    def create(cls, path: Path | None, name: str, report: Callable[[str], None]) -> RunFolder:
+        """A new folder: `path`, or the next free ``runs/<name>-<n>``.
+
+        Parameters
+        ----------
+        report
+            Told, once, when lines can no longer be written.
+
+        Raises
+        ------
+        UsageError
+            When `path` holds a run already, or cannot be written.
+        """
+        try:
+            path = _next_free(Path("runs"), name) if path is None else _fresh(path)
+            (path / "checkpoints").mkdir(parents=True, exist_ok=True)
+            folder = cls(path, report)
+            folder._lines = (path / "steps.jsonl").open("w")
+        except OSError as error:
+            raise UsageError(
+                f"run folder {error.filename}: {error.strerror}; name a writable folder with --out"
+            ) from None
+        return folder
+
+    @classmethod
+    def resume(cls, path: Path, report: Callable[[str], None]) -> RunFolder:
+        """An existing run's folder.
+
+        Raises
+        ------
+        UsageError
+            When there is no run in it.
+        """
+        if not (path / "run.json").exists():
+            raise UsageError(
+                f"nothing to resume in {path}: expected the folder of a run, with its run.json"
+            )
+        return cls(path, report)
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where checkpoints are."""
+        return self.path / "checkpoints"
+
+    def read(self) -> dict[str, Any]:
+        """What `run.json` holds."""
+        return json.loads((self.path / "run.json").read_text())
+
+    def write(self, content: Mapping[str, Any]) -> None:
+        """Replace `run.json`."""
+        atomic_write_text(self.path / "run.json", json.dumps(plain(content), indent=2) + "\n")
+
+    def continue_after(self, step: int) -> None:
+        """Keep the lines of steps up to `step`, and append from here."""
+        file = self.path / "steps.jsonl"
+        kept = [line for line in _whole_lines(file) if line.get("step", 0) <= step]
+        atomic_write_text(file, "".join(json.dumps(line) + "\n" for line in kept))
+        self._lines = file.open("a")
+
+    def append(self, line: Mapping[str, Any]) -> None:
+        """Add a line to `steps.jsonl`; a disk that is lost is reported once, and training goes on."""
+        if self._lines is None:
+            return
+        try:
+            self._lines.write(json.dumps(plain(line)) + "\n")
+            now = time.monotonic()
+            if now - self._flushed >= FLUSH_EVERY_S:
+                self._lines.flush()
+                self._flushed = now
+        except OSError as error:
+            self._lose(error)
+
+    def flush(self) -> None:
+        """Hand every line to the system."""
+        try:
+            if self._lines is not None:
+                self._lines.flush()
+        except OSError as error:
+            self._lose(error)
+
+    def close(self) -> None:
+        """Finish writing lines."""
+        self.flush()
+        if self._lines is not None:
+            self._lines.close()
+            self._lines = None
+
+    def _lose(self, error: OSError) -> None:
+        self._report(f"steps.jsonl: {error.strerror}; steps are no longer written there")
+        self._lines = None
+
+
+def read_steps(folder: Path) -> list[dict[str, Any]]:
+    """Lines of a run's `steps.jsonl`; one that a kill tore is left out."""
+    return _whole_lines(folder / "steps.jsonl")
+
+
+def plain(value: Any) -> Any:
+    """The value in what JSON knows; NaN and infinities as strings."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+def _whole_lines(file: Path) -> list[dict[str, Any]]:
+    lines: list[dict[str, Any]] = []
+    if file.exists():
+        for line in file.read_text().splitlines(keepends=True):
+            if line.endswith("\n"):
+                lines.append(json.loads(line))
+    return lines
+
+
+def _next_free(parent: Path, name: str) -> Path:
+    """Make and return the first ``<name>-<n>`` that is not there yet."""
+    number = 1
+    while True:
+        path = parent / f"{name}-{number}"
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+        else:
+            return path
+
+
+def _fresh(path: Path) -> Path:
+    if (path / "run.json").exists():
+        raise UsageError(
+            f"{path} already holds a run: --resume continues it, another --out starts a new one"
+        )
+    return path
