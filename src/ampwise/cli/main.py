@@ -7,11 +7,15 @@ answers at once. Errors become one line on stderr and an exit code (see `ampwise
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import ampwise
@@ -26,24 +30,44 @@ COMMANDS = {
 """Commands, each a module of this package, and a line about each."""
 
 
+_WRONG_PLACE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENOENT}
+"""Failures of the file system that another path mends; a full disk is none of them."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line (default: the process's own); the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
     try:
-        code = _dispatch([each for each in arguments if each != "--debug"])
-        sys.stdout.flush()
+        with _sigterm_interrupts():
+            code = _dispatch([each for each in arguments if each != "--debug"])
+            sys.stdout.flush()
     except KeyboardInterrupt:
         return _fail("interrupted", errors.EXIT_INTERRUPTED)
     except BrokenPipeError:
         # The reader (head, say) has gone: no error of ours. Python would complain at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return errors.EXIT_OK
+    except SystemExit as leaving:
+        return _fail(f"the task called sys.exit({leaving.code!r})", errors.EXIT_USAGE)
     except Exception as error:  # noqa: BLE001 - the one place where every error ends
         if debug:
             traceback.print_exc()
         return _explain(error, debug=debug)
     return code
+
+
+@contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """SIGTERM as Ctrl-C: what a run has so far is saved by the same code."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -83,20 +107,31 @@ def _explain(error: Exception, *, debug: bool) -> int:
     """One line about an error, and its exit code."""
     if isinstance(error, AmpwiseError):
         return _fail(str(error), error.exit_code)
-    if hasattr(error, "__ampwise_user__"):
-        return _explain_users(error, debug=debug)
-    if type(error).__name__ == "OutOfMemoryError":
+    if _out_of_memory(error):
         return _fail(
-            "out of memory on the device: use a smaller batch with --accumulate, or a lower "
-            f"precision ({_first_line(error)})",
+            f"out of memory: use smaller batches with --accumulate, or a lower precision "
+            f"({_first_line(error)})",
             errors.EXIT_RUN,
         )
+    if hasattr(error, "__ampwise_user__"):
+        return _explain_users(error, debug=debug)
     if isinstance(error, OSError):
-        return _fail(f"{error.filename or 'file'}: {error.strerror or error}", errors.EXIT_RUN)
+        code = errors.EXIT_USAGE if error.errno in _WRONG_PLACE else errors.EXIT_RUN
+        return _fail(f"{error.filename or 'file'}: {error.strerror or error}", code)
     hint = "" if debug else "; --debug shows where"
     return _fail(
         f"{type(error).__name__}: {_first_line(error)} (this is a bug in ampwise{hint})",
         errors.EXIT_RUN,
+    )
+
+
+def _out_of_memory(error: Exception) -> bool:
+    """Whether a device or the machine ran out of memory; asked by name, without loading torch."""
+    # torch.OutOfMemoryError comes from devices; the CPU's allocator raises a bare RuntimeError.
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error))
     )
 
 

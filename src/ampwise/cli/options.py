@@ -46,17 +46,13 @@ class Common:
 
     def settings(self) -> dict[str, str]:
         """The ``--set`` pairs."""
-        pairs = [each.partition("=") for each in self.set]
-        if bad := next(
-            (whole for whole, each in zip(self.set, pairs, strict=True) if not _is_pair(each)), None
-        ):
-            raise UsageError(f"--set {bad!r}: expected KEY=VALUE")
-        return {key: value for key, _, value in pairs}
-
-
-def _is_pair(parts: tuple[str, str, str]) -> bool:
-    key, equals, _ = parts
-    return bool(key and equals)
+        pairs: dict[str, str] = {}
+        for each in self.set:
+            key, equals, value = each.partition("=")
+            if not (key and equals):
+                raise UsageError(f"--set {each!r}: expected KEY=VALUE")
+            pairs[key] = value
+        return pairs
 
 
 def positive(name: str, value: float | None) -> None:

@@ -177,7 +177,7 @@ def _reader(flag: Flag) -> Callable[[str], Any]:
 
 def _help(flag: Flag) -> str:
     said = flag.help.replace("%", "%%")
-    if flag.default in (None, False, ()) or "default" in said:
+    if flag.default is None or flag.default is False or flag.repeatable or "default" in said:
         return said
     return f"{said.removesuffix('.')}; default: {flag.default}."
 
