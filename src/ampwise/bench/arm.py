@@ -12,7 +12,8 @@ from ampwise.data import to_device
 from ampwise.policy import Policy
 from ampwise.step import TrainStep
 from ampwise.tasks import Task
-from ampwise.tasks.checks import build, checked_loss, metrics_of
+from ampwise.tasks.checks import build, checked_loss
+from ampwise.tasks.evaluation import held_out
 
 
 @dataclass(frozen=True)
@@ -48,12 +49,7 @@ class Arm:
 
     def held_out(self) -> dict[str, float]:
         """The task's metrics on held-out data, under the arm's autocast."""
-        self.model.eval()
-        try:
-            with torch.no_grad(), self.step.autocast():
-                return metrics_of(self._task, self.model)
-        finally:
-            self.model.train()
+        return held_out(self._task, self.model, self.step)
 
     def count_host_syncs(self, batch: Any) -> int:
         """Values read back to the host in one more step."""

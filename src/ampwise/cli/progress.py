@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ampwise.bench.race import Race
+    from ampwise.step import StepRecord
 
 PLAIN_EVERY_S = 5.0
 
@@ -34,6 +35,12 @@ class Line:
             print(f"\r{text[: width - 1]:{width - 1}}", end="", file=sys.stderr, flush=True)
             self._shown = True
         else:
+            print(text, file=sys.stderr, flush=True)
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        self.clear()
+        if not self._quiet:
             print(text, file=sys.stderr, flush=True)
 
     def clear(self) -> None:
@@ -62,6 +69,53 @@ class BenchProgress:
             f"{self._stage}: round {race.rounds}/{race.planned}, {rate:.1f}/s, at most "
             f"{race.left_s:.0f} s left; {_ratios(race)}"
         )
+
+
+class TrainProgress:
+    """Shows a training run: step, loss, rate, scale, skips, time left, evaluations."""
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+        self._first: tuple[int, float] | None = None
+
+    def step(self, record: StepRecord, samples_per_s: float, planned: int | None) -> None:
+        """A step is known."""
+        now = time.monotonic()
+        self._first = self._first or (record.step, now)
+        of = f"/{planned}" if planned else ""
+        parts = [
+            f"step {record.step}{of}",
+            f"loss {record.loss:.4f}",
+            f"{samples_per_s:,.0f} samples/s",
+        ]
+        if record.loss_scale != 1:
+            parts.append(f"scale {record.loss_scale:g}")
+        if record.skipped_total:
+            parts.append(f"{record.skipped_total} skipped")
+        made = record.step - self._first[0]
+        if planned and made:
+            left_s = (now - self._first[1]) / made * (planned - record.step)
+            parts.append(f"{left_s:.0f} s left")
+        self._line.show(", ".join(parts))
+
+    def evaluated(self, step: int, metrics: dict[str, float]) -> None:
+        """An evaluation is known."""
+        found = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+        self.message(f"step {step}: held-out {found}")
+
+    def message(self, text: str) -> None:
+        """Something the user should read."""
+        self._line.say(text)
+
+
+@contextmanager
+def train_progress(*, quiet: bool) -> Iterator[TrainProgress]:
+    """Progress of a training run, cleared at its end."""
+    line = Line(quiet=quiet)
+    try:
+        yield TrainProgress(line)
+    finally:
+        line.clear()
 
 
 @contextmanager

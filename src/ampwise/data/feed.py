@@ -1,7 +1,7 @@
 """Batches on the device, the next one on its way while the device works on this one.
 
-On CUDA each batch is pinned and copied on a side stream one batch ahead; the consumer's stream waits
-for the copy's event, the host for nothing. On a CPU there is nothing to copy, and a reading thread
+On CUDA each batch is pinned and copied on a side stream one batch ahead; the consumer's stream
+waits for the copy's event, the host for nothing. On a CPU there is nothing to copy, and a reading thread
 would compete with training for the same cores, so batches are simply handed on.
 
 Either way the time the consumer had to wait for the loader is measured: a device that waits for
@@ -67,17 +67,6 @@ class Feed:
         """Share of the time so far that went into waiting for data, 0 to 1."""
         return self.wait_s / self.total_s if self.total_s > 0 else 0.0
 
-    @property
-    def complaint(self) -> str:
-        """What to say about a slow loader; empty when it keeps up."""
-        if self.wait_fraction < SLOW_LOADER:
-            return ""
-        return (
-            f"the device waited {self.wait_fraction:.0%} of the time for data; lower precision "
-            "cannot help with that: use DataLoader workers (num_workers=4), cheaper transforms, "
-            "or data prepared in advance"
-        )
-
     def _directly(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
             yield to_device(batch, self._device)
@@ -103,3 +92,12 @@ class Feed:
         for _, tensor in leaves(batch):
             tensor.record_stream(stream)  # the side stream's allocator must not reuse it too soon
         return batch
+
+
+def slow_loader(wait_fraction: float) -> str:
+    """What to say when the device waited for data for this share of the time, 0 to 1."""
+    return (
+        f"the device waited {wait_fraction:.0%} of the time for data; lower precision cannot help "
+        "with that: use DataLoader workers (num_workers=4), cheaper transforms, or data prepared "
+        "in advance"
+    )

@@ -1,0 +1,108 @@
+"""``ampwise train``: train a task with a precision policy."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Literal
+
+from ampwise.cli.options import Common, positive, write_json
+from ampwise.errors import EXIT_INTERRUPTED, EXIT_OK
+
+DEFAULT_EPOCHS = 1
+
+
+@dataclass
+class Options(Common):
+    """Train a task: checkpoints, resume, live progress, trackers."""
+
+    precision: str = "auto"
+    """fp32, tf32, fp16, bf16, bf16-master, auto, or a policy such as bf16:islands=head."""
+
+    allow_emulated: bool = False
+    """Keep a precision that this device only emulates, instead of falling back to fp32."""
+
+    strict: bool = False
+    """Fail instead of falling back, and fail if the precision was not active."""
+
+    steps: int | None = None
+    """Optimizer steps to make in all."""
+
+    epochs: int | None = None
+    """Epochs to make in all; default 1 if --steps is not given."""
+
+    accumulate: int = 1
+    """Micro-batches in an accumulation window."""
+
+    max_grad_norm: float | None = None
+    """Clip the gradient norm to this."""
+
+    schedule: Literal["constant", "cosine"] = "constant"
+    """Learning rate over the run; cosine needs --steps."""
+
+    warmup_steps: int = 0
+    """Steps over which the learning rate rises from zero."""
+
+    evaluate_every: int | None = None
+    """Steps between evaluations; default: at the end of each epoch."""
+
+    checkpoint_every: int | None = None
+    """Steps between checkpoints; default: at the end of each epoch."""
+
+    resume: bool = False
+    """Continue the run in --out from its last checkpoint."""
+
+    track: str | None = None
+    """Comma-separated trackers: wandb, tensorboard, mlflow, csv."""
+
+
+def run(options: Options) -> int:
+    """Train, print how it went; the exit code."""
+    for name in ("steps", "epochs", "accumulate", "max_grad_norm"):
+        positive(name.replace("_", "-"), getattr(options, name))
+    for name in ("evaluate_every", "checkpoint_every"):
+        positive(name.replace("_", "-"), getattr(options, name))
+
+    from rich.console import Console
+
+    from ampwise.cli.progress import train_progress
+    from ampwise.policy import resolve
+    from ampwise.report.train import render
+    from ampwise.tasks import load_task
+    from ampwise.telemetry.run import plain
+    from ampwise.training.config import TrainConfig
+    from ampwise.training.loop import train
+
+    resolution = resolve(
+        options.precision,
+        options.device,
+        strict=options.strict,
+        allow_emulated=options.allow_emulated,
+    )
+    epochs = options.epochs
+    if epochs is None and options.steps is None:
+        epochs = DEFAULT_EPOCHS
+    config = TrainConfig(
+        resolution=resolution,
+        steps=options.steps,
+        epochs=epochs,
+        accumulate=options.accumulate,
+        max_grad_norm=options.max_grad_norm,
+        schedule=options.schedule,
+        warmup_steps=options.warmup_steps,
+        evaluate_every=options.evaluate_every,
+        checkpoint_every=options.checkpoint_every,
+        seed=options.seed,
+        out=options.out,
+        resume=options.resume,
+        track=tuple(each for each in (options.track or "").split(",") if each),
+        strict=options.strict,
+    )
+    task = load_task(options.task, options.settings())
+    with train_progress(quiet=options.quiet) as progress:
+        progress.message(f"precision: {resolution}")
+        result = train(task, config, progress)
+    if options.json != "-":
+        render(result, Console())
+    write_json(json.dumps(plain(result.to_json()), indent=2, allow_nan=False), options.json)
+    return EXIT_INTERRUPTED if result.status == "interrupted" else EXIT_OK

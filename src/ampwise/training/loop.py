@@ -1,0 +1,339 @@
+"""The training loop around a `TrainStep`: data, evaluation, checkpoints, resume, records.
+
+A run can end at any step and go on from its last checkpoint bit for bit. For that, a checkpoint is
+taken between steps only, and remembers the random state at the start of its epoch: to resume, the
+epoch is begun again from that state (a shuffling loader draws the same order), the batches that
+were already used are skipped, and the generators are set to what they were at the checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from ampwise.data import Feed
+from ampwise.errors import UsageError
+from ampwise.step import StepRecord, TrainStep
+from ampwise.tasks import Task
+from ampwise.tasks.checks import build, checked_loss, first_batch, samples_in, trained_on
+from ampwise.tasks.evaluation import held_out
+from ampwise.telemetry import names
+from ampwise.telemetry.environment import environment
+from ampwise.telemetry.run import RunFolder
+from ampwise.trackers import TrackerSet, check_names
+from ampwise.training import checkpoint
+from ampwise.training.checkpoint import Position, Trained
+from ampwise.training.config import TrainConfig, TrainResult
+from ampwise.training.memory import peak_bytes
+from ampwise.training.signals import StopSignals
+
+_RATE_MEMORY = 0.9
+"""Weight of the past in the running rate."""
+
+
+class Progress(Protocol):
+    """Who wants to know how far a run is."""
+
+    def step(self, record: StepRecord, samples_per_s: float, planned: int | None) -> None:
+        """A step is known."""
+
+    def evaluated(self, step: int, metrics: dict[str, float]) -> None:
+        """An evaluation is known."""
+
+    def message(self, text: str) -> None:
+        """Something the user should read."""
+
+
+def train(task: Task, config: TrainConfig, progress: Progress) -> TrainResult:
+    """Train a task as configured.
+
+    Returns with status ``interrupted`` when SIGINT or SIGTERM asked it to stop, everything saved.
+
+    Raises
+    ------
+    UsageError
+        Before anything is trained, when the request cannot be carried out.
+    RunError
+        When training fails; the run's folder holds what there was.
+    """
+    check_names(config.track)
+    first_batch(task)
+    run = _Run(task, config, progress)
+    try:
+        with StopSignals() as stop:
+            run.train(stop)
+    except BaseException as error:
+        words = " ".join(str(error).split())[:300] or type(error).__name__
+        run.result.status = f"failed: {words}"
+        raise
+    finally:
+        run.close()
+    return run.result
+
+
+@dataclass
+class _Rate:
+    """Running rate of samples, by the host's clock."""
+
+    per_s: float = 0.0
+    samples: int = 0
+    since: float = 0.0
+
+    def add(self, samples: int) -> None:
+        self.samples += samples
+
+    def step(self) -> None:
+        """A step is complete: take its samples into the rate."""
+        now = time.perf_counter()
+        if self.since:
+            current = self.samples / max(now - self.since, 1e-9)
+            past = _RATE_MEMORY if self.per_s else 0.0
+            self.per_s = past * self.per_s + (1 - past) * current
+        self.samples, self.since = 0, now
+
+
+class _Run:
+    """One run and everything it holds open."""
+
+    def __init__(self, task: Task, config: TrainConfig, progress: Progress) -> None:
+        self.task, self.config, self.progress = task, config, progress
+        policy = config.resolution.policy
+        self.device = torch.device(config.resolution.device)
+        model, optimizer = build(task, self.device, config.seed)
+        scheduler = _scheduler(optimizer, config)
+        step = TrainStep(
+            model,
+            optimizer,
+            policy=config.resolution,
+            accumulate=config.accumulate,
+            max_grad_norm=config.max_grad_norm,
+            scheduler=scheduler,
+            samples=task.samples,
+            strict=config.strict,
+        )
+        self.trained = Trained(model, optimizer, step, scheduler)
+        self.loss = checked_loss(task)
+        self.position = Position()
+        self.rate = _Rate()
+        self._waits_s = self._total_s = 0.0
+        self._saved_at = -1
+        self._state: dict[str, Any] | None = None
+        name = f"{task.name or 'task'}-{policy.name}"
+        if config.resume:
+            assert config.out is not None
+            self.folder = RunFolder.resume(config.out, self.say)
+        else:
+            self.folder = RunFolder.create(config.out, name, self.say)
+        self.result = TrainResult(task.name or "task", policy.text, self.folder.path)
+        if config.resume:
+            self._resume()
+        self._describe()
+        self.trackers = TrackerSet(
+            config.track,
+            self.folder.path,
+            self.folder.path.name,
+            {"task": task.name, **config.to_json()},
+            self.say,
+        )
+
+    def say(self, text: str) -> None:
+        """Tell the user, and keep it in the record."""
+        if hasattr(self, "result"):
+            self.result.messages.append(text)
+        self.progress.message(text)
+
+    # -- the loop ----------------------------------------------------------------------------------
+
+    def train(self, stop: StopSignals) -> None:
+        """Epochs until the end, or until a signal asks to stop."""
+        while not self._complete() and not stop.requested:
+            self._epoch(stop)
+        if stop.requested:
+            self._save()
+            self.result.status = "interrupted"
+            return
+        self._save()  # before the last evaluation, which may draw random numbers
+        self._evaluate()
+        self.result.status = "finished"
+
+    def _epoch(self, stop: StopSignals) -> None:
+        step = self.trained.step
+        feed = Feed(self._batches(), self.device)
+        for batch in feed:
+            self.rate.add(samples_in(self.task, batch))
+            step(self.loss, batch)
+            self.position.batch += 1
+            if step.boundary:
+                self._after_step()
+                if self._complete() or stop.requested:
+                    break
+        else:
+            step.flush()
+            self._end_epoch()
+        self._waits_s += feed.wait_s
+        self._total_s += feed.total_s
+
+    def _batches(self) -> Iterator[Any]:
+        """The rest of the current epoch, from where the run is in it."""
+        resumed, self._state = self._state, None
+        if self.position.batch and self.position.epoch_rng is not None:
+            checkpoint.set_random_state(self.position.epoch_rng)
+        else:
+            self.position.epoch_rng = checkpoint.random_state()
+        batches = trained_on(self.task.batches)
+        for _ in range(self.position.batch):
+            next(batches, None)
+        if resumed is not None:
+            checkpoint.set_random_state(resumed)
+        yield from batches
+
+    def _end_epoch(self) -> None:
+        self.position = Position(epoch=self.position.epoch + 1)
+        self._after_step(epoch_end=True)
+
+    def _after_step(self, *, epoch_end: bool = False) -> None:
+        """Records, evaluation and checkpoint, where they are due."""
+        config, steps = self.config, self.trained.step.steps
+        self.rate.step()
+        self._record(self.trained.step.poll())
+        if self._complete():
+            return
+        if _due(config.evaluate_every, steps, epoch_end):
+            self._evaluate()
+        if _due(config.checkpoint_every, steps, epoch_end):
+            self._save()
+
+    def _complete(self) -> bool:
+        steps, epochs = self.config.steps, self.config.epochs
+        by_steps = steps is not None and self.trained.step.steps >= steps
+        return by_steps or (epochs is not None and self.position.epoch >= epochs)
+
+    # -- what it leaves ----------------------------------------------------------------------------
+
+    def _record(self, records: list[StepRecord]) -> None:
+        """Write steps as they become known to the folder, the trackers and the user."""
+        for record in records:
+            metrics = names.metrics_of(
+                record,
+                self.result.precision,
+                enabled=self.config.resolution.policy.autocast,
+                samples_per_s=self.rate.per_s or None,
+                peak_bytes=peak_bytes(self.device),
+            )
+            self.folder.append({"step": record.step, **metrics})
+            self.trackers.log(metrics, record.step)
+            self.progress.step(record, self.rate.per_s, self.config.steps)
+            self.result.loss = record.loss
+            self.result.skipped_steps = record.skipped_total
+
+    def _evaluate(self) -> None:
+        step = self.trained.step
+        metrics = held_out(self.task, self.trained.model, step)
+        if not metrics:
+            return
+        self._record(step.drain())
+        self.result.metrics = metrics
+        named = {names.eval_name(name): value for name, value in metrics.items()}
+        self.folder.append({"step": step.steps, **named})
+        self.trackers.log(named, step.steps)
+        self.progress.evaluated(step.steps, metrics)
+        self.rate.since = 0.0  # the next step's time would hold the evaluation
+
+    def _save(self) -> None:
+        """Write a checkpoint, unless there is one of this very step."""
+        steps = self.trained.step.steps
+        if steps == self._saved_at:
+            return
+        self._record(self.trained.step.drain())
+        self.folder.flush()
+        record = {"task": self.task.name, **self.config.to_json()}
+        checkpoint.save(self.folder.checkpoints, self.trained, self.position, record)
+        self._saved_at = steps
+        self.rate.since = 0.0
+
+    def _resume(self) -> None:
+        path = checkpoint.newest(self.folder.checkpoints)
+        if path is None:
+            raise UsageError(f"nothing to resume in {self.folder.path}: it has no checkpoint yet")
+        content = checkpoint.load(path)
+        self._compare(content["config"])
+        self.position = checkpoint.restore(content, self.trained)
+        self._state = content["rng"]
+        steps = self.trained.step.steps
+        self._saved_at = self.result.resumed_from = steps
+        self.folder.continue_after(steps)
+        self.say(f"resumed at step {steps} from {path}")
+
+    def _compare(self, before: dict[str, Any]) -> None:
+        """Say what is not as it was; another task is refused."""
+        if before["task"] != self.task.name:
+            raise UsageError(
+                f"{self.folder.path} is a run of task {before['task']!r}, not {self.task.name!r}"
+            )
+        now = self.config.to_json()
+        if before["precision"] != now["precision"]:
+            self.say(
+                f"converted from {before['precision']} to {now['precision']}: weights and "
+                "optimizer state are float32 in both, the loss scale is kept only if both use one"
+            )
+        for key in ("accumulate", "max_grad_norm", "schedule", "warmup_steps", "seed"):
+            if before[key] != now[key]:
+                self.say(
+                    f"{key} was {before[key]} and is now {now[key]}: not the same run any more"
+                )
+
+    def close(self) -> None:
+        """Write what is known, and close everything; also after a failure."""
+        step, result = self.trained.step, self.result
+        self._record(step.drain())
+        result.steps, result.epochs = step.steps, self.position.epoch
+        result.loss_scale = step.loss_scale.value
+        result.activity = step.activity
+        result.samples_per_s = self.rate.per_s or None
+        result.host_syncs_per_step = 0 if self.device.type == "cpu" else step.syncs_per_step
+        result.data_wait_fraction = self._waits_s / self._total_s if self._total_s else 0.0
+        self.trackers.finish()
+        self._describe()
+        self.folder.close()
+
+    def _describe(self) -> None:
+        """Write `run.json`."""
+        result = self.result.to_json()
+        self.folder.write(
+            {
+                "command": "train",
+                "config": {"task": self.task.name, **self.config.to_json()},
+                "task": dict(self.task.info),
+                "policy": self.config.resolution.to_json(),
+                "environment": environment(self.device),
+                "result": result,
+                "status": result["status"],
+            }
+        )
+
+
+def _due(every: int | None, steps: int, epoch_end: bool) -> bool:
+    return epoch_end if every is None else steps > 0 and steps % every == 0
+
+
+def _scheduler(optimizer: Optimizer, config: TrainConfig) -> LambdaLR | None:
+    if config.schedule == "constant" and not config.warmup_steps:
+        return None
+
+    def factor(step: int) -> float:
+        if step < config.warmup_steps:
+            return (step + 1) / (config.warmup_steps + 1)
+        if config.schedule == "constant":
+            return 1.0
+        assert config.steps is not None
+        done = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
+        return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, done)))
+
+    return LambdaLR(optimizer, factor)
