@@ -109,13 +109,13 @@ def test_a_setting_is_a_pair(pair):
 
 def test_a_negative_number_reaches_the_check_of_its_value():
     parsed = options("--steps", "-4")
-    with pytest.raises(UsageError, match="^steps: expected a positive integer, got -4$"):
+    with pytest.raises(UsageError, match=r"^steps: expected a positive integer, got -4$"):
         positive("steps", parsed.steps)
 
 
 @pytest.mark.parametrize("value", [0, -1, 0.0, float("nan")])
 def test_positive_refuses(value):
-    with pytest.raises(UsageError, match="^window: expected a positive"):
+    with pytest.raises(UsageError, match=r"^window: expected a positive"):
         positive("window", value)
 
 
@@ -209,7 +209,7 @@ def test_json_goes_to_a_file_or_standard_output(tmp_path, capsys):
     file = tmp_path / "a.json"
     for did in ("wrote", "replaced"):
         write_json("{}", str(file))
-        assert capsys.readouterr() == ("", f"ampwise: {did} {file}\n")
+        assert capsys.readouterr() == ("", f"{did} {file}\n")
     assert file.read_text() == "{}\n"
     with pytest.raises(UsageError, match="name a writable file"):
         write_json("{}", str(tmp_path / "no" / "a.json"))

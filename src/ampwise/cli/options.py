@@ -75,6 +75,6 @@ def write_json(text: str, target: str | None) -> None:
         file.write_text(text + "\n")
     except OSError as error:
         raise UsageError(
-            f"cannot write JSON to {target}: {error.strerror}; name a writable file"
+            f"cannot write the report to {target}: {error.strerror}; name a writable file"
         ) from None
-    print(f"ampwise: {did} {target}", file=sys.stderr)
+    print(f"{did} {target}", file=sys.stderr)

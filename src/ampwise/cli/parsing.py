@@ -17,6 +17,7 @@ import argparse
 import ast
 import dataclasses
 import inspect
+import itertools
 import textwrap
 import types
 import typing
@@ -25,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 
+from ampwise.cli.options import Gate
 from ampwise.errors import UsageError, nearest
 
 T = TypeVar("T")
@@ -209,13 +211,9 @@ def _spellings(flags: Mapping[str, Flag]) -> list[str]:
 def _with_gate_value(arguments: Sequence[str]) -> list[str]:
     """``--gate`` alone means ``--gate fail``: the word after it may be the TASK."""
     words: list[str] = []
-    for index, each in enumerate(arguments):
-        words.append(each)
-        if each == "--gate" and arguments[index + 1 : index + 2] not in (
-            ["off"],
-            ["fail"],
-            ["strict"],
-        ):
+    for word, following in itertools.zip_longest(arguments, arguments[1:]):
+        words.append(word)
+        if word == "--gate" and following not in typing.get_args(Gate):
             words.append("fail")
     return words
 
