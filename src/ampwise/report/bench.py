@@ -12,7 +12,13 @@ from ampwise.bench.result import BenchReport, PrecisionResult, Requirement
 from ampwise.bench.stats import Interval
 
 _STYLES = {"pass": "green", "fail": "red", "not measured": "yellow"}
-_SHORT = {"parameters": "params", "gradients": "grads", "optimizer state": "optimizer"}
+_SHORT = {
+    "parameters": "params",
+    "gradients": "grads",
+    "optimizer state": "optimizer",
+    "autocast cache": "casts",
+    "temporary": "other",
+}
 _SIGNS = {"pass": "pass", "fail": "FAIL", "not measured": "not measured"}
 
 
@@ -45,7 +51,7 @@ def _speed(report: BenchReport) -> Table:
     table.add_column("speed, vs fp32", justify="right", no_wrap=True)
     table.add_column(f"{report.unit}/s", justify="right", no_wrap=True)
     table.add_column("peak memory", justify="right", no_wrap=True)
-    table.add_column("held-out loss", justify="right", no_wrap=True)
+    table.add_column("loss", justify="right", no_wrap=True)
     for each in report.precisions:
         table.add_row(
             each.name,
@@ -53,9 +59,11 @@ def _speed(report: BenchReport) -> Table:
             _speedup(each),
             f"{each.samples_per_s:,.0f}" if each.samples_per_s else "",
             _peak(each),
-            _losses(each),
+            _loss(each),
         )
-    table.caption = "median [95 % interval of paired ratios]; loss before and after the rounds"
+    before = next((p.loss_before for p in report.precisions if p.loss_before is not None), None)
+    loss = "" if before is None else f"; held-out loss after the rounds, {before:.3f} before"
+    table.caption = f"median [95 % interval of paired ratios]{loss}"
     table.caption_justify = "left"
     return table
 
@@ -134,7 +142,5 @@ def _peak(precision: PrecisionResult) -> str:
     return size if saved is None else f"{size} ({-saved:+.0%})"
 
 
-def _losses(precision: PrecisionResult) -> str:
-    if precision.loss_before is None or precision.loss_after is None:
-        return ""
-    return f"{precision.loss_before:.3f} > {precision.loss_after:.3f}"
+def _loss(precision: PrecisionResult) -> str:
+    return "" if precision.loss_after is None else f"{precision.loss_after:.3f}"

@@ -10,6 +10,7 @@ tied to the embedding. Cross-entropy in float32, in nats per byte.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import sysconfig
 from collections.abc import Iterator
@@ -30,7 +31,7 @@ HELD_OUT_WINDOWS = 64
 
 @dataclass(frozen=True)
 class Size:
-    """Dimensions of a model and of its batches."""
+    """Dimensions of a model and of its batches; a batch holds windows of `context` bytes."""
 
     width: int
     layers: int
@@ -38,6 +39,7 @@ class Size:
     context: int
     batch: int
     lr: float
+    dropout: float = 0.0
 
 
 SIZES = {
@@ -51,6 +53,8 @@ def task(
     size: Literal["tiny", "small", "base"] = "tiny",
     batches: int = 200,
     batch: int | None = None,
+    context: int | None = None,
+    dropout: float = 0.0,
     seed: int = 0,
 ) -> Task:
     """The standard library as a corpus.
@@ -63,35 +67,62 @@ def task(
         Batches in an epoch.
     batch
         Windows in a batch, if not the size's own.
+    context
+        Bytes in a window, if not the size's own.
+    dropout
+        Probability of dropout after attention and MLP.
     seed
-        Which windows an epoch consists of, and their order.
+        Which windows an epoch consists of, and their order: the same in every epoch.
     """
-    return language_model("charlm", standard_library(), size, batches, batch, seed)
+    shape = shaped("charlm", size, batch=batch, context=context, dropout=dropout)
+    return language_model(f"charlm-{size}", standard_library(), shape, batches, seed)
+
+
+def shaped(name: str, size: str, **settings: float | None) -> Size:
+    """A size with some of its dimensions replaced; None keeps the size's own.
+
+    Raises
+    ------
+    TaskError
+        When one of them makes no sense.
+    """
+    given = {key: value for key, value in settings.items() if value is not None}
+    shape = dataclasses.replace(SIZES[size], **given)  # pyright: ignore[reportArgumentType]
+    if min(shape.batch, shape.context) < 1 or not 0 <= shape.dropout < 1:
+        raise TaskError(
+            f"task {name}: batch={shape.batch}, context={shape.context}, dropout={shape.dropout}: "
+            "expected positive sizes and a dropout from 0 to below 1"
+        )
+    return shape
 
 
 def language_model(
     name: str,
     files: list[bytes],
-    size: str = "tiny",
+    shape: Size,
     batches: int = 200,
-    batch: int | None = None,
     seed: int = 0,
 ) -> Task:
-    """A task over some texts, every tenth of them (or the last tenth of one) held out."""
-    shape = SIZES[size]
+    """A task over some texts, with about a tenth of them held out.
+
+    Raises
+    ------
+    TaskError
+        When the held-out part has no room for a window.
+    """
+    if batches < 1:
+        raise TaskError(f"task {name}: batches={batches}: expected a positive number")
     training, held_out = _split(files)
-    per_batch = batch or shape.batch
-    if batches < 1 or per_batch < 1:
-        raise TaskError(f"task {name}: batches and batch must be positive")
-    if min(len(training), len(held_out)) <= shape.context + 1:
+    if len(held_out) < shape.context + 1:
         raise TaskError(
             f"task {name}: the text is too short: {len(training) + len(held_out)} bytes, expected "
-            f"at least {20 * (shape.context + 2)} for windows of {shape.context}"
+            f"at least {10 * (shape.context + 1)} for windows of {shape.context}: use a longer "
+            "text, or --set context=N"
         )
-    epoch = _Epoch(training, shape.context, per_batch, batches, seed)
+    epoch = _Epoch(training, shape, batches, seed)
     check = _Windows(held_out, shape.context, HELD_OUT_WINDOWS)
     return Task(
-        name=f"{name}-{size}",
+        name=name,
         model=lambda: Transformer(shape),
         batches=lambda: iter(epoch),
         loss=loss,
@@ -102,9 +133,8 @@ def language_model(
         samples=lambda windows: windows.size(0) * (windows.size(1) - 1),
         higher_is_better={"loss": False, "accuracy": True},
         info={
-            "size": size,
             "corpus_bytes": len(training) + len(held_out),
-            "corpus_sha256": hashlib.sha256(training.numpy().tobytes()).hexdigest(),
+            "corpus_sha256": _digest(training, held_out),
             "samples": "bytes",
         },
     )
@@ -133,7 +163,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, size.width)
         self.positions = nn.Embedding(size.context, size.width)
-        self.blocks = nn.ModuleList(Block(size.width, size.heads) for _ in range(size.layers))
+        self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
         self.norm = nn.LayerNorm(size.width)
         self.head = nn.Linear(size.width, VOCABULARY, bias=False)
         self.head.weight = self.tokens.weight
@@ -150,9 +180,11 @@ class Transformer(nn.Module):
 class Block(nn.Module):
     """Attention and MLP, each with a norm before and a residual around."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, size: Size) -> None:
         super().__init__()
-        self.heads = heads
+        width = size.width
+        self.heads = size.heads
+        self.dropout = nn.Dropout(size.dropout)
         self.attention_norm = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width)
         self.projection = nn.Linear(width, width)
@@ -163,8 +195,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Same shape out as in: (batch, context, width)."""
-        x = x + self._attend(self.attention_norm(x))
-        return x + self.mlp(self.mlp_norm(x))
+        x = x + self.dropout(self._attend(self.attention_norm(x)))
+        return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
     def _attend(self, x: Tensor) -> Tensor:
         batch, context, width = x.shape
@@ -190,28 +222,41 @@ def _initialise(module: nn.Module) -> None:
 
 
 def _split(files: list[bytes]) -> tuple[Tensor, Tensor]:
-    if len(files) >= 10:
+    """Training and held-out bytes: every tenth file held out, if that is near a tenth of the text.
+
+    Else, as for one file or a huge one among small ones, the last tenth of the text.
+    """
+    text, held_out = b"".join(files), b"".join(files[::10])
+    if 0.05 <= len(held_out) / max(1, len(text)) <= 0.2:
         training = b"".join(each for index, each in enumerate(files) if index % 10)
-        held_out = b"".join(files[::10])
     else:
-        text = b"".join(files)
         cut = len(text) * 9 // 10
         training, held_out = text[:cut], text[cut:]
     return _as_tensor(training), _as_tensor(held_out)
 
 
 def _as_tensor(text: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.zeros(0)
+    """Bytes as uint8; `torch.frombuffer` refuses an empty buffer and warns about a read-only one."""
+    if not text:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def _digest(*texts: Tensor) -> str:
+    digest = hashlib.sha256()
+    for text in texts:
+        digest.update(text.numpy())
+    return digest.hexdigest()
 
 
 class _Epoch:
     """Random windows of a text, the same ones in every epoch, whatever the global seed."""
 
-    def __init__(self, text: Tensor, context: int, batch: int, batches: int, seed: int) -> None:
+    def __init__(self, text: Tensor, shape: Size, batches: int, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
-        last = len(text) - context
-        self._text, self._length = text, context + 1
-        self._starts = torch.randint(0, last, (batches, batch), generator=generator)
+        ends = len(text) - shape.context  # one byte more than the context is its last target
+        self._text, self._length = text, shape.context + 1
+        self._starts = torch.randint(0, ends, (batches, shape.batch), generator=generator)
 
     def __iter__(self) -> Iterator[Tensor]:
         within = torch.arange(self._length)
@@ -223,7 +268,7 @@ class _Windows:
     """Evenly spread windows of held-out text."""
 
     def __init__(self, text: Tensor, context: int, count: int) -> None:
-        starts = torch.linspace(0, len(text) - context - 1, count).long()
+        starts = torch.linspace(0, len(text) - context - 1, count, dtype=torch.float64).long()
         self._windows = text[starts[:, None] + torch.arange(context + 1)].long()
 
     @torch.no_grad()

@@ -1,7 +1,8 @@
-"""Checks of what a task gives, at the first moment they can be made, and whose fault an error is."""
+"""Checks of what a task gives, as early as they can be made, and whose fault an error is."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -15,18 +16,35 @@ from ampwise.errors import AmpwiseError, TaskError
 from ampwise.step.samples import samples_in as leading_dimension
 from ampwise.tasks.task import Task
 
+_built: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Modules with parameters that are in use, to notice one that is handed out twice."""
+
 
 @contextmanager
 def user_code(what: str) -> Iterator[None]:
-    """Mark an error raised inside as the task's own: its traceback is shown, not ours."""
+    """Mark an error raised inside as the task's own: its traceback is shown, not ours.
+
+    Raises
+    ------
+    TaskError
+        When the code inside exits, as a script without a ``__main__`` guard does.
+    """
     try:
         yield
-    except AmpwiseError:
-        raise
     except Exception as error:
-        if not hasattr(error, "__ampwise_user__"):
-            error.__ampwise_user__ = what  # pyright: ignore[reportAttributeAccessIssue]
+        mark(error, what)
         raise
+    except SystemExit as error:
+        raise TaskError(
+            f"{what} called sys.exit({error.code!r}): put what a script does under "
+            'if __name__ == "__main__"'
+        ) from None
+
+
+def mark(error: Exception, what: str) -> None:
+    """Note which part of the task raised an error, unless ampwise raised it or it is noted."""
+    if not isinstance(error, AmpwiseError) and not hasattr(error, "__ampwise_user__"):
+        error.__ampwise_user__ = what  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def build(task: Task, device: torch.device, seed: int) -> tuple[nn.Module, Optimizer]:
@@ -40,21 +58,39 @@ def build(task: Task, device: torch.device, seed: int) -> tuple[nn.Module, Optim
     torch.manual_seed(seed)
     with user_code("the task's model()"):
         model = task.model()
+    _check_model(model, device)
+    model.to(device)
+    if task.optimizer is None:
+        optimizer = _default_optimizer(model)
+    else:
+        with user_code("the task's optimizer()"):
+            optimizer = task.optimizer(model)
+    _check_optimizer(model, optimizer)
+    return model, optimizer
+
+
+def _check_model(model: Any, device: torch.device) -> None:
     if not isinstance(model, nn.Module):
         raise TaskError(f"task model() returned {type(model).__name__}: expected an nn.Module")
+    if not any(each.requires_grad for each in model.parameters()):
+        raise TaskError(
+            "task model() has no parameters that require grad, so there is nothing to train"
+        )
     places = {each.device.type for each in model.parameters()}
     if places - {"cpu", device.type}:
         raise TaskError(
             f"task model() put parameters on {', '.join(sorted(places))}, but the run is on "
             f"{device}: build the model on the CPU; ampwise moves it"
         )
-    if not places:
-        raise TaskError("task model() has no parameters, so there is nothing to train")
-    model.to(device)
-    with user_code("the task's optimizer()"):
-        optimizer = task.optimizer(model) if task.optimizer else _default_optimizer(model)
-    _check_optimizer(model, optimizer)
-    return model, optimizer
+    owners = [
+        each for each in model.modules() if next(each.parameters(recurse=False), None) is not None
+    ]
+    if any(each in _built for each in owners):
+        raise TaskError(
+            "task model() handed out the same modules again: runs would train each other's "
+            "weights; build a fresh model in every call"
+        )
+    _built.update(owners)
 
 
 def _default_optimizer(model: nn.Module) -> Optimizer:
@@ -86,20 +122,27 @@ def first_batch(task: Task) -> Any:
     TaskError
         When there is none, the second epoch is empty, or the batch holds inf or NaN.
     """
-    epochs = []
-    for _ in range(2):
-        with user_code("the task's batches()"):
-            epochs.append(next(iter(task.batches()), None))
-    first, again = epochs
-    if first is None:
+    nothing = object()
+    with user_code("the task's batches()"):
+        epochs = [_iterable(task.batches()) for _ in range(2)]
+        first, again = (next(iter(epoch), nothing) for epoch in epochs)
+    if first is nothing:
         raise TaskError("task batches() gave no batch: expected at least one")
-    if again is None:
+    if again is nothing or (epochs[0] is epochs[1] and isinstance(epochs[0], Iterator)):
         raise TaskError(
-            "task batches() is empty when called again: it must start a new epoch each time; "
-            "return a DataLoader or a list, not an iterator that is used up"
+            "task batches() goes on where it was instead of starting again: it must start a new "
+            "epoch each time; return a DataLoader or a list, not an iterator that is used up"
         )
     check_finite(first)
     return first
+
+
+def _iterable(epoch: Any) -> Iterable[Any]:
+    if not hasattr(epoch, "__iter__") and not hasattr(epoch, "__getitem__"):
+        raise TaskError(
+            f"task batches() returned {type(epoch).__name__}: expected an iterable of batches"
+        )
+    return epoch
 
 
 def check_finite(batch: Any) -> None:
@@ -115,19 +158,28 @@ def check_finite(batch: Any) -> None:
 
 
 def checked_loss(task: Task) -> Callable[[nn.Module, Any], Tensor]:
-    """The task's loss, with its errors marked as its own."""
+    """The task's loss, with its errors marked as its own; `TrainStep` checks what it returns."""
     loss_of = task.loss
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
-        with user_code("the task's loss()"):
+        try:  # not `user_code`: this runs every step, and try costs nothing
             return loss_of(model, batch)
+        except Exception as error:
+            mark(error, "the task's loss()")
+            raise
 
     return loss
 
 
 def samples_in(task: Task, batch: Any) -> int:
     """Samples (or tokens) in a batch, as the task counts them."""
-    return int(task.samples(batch)) if task.samples else leading_dimension(batch)
+    if task.samples is None:
+        return leading_dimension(batch)
+    try:
+        return int(task.samples(batch))
+    except Exception as error:
+        mark(error, "the task's samples()")
+        raise
 
 
 def metrics_of(task: Task, model: nn.Module) -> dict[str, float]:
@@ -160,13 +212,27 @@ def higher_is_better(task: Task, metric: str) -> bool:
 
 
 def trained_on(batches: Callable[[], Iterable[Any]]) -> Iterator[Any]:
-    """Batches of one epoch, with the loader's errors marked as the task's own."""
+    """Batches of one epoch, with the loader's errors marked as the task's own.
+
+    Raises
+    ------
+    TaskError
+        When the epoch is empty: a run that counts steps would never end.
+    """
+    empty = True
     with user_code("the task's batches()"):
-        iterator = iter(batches())
+        iterator = iter(_iterable(batches()))
     while True:
-        with user_code("the task's batches()"):
-            try:
-                batch = next(iterator)
-            except StopIteration:
-                return
+        try:
+            batch = next(iterator)
+        except StopIteration:
+            break
+        except Exception as error:
+            mark(error, "the task's batches()")
+            raise
+        empty = False
         yield batch
+    if empty:
+        raise TaskError(
+            "task batches() gave no batch: it must start a new epoch each time it is called"
+        )

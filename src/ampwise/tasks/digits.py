@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ampwise.errors import MissingExtraError
+from ampwise.errors import MissingExtraError, TaskError
 from ampwise.tasks.task import Task
 
 HELD_OUT = 360
@@ -25,10 +26,22 @@ def task(batch: int = 64, width: int = 32, lr: float = 3e-3) -> Task:
         Channels of the first convolution.
     lr
         Learning rate of AdamW.
+
+    Raises
+    ------
+    MissingExtraError
+        When scikit-learn is not installed.
+    TaskError
+        When there is no batch of that size.
     """
     images, labels = _load()
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
     images, labels = images[order], labels[order]
+    if not 1 <= batch <= len(images) - HELD_OUT or width < 1:
+        raise TaskError(
+            f"task digits: batch={batch}, width={width}: expected a batch of 1 to "
+            f"{len(images) - HELD_OUT} images and a positive width"
+        )
     training = (images[:-HELD_OUT], labels[:-HELD_OUT])
     held_out = (images[-HELD_OUT:], labels[-HELD_OUT:])
 
@@ -90,6 +103,6 @@ def _load() -> tuple[Tensor, Tensor]:
         raise MissingExtraError(
             "task digits needs scikit-learn: pip install scikit-learn"
         ) from None
-    digits = load_digits()
+    digits: Any = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16
     return images, torch.tensor(digits.target)

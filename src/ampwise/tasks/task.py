@@ -9,6 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ampwise.errors import TaskError
+
 
 @dataclass(frozen=True)
 class Task:
@@ -36,6 +38,11 @@ class Task:
         name contains ``loss``, ``error`` or ``perplexity``.
     info
         Facts for the record of a run: which data, which size.
+
+    Raises
+    ------
+    TaskError
+        When an attribute that must be a function is something else, such as the model itself.
     """
 
     model: Callable[[], nn.Module]
@@ -47,3 +54,24 @@ class Task:
     samples: Callable[[Any], int] | None = None
     higher_is_better: Mapping[str, bool] = field(default_factory=dict[str, bool])
     info: Mapping[str, str | int | float] = field(default_factory=dict[str, str | int | float])
+
+    def __post_init__(self) -> None:
+        for name in ("model", "batches", "loss", "optimizer", "evaluate", "samples"):
+            value = getattr(self, name)
+            optional = name in ("optimizer", "evaluate", "samples")
+            built = name == "model" and isinstance(value, nn.Module)
+            if (built or not callable(value)) and not (optional and value is None):
+                raise TaskError(
+                    f"Task({name}=...) is of type {type(value).__name__}: expected a function; "
+                    f"write {name}=lambda{_ARGUMENTS[name]}: ..."
+                )
+
+
+_ARGUMENTS = {
+    "model": "",
+    "batches": "",
+    "loss": " model, batch",
+    "optimizer": " model",
+    "evaluate": " model",
+    "samples": " batch",
+}

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from ampwise.errors import TaskError
-from ampwise.tasks.charlm import language_model
+from ampwise.tasks.charlm import language_model, shaped
 from ampwise.tasks.task import Task
 
 
@@ -15,9 +15,13 @@ def task(
     size: Literal["tiny", "small", "base"] = "tiny",
     batches: int = 200,
     batch: int | None = None,
+    context: int | None = None,
+    dropout: float = 0.0,
     seed: int = 0,
 ) -> Task:
     """A language model over the bytes of a file, or of every file below a folder.
+
+    The settings are those of `ampwise.tasks.charlm.task`.
 
     Raises
     ------
@@ -35,4 +39,5 @@ def task(
         ) from None
     if not any(texts):
         raise TaskError(f"task text:{path}: it is empty; expected text to train on")
-    return language_model("text", texts, size, batches, batch, seed)
+    shape = shaped(f"text:{path}", size, batch=batch, context=context, dropout=dropout)
+    return language_model(f"text-{size}", texts, shape, batches, seed)

@@ -1,0 +1,381 @@
+"""The bench: statistics on simulated machines, exact memory, arms that fall out, the record."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import numpy as np
+import pytest
+import torch
+from ampwise import Task
+from ampwise.bench import race as racing
+from ampwise.bench.arm import Arm, Settings
+from ampwise.bench.memory import PARTS, measure
+from ampwise.bench.race import Race, run_race, speedups
+from ampwise.bench.requirements import Thresholds, judge
+from ampwise.bench.result import BenchReport, PrecisionResult
+from ampwise.bench.run import BenchConfig, choose, run_bench
+from ampwise.bench.stats import Interval, paired_speedup
+from ampwise.bench.trial import Trial, try_first_step
+from ampwise.bench.verdict import verdict
+from ampwise.errors import UsageError
+from ampwise.policy import PRESETS, Policy
+from torch import nn
+
+CPU = torch.device("cpu")
+
+
+class Silent:
+    def stage(self, what) -> None:
+        pass
+
+    def round(self, race) -> None:
+        pass
+
+
+def small_task(width: int = 32, loss=None, batches: int = 4, size: int = 16) -> Task:
+    def data():
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(batches):
+            yield torch.randn(size, width, generator=generator)
+
+    def default(model, x):
+        return model(x).float().square().mean()
+
+    return Task(
+        name="small",
+        model=lambda: nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 8)),
+        batches=data,
+        loss=loss or default,
+        evaluate=lambda m: {"loss": m(torch.ones(4, width)).float().square().mean().item()},
+    )
+
+
+def arm(policy="fp32", **task) -> Arm:
+    return Arm(small_task(**task), PRESETS[policy], Settings(CPU))
+
+
+# -- statistics ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("truth", [0.7, 1.0, 1.8])
+def test_the_interval_covers_the_truth_under_drift_and_bursts(truth):
+    """A machine that slows down by half over the run, with 10 % of the rounds hit by a burst."""
+    draw, inside = np.random.default_rng(0), 0
+    for _ in range(200):
+        rounds = 40
+        drift = np.linspace(1, 1.5, rounds)
+        times = [drift * np.exp(draw.normal(0, 0.03, rounds)) for _ in range(2)]
+        for each in times:
+            each *= np.where(draw.random(rounds) < 0.1, 3.0, 1.0)
+        found = paired_speedup(times[0] * truth, times[1])
+        inside += found.low <= truth <= found.high
+        assert found.median == pytest.approx(truth, rel=0.06)
+    assert inside >= 185  # 92.5 %; the interval says 95 %
+
+
+def test_a_hand_derived_median():
+    found = paired_speedup([2.0, 4.0, 8.0], [1.0, 1.0, 1.0])
+    assert found.median == pytest.approx(4.0)
+    assert found.low >= 2.0
+    assert found.high <= 8.000001
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def test_peak_memory_is_deterministic_and_its_parts_add_up():
+    batches = list(small_task().batches())[:3]
+    first, second = (measure(arm, batches, CPU) for _ in range(2))
+    assert first == second
+    assert set(first.parts) == set(PARTS)
+    assert sum(first.parts.values()) == first.peak_bytes
+
+
+def test_parts_against_values_by_hand():
+    parameters = 4 * (32 * 32 + 32 + 32 * 8 + 8)
+    use = measure(arm, list(small_task().batches())[:3], CPU)
+    assert use.parts["parameters"] == parameters
+    steps = 4 * 4  # one float32 counter for each of four tensors
+    assert use.parts["optimizer state"] == 2 * parameters + steps
+    assert use.parts["autocast cache"] == 0
+    assert use.peak_bytes >= 3 * parameters + 16 * 32 * 4  # and at least one activation
+
+
+def test_the_autocast_cache_is_two_bytes_a_weight():
+    # Large batches, so that the peak is at the end of forward, where the cache is.
+    use = measure(lambda: arm("bf16"), list(small_task(size=2000).batches())[:3], CPU)
+    assert use.parts["autocast cache"] == 2 * (32 * 32 + 32 + 32 * 8 + 8)
+
+
+# -- arms that fall out ----------------------------------------------------------------------------
+
+
+class Sleeper:
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def run(self, batch) -> None:
+        time.sleep(self.seconds)
+
+
+def test_a_first_step_that_takes_too_long_is_killed(monkeypatch):
+    monkeypatch.setattr("ampwise.bench.trial._SET_UP_S", 0.2)
+    started = time.monotonic()
+    trial = try_first_step(lambda: Sleeper(60), None, limit_s=0.3)
+    assert time.monotonic() - started < 5
+    assert trial == Trial(0.3, finished=False)
+
+
+def test_a_first_step_that_fails_says_how():
+    class Broken:
+        def run(self, batch):
+            raise NotImplementedError("no kernel for Half")
+
+    trial = try_first_step(Broken, None, limit_s=10)
+    assert trial.error == "NotImplementedError: no kernel for Half"
+
+
+def slow_in_bf16(model, x):
+    loss = model(x).float().square().mean()
+    time.sleep(0.3 if torch.is_autocast_enabled("cpu") else 0.005)
+    return loss
+
+
+def broken_in_bf16(model, x):
+    out = model(x)
+    if out.dtype == torch.bfloat16:
+        raise torch.OutOfMemoryError("tried to allocate 20 GiB")
+    return out.square().mean()
+
+
+def bench(task, *precisions, **settings) -> BenchReport:
+    config = BenchConfig(CPU, [Policy.parse(each) for each in precisions], budget_s=10, **settings)
+    return run_bench(task, config, Silent())
+
+
+def test_a_hopeless_arm_is_cut_short_and_the_others_go_on():
+    report = bench(small_task(loss=slow_in_bf16), "bf16", "tf32", max_rounds=5)
+    fp32, bf16, tf32 = report.precisions
+    assert bf16.status == "cut short"
+    assert "its first step took 0." in bf16.reason
+    assert bf16.requirements["speedup"].status == "not measured"
+    assert fp32.step_ms is not None
+    assert tf32.speedup is not None
+
+
+def test_an_arm_without_memory_or_kernel_fails_alone():
+    report = bench(small_task(loss=broken_in_bf16), "bf16", "tf32", max_rounds=5)
+    _, bf16, tf32 = report.precisions
+    assert (bf16.status, tf32.status) == ("failed", "measured")
+    assert "tried to allocate 20 GiB" in bf16.reason
+
+
+def test_an_arm_that_fails_in_the_middle_of_the_race(monkeypatch):
+    monkeypatch.setattr(racing, "DECIDED", 0.0)
+    calls = []
+
+    def fails_later(model, x):
+        calls.append(1)
+        out = model(x)
+        if out.dtype == torch.bfloat16 and len(calls) > 30:
+            raise RuntimeError("out of something")
+        return out.float().square().mean()
+
+    task = small_task(loss=fails_later)
+    arms = [Arm(task, PRESETS[name], Settings(CPU)) for name in ("fp32", "bf16", "tf32")]
+    race = Race()
+
+    def endless():
+        while True:
+            yield from task.batches()
+
+    run_race(arms, endless(), race, max_rounds=30, budget_s=20, progress=lambda race: None)
+    assert "out of something" in race.fell_out["bf16"]
+    assert set(speedups(race, "fp32")) == {"tf32"}
+    assert race.rounds == 30
+
+
+def test_ctrl_c_in_the_race_keeps_what_was_measured():
+    class Interrupting(Silent):
+        def round(self, race):
+            if race.rounds == 4:
+                raise KeyboardInterrupt
+
+    config = BenchConfig(CPU, [PRESETS["bf16"]], max_rounds=50)
+    report = run_bench(small_task(), config, Interrupting())
+    assert report.interrupted
+    assert report.rounds == 4
+    assert report.precisions[1].speedup is not None
+    assert report.precisions[1].peak_memory_bytes is not None
+    assert "Interrupted" in report.verdict[0]
+
+
+# -- the record ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def report() -> BenchReport:
+    return bench(small_task(), "bf16", "bf16-master", max_rounds=12)
+
+
+def test_every_arm_starts_from_the_same_weights_and_learns(report):
+    before = {each.loss_before for each in report.precisions[:1]}
+    assert len(before) == 1
+    for each in report.precisions:
+        assert each.loss_after < each.loss_before
+        assert each.loss_before == pytest.approx(report.precisions[0].loss_before, rel=2e-2)
+
+
+def test_what_ran_and_what_it_cost_the_host(report):
+    _, bf16, master = report.precisions
+    assert set(bf16.matmul_dtypes) == {"bfloat16"}
+    assert bf16.host_syncs_per_step == master.host_syncs_per_step == 0
+    assert bf16.skipped_steps == 0
+
+
+def test_json_has_every_key_of_the_contract_and_is_strict(report):
+    text = json.dumps(report.to_json(), allow_nan=False)
+    read = json.loads(text)
+    assert read["schema"] == "ampwise.bench/1"
+    assert {"task", "device", "environment", "precisions", "verdict"} <= read.keys()
+    wanted = {
+        "name", "step_ms", "samples_per_s", "peak_memory_bytes", "memory", "speedup",
+        "memory_reduction", "accuracy", "loss_difference", "host_syncs_per_step",
+        "skipped_steps", "requirements",
+    }  # fmt: skip
+    for each in read["precisions"]:
+        assert wanted <= each.keys()
+        assert set(each["step_ms"]) == {"median", "low", "high"}
+    requirements = read["precisions"][1]["requirements"]
+    assert set(requirements) == {"speedup", "memory_reduction", "accuracy_difference"}
+    for each in requirements.values():
+        assert set(each) == {"status", "value", "threshold", "reason"}
+    assert requirements["accuracy_difference"]["status"] == "not measured"
+
+
+def test_the_callers_random_state_is_as_it_was():
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    bench(small_task(), max_rounds=2)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_the_terminal_rendering_fits_80_columns(report):
+    import io
+
+    from ampwise.report.bench import render
+    from rich.console import Console
+
+    out = io.StringIO()
+    render(report, Console(file=out, width=80))
+    text = out.getvalue()
+    assert max(map(len, text.splitlines())) <= 80
+    assert "\x1b" not in text
+    for each in report.precisions:
+        assert each.name in text
+    assert "…" not in text
+
+
+# -- conclusions -----------------------------------------------------------------------------------
+
+
+def precision(speedup=None, saved=None, **settings) -> PrecisionResult:
+    interval = None if speedup is None else Interval(speedup, speedup - 0.05, speedup + 0.05)
+    return PrecisionResult("bf16", speedup=interval, memory_reduction=saved, **settings)
+
+
+@pytest.mark.parametrize(
+    ("speedup", "status"),
+    [(1.9, "pass"), (1.2, "fail"), (1.52, "not measured"), (None, "not measured")],
+)
+def test_speedup_is_judged_by_its_interval(speedup, status):
+    assert judge(precision(speedup), Thresholds())["speedup"].status == status
+
+
+@pytest.mark.parametrize(
+    ("saved", "status"), [(0.41, "pass"), (0.40, "pass"), (0.39, "fail"), (None, "not measured")]
+)
+def test_memory_is_judged_by_its_value(saved, status):
+    assert judge(precision(saved=saved), Thresholds())["memory_reduction"].status == status
+
+
+def report_of(*precisions: PrecisionResult, **settings) -> BenchReport:
+    baseline = PrecisionResult(
+        "fp32",
+        step_ms=Interval(50, 49, 51),
+        peak_memory_bytes=100,
+        memory=dict.fromkeys(PARTS, 0) | {"activations": 70, "parameters": 30},
+    )
+    return BenchReport("t", "cpu", {}, precisions=[baseline, *precisions], **settings)
+
+
+def test_verdict_switches_where_it_is_faster():
+    said = verdict(report_of(precision(1.9, 0.3)), Thresholds())
+    assert said[0] == "Use bf16: 1.90x [1.85, 1.95] of fp32's speed, with 30% less peak memory."
+
+
+def test_verdict_says_when_the_gain_is_below_what_was_asked():
+    said = verdict(report_of(precision(1.3, 0.3)), Thresholds())
+    assert "below the asked 1.5x" in said[0]
+
+
+def test_verdict_keeps_fp32_where_it_is_not_and_says_why():
+    slow = precision(0.4, 0.25, note="bfloat16 matmul on this CPU is emulated")
+    said = verdict(report_of(slow), Thresholds())
+    assert said[0].startswith("Keep fp32: bf16 runs at 0.40x")
+    assert "emulated" in said[0]
+    assert any("worth it only if memory" in each for each in said)
+    assert any("Activations are 70% of fp32's peak" in each for each in said)
+
+
+def test_verdict_without_any_other_precision():
+    gone = precision(status="failed", reason="no kernel")
+    assert verdict(report_of(gone), Thresholds())[0].startswith("Keep fp32: no other precision")
+
+
+def test_verdict_names_a_task_that_is_too_small():
+    tiny = report_of(precision(1.1))
+    tiny.precisions[0].step_ms = Interval(0.4, 0.39, 0.41)
+    assert any("overhead, not arithmetic" in each for each in verdict(tiny, Thresholds()))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"speedup": 0},
+        {"memory_reduction": 1.5},
+        {"memory_reduction": -0.1},
+        {"accuracy_difference": 0},
+    ],
+)
+def test_thresholds_out_of_range_are_refused(settings):
+    with pytest.raises(UsageError, match="expected a"):
+        Thresholds(**settings)
+
+
+def test_default_precisions_are_what_gains_and_fp16(monkeypatch):
+    from types import SimpleNamespace
+
+    def capability(**gains):
+        return SimpleNamespace(
+            formats={
+                name: SimpleNamespace(gains=gain, reason=f"{name} measured")
+                for name, gain in gains.items()
+            }
+        )
+
+    amx, left_out = choose(None, capability(tf32=True, bfloat16=True, float16=False))
+    assert [each.name for each in amx] == ["fp32", "tf32", "fp16", "bf16", "bf16-master"]
+    assert left_out == {}
+    plain, left_out = choose(None, capability(tf32=False, bfloat16=False, float16=False))
+    assert [each.name for each in plain] == ["fp32", "fp16", "bf16"]
+    assert left_out == {"tf32": "tf32 measured", "bf16-master": "bfloat16 measured"}
+
+
+def test_the_race_ends_when_it_is_decided(monkeypatch):
+    monkeypatch.setattr(racing, "DECIDED", 10.0)
+    report = bench(small_task(), "tf32", max_rounds=100)
+    assert report.rounds == racing.MIN_ROUNDS
