@@ -10,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 import ampwise
 
@@ -97,6 +98,18 @@ def test_pins_cover_the_declared_dependencies():
 
 def _numbers(version: str) -> list[int]:
     return [int(part) for part in version.split(".")]
+
+
+def test_the_example_task_learns():
+    example = ampwise.load_task(str(ROOT / "examples" / "spirals.py"), {"width": "64"})
+    torch.manual_seed(0)
+    model = example.model()
+    step = ampwise.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=0.02), policy="fp32")
+    untrained = example.evaluate(model)["accuracy"]
+    for _ in range(15):
+        for batch in example.batches():
+            step(example.loss, batch)
+    assert untrained < 0.7 < 0.9 < example.evaluate(model)["accuracy"]
 
 
 def test_make_lists_every_target():

@@ -126,10 +126,16 @@ def test_an_error_of_the_task_shows_the_tasks_frames_only(tmp_path, capsys):
 
 
 def test_sigterm_is_an_interruption_and_the_handler_is_put_back(command):
-    before = signal.getsignal(signal.SIGTERM)
-    command(lambda options: os.kill(os.getpid(), signal.SIGTERM) or signal.pause() or 0)
-    assert main(["thing"]) == 130
-    assert signal.getsignal(signal.SIGTERM) is before
+    def own(number, frame):
+        raise AssertionError("the handler of before was called")
+
+    before = signal.signal(signal.SIGTERM, own)
+    try:
+        command(lambda options: os.kill(os.getpid(), signal.SIGTERM) or signal.pause() or 0)
+        assert main(["thing"]) == 130
+        assert signal.getsignal(signal.SIGTERM) is own
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_a_reader_that_goes_away_is_no_error():

@@ -140,7 +140,7 @@ def _explain_users(error: Exception, *, debug: bool) -> int:
     if not debug:
         own = os.path.dirname(ampwise.__file__)  # noqa: PTH120 - compared with frame file names
         frames = traceback.extract_tb(error.__traceback__)
-        theirs = [each for each in frames if True]
+        theirs = [each for each in frames if not each.filename.startswith(own)]
         print("Traceback (most recent call last):", file=sys.stderr)
         print("".join(traceback.format_list(theirs)), end="", file=sys.stderr)
         print("".join(traceback.format_exception_only(error)), end="", file=sys.stderr)
