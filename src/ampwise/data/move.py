@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -12,17 +12,33 @@ from torch import Tensor
 
 
 def to_device(batch: Any, device: torch.device | str, *, non_blocking: bool = True) -> Any:
-    """The same nesting with every tensor on `device`; what holds no tensor passes through."""
+    """The same nesting with every tensor on `device`; what holds no tensor passes through.
+
+    `non_blocking` holds for copies to accelerators. A copy to the host is waited for, because
+    nothing later would wait before the values are read.
+    """
+    target = torch.device(device)
+    non_blocking = non_blocking and target.type != "cpu"
 
     def move(leaf: Any) -> Any:
-        return leaf.to(device, non_blocking=non_blocking)
+        try:
+            return leaf.to(target, non_blocking=non_blocking)
+        except TypeError:  # its own `to`, without that option
+            return leaf.to(target)
 
     return _map(batch, move)
 
 
 def pin(batch: Any) -> Any:
     """The same nesting with every CPU tensor in pinned memory, from where copies overlap."""
-    return _map(batch, lambda leaf: leaf.pin_memory() if hasattr(leaf, "pin_memory") else leaf)
+
+    def pinned(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            fits = leaf.device.type == "cpu" and leaf.layout is torch.strided
+            return leaf.pin_memory() if fits else leaf
+        return leaf.pin_memory() if hasattr(leaf, "pin_memory") else leaf
+
+    return _map(batch, pinned)
 
 
 def leaves(batch: Any, path: str = "batch") -> Iterator[tuple[str, Tensor]]:
@@ -41,11 +57,13 @@ def leaves(batch: Any, path: str = "batch") -> Iterator[tuple[str, Tensor]]:
 
 
 def _map(value: Any, change: Callable[[Any], Any]) -> Any:
-    if isinstance(value, Tensor) or (hasattr(value, "to") and not isinstance(value, type)):
-        return change(value)  # a tensor, or something that moves itself, such as BatchEncoding
+    if isinstance(value, Tensor):
+        return change(value)
     if isinstance(value, Mapping):
         changed = {key: _map(each, change) for key, each in value.items()}
-        return changed if type(value) is dict else _like(value, changed)
+        return _like(value, changed) if type(value) is not dict else changed
+    if hasattr(value, "to") and not isinstance(value, type):
+        return change(value)  # something that moves itself, such as a PackedSequence or a graph
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(_map(each, change) for each in value))
     if isinstance(value, tuple | list):
@@ -57,6 +75,8 @@ def _map(value: Any, change: Callable[[Any], Any]) -> Any:
 
 def _like(original: Mapping[Any, Any], changed: dict[Any, Any]) -> Any:
     """A mapping of the original type, with what else it carries (a factory, say)."""
+    if not isinstance(original, MutableMapping):
+        return changed
     clone: Any = copy.copy(original)
     for key, value in changed.items():
         clone[key] = value

@@ -217,7 +217,7 @@ def loss(model: nn.Module, windows: Tensor) -> Tensor:
 def _initialise(module: nn.Module) -> None:
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=0.02)
-    if isinstance(module, nn.Linear) and module.bias is not None:
+    if isinstance(module, nn.Linear) and getattr(module, "bias", None) is not None:
         nn.init.zeros_(module.bias)
 
 
@@ -236,8 +236,7 @@ def _split(files: list[bytes]) -> tuple[Tensor, Tensor]:
 
 
 def _as_tensor(text: bytes) -> Tensor:
-    """Bytes as uint8; `torch.frombuffer` refuses an empty buffer and warns about a read-only one."""
-    if not text:
+    if not text:  # frombuffer refuses an empty buffer, and warns about a read-only one
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
@@ -245,7 +244,7 @@ def _as_tensor(text: bytes) -> Tensor:
 def _digest(*texts: Tensor) -> str:
     digest = hashlib.sha256()
     for text in texts:
-        digest.update(text.numpy())
+        digest.update(text.numpy().tobytes())
     return digest.hexdigest()
 
 

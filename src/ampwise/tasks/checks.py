@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,7 @@ _built: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 @contextmanager
-def user_code(what: str) -> Iterator[None]:
+def user_code(what: str) -> Generator[None]:
     """Mark an error raised inside as the task's own: its traceback is shown, not ours.
 
     Raises
