@@ -2,14 +2,14 @@
 
     norm, found_inf   one read of the still scaled gradients          (`gradients.norm`)
     clip coefficient  min(1, max_norm / (norm + 1e-6)), as in `torch.nn.utils.clip_grad_norm_`
-    unscale and clip  folded: the optimizer's kernel divides by  scale / coefficient
+    unscale and clip  folded: the optimizer's kernel divides by  scale * (1 / coefficient)
                       general: one multiplication by  coefficient / scale, in place
 
 Bytes moved per float32 element: 4 for the guard, and nothing is written before the optimizer;
 `unscale_` + `clip_grad_norm_` + `step` read and write every gradient twice more.
 
-The division by ``scale / coefficient`` rounds twice where unscaling and clipping one after the
-other rounds twice too, but in another place: results differ by at most 2 ULP of the gradient. A
+Folding rounds ``1 / coefficient`` and the division, where unscaling and clipping one after the other
+round the coefficient and the product: results differ by at most 2 ULP of the gradient. A
 power-of-two scale without clipping is exact, so there the results are equal bit for bit.
 """
 
@@ -49,11 +49,15 @@ class Guard:
         self.found_inf = self.flag.tensor
         self.grad_norm = torch.zeros((), device=device)
         self._one = torch.ones((), device=device)
+        self._folds = all(optim.folds(optimizer) for optimizer in self.optimizers)
 
     @property
     def folds(self) -> bool:
-        """Whether every optimizer's kernel decides for itself, without the host."""
-        return all(optim.folds(optimizer) for optimizer in self.optimizers)
+        """Whether the optimizers' kernels unscale, clip and skip by themselves, on the device.
+
+        Not while step hooks watch: they would see gradients that are still scaled.
+        """
+        return self._folds and not any(optim.watched(optimizer) for optimizer in self.optimizers)
 
     def divide_(self, divisor: Tensor) -> None:
         """Turn scaled gradients into true ones now, in place; pass `step` None afterwards."""
@@ -69,14 +73,14 @@ class Guard:
             when they are true already.
         """
         gradients = grads.gradients_of(self.optimizers)
-        coefficient = self._examine(gradients, divisor)
-        if all(optim.folds(each) and not optim.watched(each) for each in self.optimizers):
-            self._step_folded(divisor, coefficient)
+        self._examine(gradients, divisor)
+        if self.folds:
+            self._step_folded(divisor)
         else:
-            self._step_in_place(gradients, divisor, coefficient)
+            self._step_in_place(gradients, divisor)
 
-    def _examine(self, gradients: Sequence[Tensor], divisor: Tensor | None) -> Tensor | None:
-        """Set `found_inf` and `grad_norm`; the clip coefficient, or None without clipping."""
+    def _examine(self, gradients: Sequence[Tensor], divisor: Tensor | None) -> None:
+        """Set `found_inf` and `grad_norm`."""
         norm = grads.norm(gradients, self.found_inf.device)
         inverse = self._one if divisor is None else divisor.reciprocal()
         self.found_inf.zero_()
@@ -85,26 +89,25 @@ class Guard:
         if norm.dtype == torch.float64:
             norm = norm.clamp(max=_LARGEST).to(torch.float32)
         self.grad_norm = norm
-        if self.max_norm is None:
-            return None
-        return (self.max_norm / (norm + _EPS)).clamp_(max=1.0)
 
-    def _step_folded(self, divisor: Tensor | None, coefficient: Tensor | None) -> None:
+    def _step_folded(self, divisor: Tensor | None) -> None:
         grad_scale = divisor
-        if coefficient is not None:
-            grad_scale = coefficient.reciprocal() if divisor is None else divisor / coefficient
+        if self.max_norm is not None:
+            # 1 / coefficient: how many times too long the gradient is.
+            excess = ((self.grad_norm + _EPS) / self.max_norm).clamp_(min=1.0)
+            grad_scale = excess if divisor is None else divisor * excess
         for optimizer in self.optimizers:
             optim.step_folded(optimizer, grad_scale, self.found_inf)
 
-    def _step_in_place(
-        self, gradients: Sequence[Tensor], divisor: Tensor | None, coefficient: Tensor | None
-    ) -> None:
+    def _step_in_place(self, gradients: Sequence[Tensor], divisor: Tensor | None) -> None:
         """The general path: true, clipped gradients in ``.grad``, and the host decides."""
         if self.flag.read():
             return
-        factor = coefficient
+        factor = None
+        if self.max_norm is not None:
+            factor = (self.max_norm / (self.grad_norm + _EPS)).clamp_(max=1.0)
         if divisor is not None:
-            factor = divisor.reciprocal() if coefficient is None else coefficient / divisor
+            factor = divisor.reciprocal() if factor is None else factor / divisor
         if factor is not None:
             grads.multiply_(gradients, factor)
         for optimizer in self.optimizers:

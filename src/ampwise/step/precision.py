@@ -56,11 +56,8 @@ class Forward:
     """
 
     def __init__(self, policy: Policy, device_type: str, float32_mode: Float32Mode) -> None:
-        self._autocast = torch.autocast(
-            device_type,
-            dtype=getattr(torch, policy.compute_dtype) if policy.autocast else None,
-            enabled=policy.autocast,
-        )
+        dtype = getattr(torch, policy.compute_dtype) if policy.autocast else None
+        self._autocast = torch.autocast(device_type, dtype=dtype, enabled=policy.autocast)
         self._float32_mode = float32_mode
 
     def __enter__(self) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -210,18 +210,19 @@ class TrainStep:
 
     # -- its parts ---------------------------------------------------------------------------------
 
-    @contextmanager
-    def autocast(self) -> Iterator[None]:
+    def autocast(self) -> AbstractContextManager[None]:
         """Context for forward and loss under the policy; for evaluation too."""
         if torch.is_grad_enabled():
             self._buffers.remember()
-        with Forward(self.policy, self.device.type, self._float32_mode):
-            if self.activity is not None:
-                yield
-                return
-            with watched(self._models) as seen:
-                yield
-        held = [parameter for group in self._held_tensors() for parameter in group]
+        forward = Forward(self.policy, self.device.type, self._float32_mode)
+        return forward if self.activity is not None else self._watched(forward)
+
+    @contextmanager
+    def _watched(self, forward: Forward) -> Iterator[None]:
+        """The first forward: see what it really runs in."""
+        with forward, watched(self._models) as seen:
+            yield
+        held = [self._master.of(each) for owned in self._owned for each in owned]
         self.activity = seen.activity(held, loss_scale_live=self.loss_scale.enabled)
         self.activity.demand(self.policy, strict=self._strict)
 
@@ -262,10 +263,12 @@ class TrainStep:
         self.boundary = False
         divided_by = self._window.add(loss.detach(), weight)
         seed = divide(self.loss_scale.scale, divided_by)
+        is_one = seed is self.loss_scale.scale and not self.loss_scale.enabled
         leaves = [each for index in chosen for each in self._owned[index] if each.requires_grad]
         with self._float32_mode, true_gradients(leaves, self.loss_scale.divisor):
             loss.backward(
-                seed if loss.dtype == seed.dtype else seed.to(loss.dtype),
+                # A seed of 1 is what backward starts from by itself, with less ceremony.
+                None if is_one else seed.to(loss.dtype),
                 retain_graph=retain_graph,
                 inputs=None if optimizers is None else leaves,
             )
@@ -306,12 +309,12 @@ class TrainStep:
         """
         if not self._window.position:
             raise UsageError("update() without a backward() before it: there is nothing to step on")
-        chosen = self._indices(optimizers)
-        for indices in [tuple(chosen)] if self._skip_together else [(each,) for each in chosen]:
+        for indices in self._sets(optimizers):
             self._step_or_skip(indices)
         self._master.write_back()
-        for index in chosen:
-            self._optimizers[index].zero_grad(set_to_none=True)
+        for index in self._indices(optimizers):
+            for parameter in _held_by(self._optimizers[index]):
+                parameter.grad = None
         if update_scale:
             self._finish_window()
 
@@ -325,9 +328,8 @@ class TrainStep:
     @property
     def syncs_per_step(self) -> int:
         """Host syncs that a step costs on an accelerator; 0 with fused optimizers and no EMA."""
-        plain = [not optim.folds(each) or optim.watched(each) for each in self._optimizers]
-        guards = any(plain) if self._skip_together else sum(plain)
-        return int(guards) + (self._ema is not None)
+        guards = [self._guard(indices) for indices in self._sets(None)]
+        return sum(not guard.folds for guard in guards) + (self._ema is not None)
 
     @property
     def history(self) -> list[StepRecord]:
@@ -414,9 +416,6 @@ class TrainStep:
         kept = [each for layer in islands for each in layer.parameters()]
         return MasterWeights(self._models, self._optimizers, dtype, kept)
 
-    def _held_tensors(self) -> list[list[Tensor]]:
-        return [[self._master.of(each) for each in owned] for owned in self._owned]
-
     def _indices(self, optimizers: Sequence[Optimizer] | None) -> list[int]:
         """Positions of some optimizers among the step's own."""
         if optimizers is None:
@@ -425,6 +424,11 @@ class TrainStep:
         if any(id(each) not in known for each in optimizers):
             raise UsageError("optimizers: expected some of those the step was made with")
         return [known[id(each)] for each in optimizers]
+
+    def _sets(self, optimizers: Sequence[Optimizer] | None) -> list[tuple[int, ...]]:
+        """The sets of optimizers that decide together: all in one, or each in its own."""
+        chosen = self._indices(optimizers)
+        return [tuple(chosen)] if self._skip_together else [(each,) for each in chosen]
 
     def _guard(self, indices: tuple[int, ...]) -> Guard:
         if indices not in self._guards:
