@@ -10,11 +10,11 @@ from __future__ import annotations
 import statistics
 
 import torch
-from ampwise.step import LossScale
-from ampwise.step.guard import Guard
 from torch import nn
 
 from _common import paired_ratio, save, show, take_turns
+from ampwise.step import LossScale
+from ampwise.step.guard import Guard
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHAPES = [(512, 512)] * 60 + [(2048, 512)] * 4 + [(512,)] * 64

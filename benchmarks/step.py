@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from ampwise import load_task
-from ampwise.data import to_device
-from ampwise.step import TrainStep
 from torch import Tensor, nn
 
 from _common import paired_ratio, save, show, take_turns
+from ampwise import load_task
+from ampwise.data import to_device
+from ampwise.step import TrainStep
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -8,6 +8,8 @@ import time
 import numpy as np
 import pytest
 import torch
+from torch import nn
+
 from ampwise import Task
 from ampwise.bench import race as racing
 from ampwise.bench.arm import Arm, Settings
@@ -21,7 +23,6 @@ from ampwise.bench.trial import Trial, try_first_step
 from ampwise.bench.verdict import verdict
 from ampwise.errors import UsageError
 from ampwise.policy import PRESETS, Policy
-from torch import nn
 
 CPU = torch.device("cpu")
 
@@ -266,8 +267,9 @@ def test_the_callers_random_state_is_as_it_was():
 def test_the_terminal_rendering_fits_80_columns(report):
     import io
 
-    from ampwise.report.bench import render
     from rich.console import Console
+
+    from ampwise.report.bench import render
 
     out = io.StringIO()
     render(report, Console(file=out, width=80))

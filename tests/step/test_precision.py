@@ -32,6 +32,15 @@ def test_activity_says_what_matmuls_ran_in(policy, ran):
     assert activity.loss_scale_live == (policy == "fp16")
 
 
+def test_an_evaluation_before_training_proves_nothing():
+    step = step_of(mlp(), "bf16", strict=True)
+    with torch.no_grad(), step.autocast():
+        pass
+    assert step.activity is None
+    step(classify, batches(1)[0])
+    assert step.activity.matmul_dtypes == {"bfloat16": 2}
+
+
 class Stubborn(nn.Module):
     """Switches autocast off by itself."""
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from ampwise.errors import UsageError
 from ampwise.step import StepRecord
 from ampwise.telemetry.names import metrics_of
@@ -170,7 +171,7 @@ def test_a_csv_that_loses_its_disk(tmp_path):
     said: list[str] = []
     trackers = TrackerSet(["csv"], tmp_path, "run", {}, said.append)
     tracker = trackers._running["csv"]
-    tracker._file = Path("/dev/full").open("w")
+    tracker._file = Path("/dev/full").open("w")  # noqa: SIM115
     tracker._writer = csv.writer(tracker._file)
     for step in range(5000):
         trackers.log({"train/loss": 1.0}, step)
@@ -180,5 +181,5 @@ def test_a_csv_that_loses_its_disk(tmp_path):
 
 
 def test_an_unknown_tracker_is_refused_with_the_nearest():
-    with pytest.raises(UsageError, match="unknown tracker 'wandbb'.*did you mean 'wandb'"):
+    with pytest.raises(UsageError, match=r"unknown tracker 'wandbb'.*did you mean 'wandb'"):
         TrackerSet(["wandbb"], Path(), "run", {}, print)

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
 from ampwise import Task
 from ampwise.policy import Policy, Resolution
 from ampwise.training.config import TrainConfig
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 
 class Silent:

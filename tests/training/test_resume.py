@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from ampwise.errors import CheckpointError, UsageError
 from ampwise.telemetry.run import read_steps
 from ampwise.training import checkpoint

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from ampwise.errors import CheckpointError, SkippedStepsError, TaskError, UsageError
 from ampwise.telemetry.run import RunFolder, read_steps
 from ampwise.training import checkpoint
@@ -91,7 +92,7 @@ def test_a_full_disk_leaves_the_earlier_checkpoints(tmp_path, monkeypatch):
 def test_steps_jsonl_that_loses_its_disk_is_reported_once(tmp_path):
     said: list[str] = []
     folder = RunFolder.create(tmp_path / "run", "x", said.append)
-    folder._lines = Path("/dev/full").open("w")
+    folder._lines = Path("/dev/full").open("w")  # noqa: SIM115
     for step in range(2000):
         folder.append({"step": step, "padding": "x" * 100})
     folder.flush()
@@ -131,7 +132,9 @@ def test_a_task_that_raises_in_the_middle_keeps_its_own_error(tmp_path):
 
 
 def test_nan_in_the_very_first_batch_is_refused(tmp_path):
-    with pytest.raises(TaskError, match=r"first batch holds inf or NaN: 4 of 8 values of batch\[0\]"):
+    with pytest.raises(
+        TaskError, match=r"first batch holds inf or NaN: 4 of 8 values of batch\[0\]"
+    ):
         import dataclasses
 
         x = torch.tensor([[1.0, float("nan")] * 2] * 2)

@@ -56,7 +56,9 @@ def _peak(make: Callable[[], Arm], batches: Sequence[Any]) -> int:
             arm.run(batch)
     assert record.profiler is not None
     assert record.profiler.kineto_results is not None
-    events = [each for each in record.profiler.kineto_results.events() if each.name() == "[memory]"]
+    events: list[Any] = [
+        each for each in record.profiler.kineto_results.events() if each.name() == "[memory]"
+    ]
     live = peak = 0
     for event in sorted(events, key=lambda each: each.start_ns()):
         live += event.nbytes()
@@ -122,7 +124,7 @@ def _countable(arm: Arm) -> dict[str, int]:
         for value in values.values()
         if isinstance(value, Tensor)
     ]
-    parts = dict.fromkeys(PARTS, 0)
+    parts: dict[str, int] = dict.fromkeys(PARTS, 0)
     parts["parameters"] = _bytes([*arm.model.parameters(), *arm.model.buffers()])
     parts["optimizer state"] = _bytes(state)
     return parts

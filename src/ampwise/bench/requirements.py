@@ -67,7 +67,8 @@ def _speedup(precision: PrecisionResult, threshold: float) -> Requirement:
 
 
 def _undecided(measured: Interval, threshold: float) -> str:
-    return f"undecided: {measured} includes {threshold:g}; run longer (--steps) or on a quieter machine"
+    what_to_do = "run longer (--steps), or on a quieter machine"
+    return f"undecided: {measured} includes {threshold:g}; {what_to_do}"
 
 
 def _memory(precision: PrecisionResult, threshold: float) -> Requirement:

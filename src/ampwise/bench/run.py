@@ -1,9 +1,9 @@
 """The main job: every precision side by side on one task; what each buys, and what to use.
 
-1. Each precision but fp32 makes its first step in a process that can be killed   (`trial`)
-2. Peak memory of whole steps, each arm alone                                     (`memory`)
-3. All arms resident and in turns: the race                                       (`race`)
-4. Requirements and verdict                                                       (`requirements`, `verdict`)
+1. `trial`: each precision but fp32 makes its first step in a process that can be killed
+2. `memory`: peak memory of whole steps, each arm alone
+3. `race`: all arms resident and in turns
+4. `requirements` and `verdict`
 
 The raced steps are real training steps on the task's batches; held-out metrics before and after
 say that the arms learn, and how far they lie apart.

@@ -6,6 +6,7 @@ from ampwise.bench.requirements import Thresholds
 from ampwise.bench.result import BenchReport, PrecisionResult
 
 _WORTH_A_SWITCH = 1.05
+_ONLY_FOR_MEMORY = ": worth it only if memory, not time, is what limits you."
 
 
 def verdict(report: BenchReport, thresholds: Thresholds) -> list[str]:
@@ -50,9 +51,9 @@ def _memory(baseline: PrecisionResult, measured: list[PrecisionResult]) -> list[
     slower = [each for each in measured if each.speedup and each.speedup.high < 1]
     saving = [each for each in slower if (each.memory_reduction or 0) > 0.05]
     said = [
-        f"{' and '.join(each.name for each in saving)} saves {_percentages(saving)} of the peak "
-        "memory: worth it only if memory, not time, is what limits you."
-    ] if saving else []  # fmt: skip
+        f"{each.name} saves {each.memory_reduction:.0%} of the peak memory{_ONLY_FOR_MEMORY}"
+        for each in saving
+    ]
     if baseline.peak_memory_bytes and baseline.memory:
         share = baseline.memory["activations"] / baseline.peak_memory_bytes
         if share < 0.8:
@@ -67,16 +68,10 @@ def _bottleneck(baseline: PrecisionResult, best: PrecisionResult | None) -> list
     if baseline.step_ms is None or best is None or best.speedup is None:
         return []
     if baseline.step_ms.median < 3 and best.speedup.high < 1.2:
-        return [
-            f"A step takes only {baseline.step_ms.median:.1f} ms: overhead, not arithmetic, sets "
-            "the pace; try a larger batch."
-        ]
+        took = f"A step takes only {baseline.step_ms.median:.1f} ms"
+        return [f"{took}: overhead, not arithmetic, sets the pace; try a larger batch."]
     return []
 
 
 def _memory_words(saved: float) -> str:
     return f"{abs(saved):.0%} {'less' if saved >= 0 else 'more'} peak memory"
-
-
-def _percentages(saving: list[PrecisionResult]) -> str:
-    return " and ".join(f"{each.memory_reduction or 0:.0%}" for each in saving)

@@ -28,7 +28,7 @@ def folder() -> Path:
     if explicit := os.environ.get("AMPWISE_CACHE"):
         return Path(explicit)
     # expanduser leaves "~" as it is where there is no home: then writing fails, and that is fine.
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111
     return Path(base) / "ampwise"
 
 
@@ -69,11 +69,11 @@ def store(hardware: Hardware, measurements: Mapping[str, Measurement]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, aside = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
         try:
-            with open(handle, "w") as file:
+            with os.fdopen(handle, "w") as file:
                 json.dump(content, file, indent=1)
-            os.replace(aside, path)
+            Path(aside).replace(path)
         except OSError:
-            os.unlink(aside)
+            Path(aside).unlink()
 
 
 def _path(hardware: Hardware) -> Path:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -94,7 +94,7 @@ def measure(
 
 
 @contextmanager
-def float32_precision(device_type: str, mode: str) -> Iterator[None]:
+def float32_precision(device_type: str, mode: str) -> Generator[None]:
     """Inside, float32 matmuls of a device type run as ``ieee``, ``tf32`` or ``bf16``."""
     switch = _float32_switch(device_type)
     if switch is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -109,7 +109,7 @@ class TrainProgress:
 
 
 @contextmanager
-def train_progress(*, quiet: bool) -> Iterator[TrainProgress]:
+def train_progress(*, quiet: bool) -> Generator[TrainProgress]:
     """Progress of a training run, cleared at its end."""
     line = Line(quiet=quiet)
     try:
@@ -119,7 +119,7 @@ def train_progress(*, quiet: bool) -> Iterator[TrainProgress]:
 
 
 @contextmanager
-def bench_progress(*, quiet: bool) -> Iterator[BenchProgress]:
+def bench_progress(*, quiet: bool) -> Generator[BenchProgress]:
     """Progress of a bench, cleared at its end."""
     line = Line(quiet=quiet)
     try:

@@ -155,7 +155,7 @@ class Policy:
         return dataclasses.replace(_preset(name), **changes)
 
 
-def _contradiction(policy: Policy) -> str:
+def _contradiction(policy: Policy) -> str:  # noqa: C901 - one rule after the other
     """What is impossible about a policy, or the empty string."""
     preset = _PRESET_FIELDS.get(policy.name)
     if preset is None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -133,7 +133,7 @@ class Seen:
 
 
 @contextmanager
-def watched(modules: Iterable[nn.Module]) -> Iterator[Seen]:
+def watched(modules: Iterable[nn.Module]) -> Generator[Seen]:
     """Note the matrix products of a forward, unless a part of the modules is compiled."""
     seen = Seen(watched=not any(_is_compiled(each) for m in modules for each in m.modules()))
     with _Watch(seen.matmul_dtypes) if seen.watched else nullcontext():

@@ -76,11 +76,11 @@ def norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     return torch.linalg.vector_norm(torch.stack([each.to(device, torch.float64) for each in norms]))
 
 
-def _norms_in_float64(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+def _norms_in_float64(tensors: list[Tensor]) -> Sequence[Tensor]:
     return torch._foreach_norm(tensors, 2, dtype=torch.float64)
 
 
-def _norms_on_cpu(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+def _norms_on_cpu(tensors: list[Tensor]) -> Sequence[Tensor]:
     """Per-tensor norms in float32, or in float64 when a float32 sum of squares overflowed."""
     large = [tensor for tensor in tensors if _suits_dot(tensor)]
     small = [tensor for tensor in tensors if not _suits_dot(tensor)]

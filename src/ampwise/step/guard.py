@@ -8,8 +8,8 @@
 Bytes moved per float32 element: 4 for the guard, and nothing is written before the optimizer;
 `unscale_` + `clip_grad_norm_` + `step` read and write every gradient twice more.
 
-Folding rounds ``1 / coefficient`` and the division, where unscaling and clipping one after the other
-round the coefficient and the product: results differ by at most 2 ULP of the gradient. A
+Folding rounds ``1 / coefficient`` and the division, where unscaling and clipping one after the
+other round the coefficient and the product: results differ by at most 2 ULP of the gradient. A
 power-of-two scale without clipping is exact, so there the results are equal bit for bit.
 """
 

@@ -9,7 +9,7 @@ parameters' and keep seeing scaled gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Generator, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +20,7 @@ _Hooks = MutableMapping[int, Callable[..., Any]]
 
 
 @contextmanager
-def true_gradients(parameters: Iterable[Tensor], scale: Tensor | None) -> Iterator[None]:
+def true_gradients(parameters: Iterable[Tensor], scale: Tensor | None) -> Generator[None]:
     """Inside, hooks on `parameters` see gradients divided by `scale` (None: nothing to do)."""
     hooked = [] if scale is None else list(_hooked(parameters))
     if not hooked:

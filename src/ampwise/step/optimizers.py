@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import inspect
 
-import torch
-from torch import Tensor
+import torch.optim.optimizer as torch_optimizer
+from torch import Tensor, zeros_like
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
-from torch.optim import optimizer as torch_optimizer
 
 from ampwise.errors import UsageError
 
@@ -83,6 +82,7 @@ def _start_momentum(optimizer: SGD) -> None:
         if not group["momentum"]:
             continue
         for parameter in group["params"]:
-            state = optimizer.state[parameter] if parameter.grad is not None else None
-            if state is not None and state.get("momentum_buffer") is None:
-                state["momentum_buffer"] = torch.zeros_like(parameter.grad)
+            gradient: Tensor | None = parameter.grad
+            state = optimizer.state[parameter]
+            if gradient is not None and state.get("momentum_buffer") is None:
+                state["momentum_buffer"] = zeros_like(gradient)

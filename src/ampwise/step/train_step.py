@@ -16,7 +16,7 @@ waits for the device; with fused optimizers it nowhere does.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, TypeVar
 
@@ -212,13 +212,14 @@ class TrainStep:
 
     def autocast(self) -> AbstractContextManager[None]:
         """Context for forward and loss under the policy; for evaluation too."""
-        if torch.is_grad_enabled():
-            self._buffers.remember()
         forward = Forward(self.policy, self.device.type, self._float32_mode)
+        if not torch.is_grad_enabled():  # evaluation: nothing to put back, nothing to prove
+            return forward
+        self._buffers.remember()
         return forward if self.activity is not None else self._watched(forward)
 
     @contextmanager
-    def _watched(self, forward: Forward) -> Iterator[None]:
+    def _watched(self, forward: Forward) -> Generator[None]:
         """The first forward: see what it really runs in."""
         with forward, watched(self._models) as seen:
             yield

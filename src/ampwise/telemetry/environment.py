@@ -37,8 +37,9 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def _float32_precision(device: torch.device) -> dict[str, str]:
-    backend = torch.backends.mkldnn if device.type == "cpu" else torch.backends.cuda
-    convolution = torch.backends.mkldnn if device.type == "cpu" else torch.backends.cudnn
+    on_cpu = device.type == "cpu"
+    backend: Any = torch.backends.mkldnn if on_cpu else torch.backends.cuda
+    convolution: Any = torch.backends.mkldnn if on_cpu else torch.backends.cudnn
     return {
         "matmul": str(backend.matmul.fp32_precision),
         "convolution": str(convolution.conv.fp32_precision),

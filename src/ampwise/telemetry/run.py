@@ -1,4 +1,4 @@
-"""The folder of a run: `run.json`, `steps.jsonl`, `checkpoints/`; a kill loses at most the last lines.
+"""The folder of a run: `run.json`, `steps.jsonl`, `checkpoints/`; a kill loses a second of lines.
 
 `run.json` is replaced whole, by renaming. `steps.jsonl` is appended to, one object a step, and
 handed to the system about once a second: a line is a few hundred bytes, and a system call each
@@ -99,7 +99,7 @@ class RunFolder:
         self._lines = file.open("a")
 
     def append(self, line: Mapping[str, Any]) -> None:
-        """Add a line to `steps.jsonl`; a disk that is lost is reported once, and training goes on."""
+        """Add a line to `steps.jsonl`; a lost disk is reported once, and training goes on."""
         if self._lines is None:
             return
         try:
@@ -148,12 +148,10 @@ def plain(value: Any) -> Any:
 
 
 def _whole_lines(file: Path) -> list[dict[str, Any]]:
-    lines: list[dict[str, Any]] = []
-    if file.exists():
-        for line in file.read_text().splitlines(keepends=True):
-            if line.endswith("\n"):
-                lines.append(json.loads(line))
-    return lines
+    if not file.exists():
+        return []
+    lines = file.read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def _next_free(parent: Path, name: str) -> Path:
