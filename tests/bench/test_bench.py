@@ -173,6 +173,42 @@ def test_an_arm_without_memory_or_kernel_fails_alone():
     assert "tried to allocate 20 GiB" in bf16.reason
 
 
+def test_an_arm_that_fails_first_in_the_memory_stage_fails_alone(monkeypatch):
+    """As on an accelerator, where no first step is tried apart."""
+    monkeypatch.setattr("ampwise.bench.run._first_steps", lambda *arguments: None)
+    report = bench(small_task(loss=broken_in_bf16), "bf16", "tf32", max_rounds=5)
+    _, bf16, tf32 = report.precisions
+    assert (bf16.status, tf32.status) == ("failed", "measured")
+    assert bf16.reason == "bf16: OutOfMemoryError: tried to allocate 20 GiB"
+    assert bf16.requirements["memory_reduction"].status == "not measured"
+
+
+def test_fp32_that_fails_in_the_memory_stage_ends_the_bench(monkeypatch):
+    monkeypatch.setattr("ampwise.bench.run._first_steps", lambda *arguments: None)
+
+    def broken(model, x):
+        raise RuntimeError("no such thing")
+
+    with pytest.raises(RuntimeError, match="no such thing"):
+        bench(small_task(loss=broken), "tf32", max_rounds=5)
+
+
+def test_an_arm_that_only_skips_falls_out_and_the_others_go_on(monkeypatch):
+    monkeypatch.setattr(racing, "DECIDED", 0.0)
+
+    def nan_in_bf16(model, x):
+        out = model(x)
+        loss = out.float().square().mean()
+        return loss * float("nan") if out.dtype == torch.bfloat16 else loss
+
+    report = bench(small_task(loss=nan_in_bf16), "bf16", "tf32", max_rounds=70)
+    _, bf16, tf32 = report.precisions
+    assert (bf16.status, tf32.status) == ("failed", "measured")
+    assert bf16.reason.startswith("bf16: SkippedStepsError: ")
+    assert bf16.speedup is None
+    assert report.rounds == 70
+
+
 def test_an_arm_that_fails_in_the_middle_of_the_race(monkeypatch):
     monkeypatch.setattr(racing, "DECIDED", 0.0)
     calls = []
@@ -264,6 +300,20 @@ def test_the_callers_random_state_is_as_it_was():
     assert torch.equal(torch.rand(3), expected)
 
 
+def test_batches_that_draw_from_the_global_generator_leave_it_as_it_was():
+    task = Task(
+        name="drawing",
+        model=lambda: nn.Linear(8, 4),
+        batches=lambda: (torch.randn(4, 8) for _ in range(3)),
+        loss=lambda model, x: model(x).float().square().mean(),
+    )
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    bench(task, max_rounds=2)
+    assert torch.equal(torch.rand(3), expected)
+
+
 def test_the_terminal_rendering_fits_80_columns(report):
     import io
 
@@ -331,6 +381,18 @@ def test_verdict_keeps_fp32_where_it_is_not_and_says_why():
     assert "emulated" in said[0]
     assert any("worth it only if memory" in each for each in said)
     assert any("Activations are 70% of fp32's peak" in each for each in said)
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
+def test_verdict_never_picks_a_fast_precision_that_diverged(loss):
+    fast = precision(2.0, 0.3, loss_after=loss)
+    told = report_of(fast)
+    told.precisions[0].loss_after = 2.0
+    said = verdict(told, Thresholds())
+    assert said[0] == "Keep fp32: no other precision trained here."
+    assert said[1] == f"Do not use bf16: its held-out loss ends at {loss}, fp32's at 2.000."
+    fast.loss_after = 2.01
+    assert verdict(told, Thresholds())[0].startswith("Use bf16")
 
 
 def test_verdict_without_any_other_precision():

@@ -14,12 +14,16 @@ import torch
 
 from ampwise.bench.arm import Arm
 from ampwise.bench.stats import Interval, paired_speedup
+from ampwise.errors import RunError
 
 MIN_ROUNDS = 20
 MAX_WARM_UP = 15
 STEADY = 0.1
 DECIDED = 0.02
 """Relative half-width of the speedup's interval at which a race ends early."""
+
+FAILURES = (RuntimeError, RunError)
+"""What a precision may raise without ending the others: no kernel, out of memory, only skips."""
 
 _GPU_BLOCK = 10
 """Steps between two device events on a GPU; one sync a block."""
@@ -105,6 +109,11 @@ def speedups(race: Race, baseline: str) -> dict[str, Interval]:
     }
 
 
+def in_one_line(error: BaseException) -> str:
+    """What was raised, short enough for a table's remark."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
 def _warm_up(running: list[Arm], batches: Iterator[Any], race: Race) -> None:
     """Step until the last three steps of each arm lie within 10 % of each other, or long enough."""
     recent: dict[str, list[float]] = {arm.name: [] for arm in running}
@@ -126,10 +135,10 @@ def _timed(arm: Arm, batch: Any, race: Race) -> bool:
         elapsed_ms = (
             _gpu_ms(arm, batch, race) if device.type == "cuda" else _wall_ms(arm, batch, device)
         )
-    except (RuntimeError, NotImplementedError) as error:  # out of memory is a RuntimeError
+    except FAILURES as error:
         if arm.step.policy.name == "fp32":
             raise
-        race.fell_out[arm.name] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        race.fell_out[arm.name] = in_one_line(error)
         return False
     race.times_ms[arm.name].append(elapsed_ms)
     return True

@@ -20,7 +20,7 @@ import torch
 
 from ampwise.bench.arm import Arm, Settings
 from ampwise.bench.memory import measure
-from ampwise.bench.race import Race, run_race, speedups
+from ampwise.bench.race import FAILURES, Race, in_one_line, run_race, speedups
 from ampwise.bench.requirements import Thresholds, judge
 from ampwise.bench.result import BenchReport, PrecisionResult
 from ampwise.bench.stats import typical
@@ -93,8 +93,8 @@ def run_bench(task: Task, config: BenchConfig, progress: Progress) -> BenchRepor
             PrecisionResult(policy.text, note=_note(policy, capability)) for policy in policies
         ],
     )
-    batch = first_batch(task)
     with torch.random.fork_rng():
+        batch = first_batch(task)
         try:
             _measure(task, config, policies, report, progress)
         except KeyboardInterrupt:
@@ -156,14 +156,13 @@ def _measure(
     progress.stage("first step of each precision")
     _first_steps(makers, batches[0], policies, results, config.device)
 
-    running = [name for name, result in results.items() if result.status == "measured"]
-    for name in running:
-        progress.stage(f"peak memory of {name}")
-        use = measure(makers[name], batches, config.device)
-        results[name].peak_memory_bytes, results[name].memory = use.peak_bytes, use.parts
+    for name, result in results.items():
+        if result.status == "measured":
+            progress.stage(f"peak memory of {name}")
+            _note_memory(makers[name], batches, result, config.device)
 
     progress.stage("the race")
-    arms = [makers[name]() for name in running]
+    arms = [makers[name]() for name, result in results.items() if result.status == "measured"]
     for arm in arms:
         results[arm.name].loss_before = arm.held_out().get("loss")
     race = Race()
@@ -208,6 +207,23 @@ def _first_steps(
             result.reason = f"{policy.text}: {slow(trial, reference)}"
             if result.note:
                 result.reason += f"; {result.note}"
+
+
+def _note_memory(
+    make: Callable[[], Arm], batches: Sequence[Any], result: PrecisionResult, device: torch.device
+) -> None:
+    """Measure one precision's peak; one that cannot make these steps is out of the race.
+
+    On accelerators, where no first step is tried apart, this is where it shows.
+    """
+    try:
+        use = measure(make, batches, device)
+    except FAILURES as error:
+        if result.name == BASELINE:
+            raise
+        result.status, result.reason = "failed", f"{result.name}: {in_one_line(error)}"
+        return
+    result.peak_memory_bytes, result.memory = use.peak_bytes, use.parts
 
 
 def _note_race(race: Race, results: dict[str, PrecisionResult], report: BenchReport) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from ampwise.bench.requirements import Thresholds
 from ampwise.bench.result import BenchReport, PrecisionResult
 
@@ -14,14 +16,21 @@ def verdict(report: BenchReport, thresholds: Thresholds) -> list[str]:
     baseline, others = report.precisions[0], report.precisions[1:]
     if report.interrupted:
         return ["Interrupted: the figures cover what was measured until then."]
-    measured = [each for each in others if each.speedup is not None]
+    diverged = [each for each in others if _diverged(each, baseline)]
+    measured = [each for each in others if each.speedup is not None and each not in diverged]
     best = max(measured, key=lambda each: each.speedup.median if each.speedup else 0, default=None)
     if best is None or best.speedup is None:
-        said = ["Keep fp32: no other precision could be measured here."]
+        usable = "trained here" if diverged else "could be measured here"
+        said = [f"Keep fp32: no other precision {usable}."]
     elif best.speedup.low >= _WORTH_A_SWITCH:
         said = [_switch(best, thresholds)]
     else:
         said = [_keep(best)]
+    said += [
+        f"Do not use {each.name}: its held-out loss ends at {each.loss_after}, fp32's at "
+        f"{baseline.loss_after:.3f}."
+        for each in diverged
+    ]
     said += _memory(baseline, measured)
     said += _bottleneck(baseline, best)
     said.append(
@@ -29,6 +38,13 @@ def verdict(report: BenchReport, thresholds: Thresholds) -> list[str]:
         "short run each."
     )
     return said
+
+
+def _diverged(precision: PrecisionResult, baseline: PrecisionResult) -> bool:
+    """Whether the loss is NaN or inf where fp32's is not: its speed then buys nothing."""
+    if precision.loss_after is None or baseline.loss_after is None:
+        return False
+    return math.isfinite(baseline.loss_after) and not math.isfinite(precision.loss_after)
 
 
 def _switch(best: PrecisionResult, thresholds: Thresholds) -> str:
