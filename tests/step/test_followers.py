@@ -45,9 +45,9 @@ def test_scheduler_that_learns_late_holds_one_step_later(monkeypatch):
     """An accelerator's outcome is known at the next step: same number of steps in the end."""
     late: list[bool] = []
 
-    def settle(self) -> list[bool]:
+    def settle(self, found_inf) -> list[bool]:
         known = late.copy()
-        late[:] = [self._flag.read()]
+        late[:] = [found_inf.read()]
         return known
 
     monkeypatch.setattr(Outcomes, "settle", settle)

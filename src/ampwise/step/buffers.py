@@ -68,7 +68,7 @@ class BufferGuard:
             if slot.written is not True:
                 tensor = slot.tensor
                 slot.written = tensor is not None and tensor._version != slot.version
-        if found_inf.device.type == "cpu" and not found_inf.numpy():
+        if not copies or (found_inf.device.type == "cpu" and not found_inf.numpy()):
             return
         for buffer, copy in copies:
             skipped = found_inf.to(buffer.device) > 0

@@ -13,9 +13,8 @@ not finite proves nothing in float32: (2e19)**2 overflows although 2e19 is a fin
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -59,21 +58,32 @@ def by_device(tensors: Iterable[Tensor]) -> dict[torch.device, list[Tensor]]:
 
 
 def norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Global L2 norm, a scalar on `device`; finite if and only if every element is finite.
+    """Global L2 norm, a scalar on `device`; no host synchronisation.
 
-    float32 where the sum of squares fits, else float64. No host synchronisation.
+    Finite only if every element is. On accelerators the reverse holds too; on the CPU a norm that
+    is not finite asks for a second look (`wide_norm`).
     """
+    return _global(gradients, device, _norms_on_cpu)
+
+
+def wide_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The same in float64: for gradients of up to 32 bits, finite if and only if all are."""
+    return _global(gradients, device, _norms_in_float64)
+
+
+def _global(
+    gradients: Sequence[Tensor],
+    device: torch.device,
+    on_cpu: Callable[[list[Tensor]], Sequence[Tensor]],
+) -> Tensor:
     norms: list[Tensor] = []
     for place, tensors in by_device(gradients).items():
-        if place.type == "cpu":
-            norms += _norms_on_cpu(tensors)
-        else:
-            norms += _norms_in_float64(tensors)
-    if len(norms) == 1:
-        return norms[0].to(device)
+        norms += (on_cpu if place.type == "cpu" else _norms_in_float64)(tensors)
     if not norms:
         return torch.zeros((), device=device)
-    return torch.linalg.vector_norm(torch.stack([each.to(device, torch.float64) for each in norms]))
+    if len({each.device for each in norms} | {device}) > 1:
+        norms = [each.to(device, torch.float64) for each in norms]
+    return torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0]
 
 
 def _norms_in_float64(tensors: list[Tensor]) -> Sequence[Tensor]:
@@ -81,31 +91,28 @@ def _norms_in_float64(tensors: list[Tensor]) -> Sequence[Tensor]:
 
 
 def _norms_on_cpu(tensors: list[Tensor]) -> Sequence[Tensor]:
-    """Per-tensor norms in float32, or in float64 when a float32 sum of squares overflowed."""
-    large = [tensor for tensor in tensors if _suits_dot(tensor)]
-    small = [tensor for tensor in tensors if not _suits_dot(tensor)]
-    norms: list[Tensor] = []
+    """Norms in float32 (float64 where some tensor is)."""
+    large, small, norms = list[Tensor](), list[Tensor](), list[Tensor]()
+    for tensor in tensors:
+        (large if _suits_dot(tensor) else small).append(tensor)
     if large:
         flat = [tensor.view(-1) for tensor in large]
         norms.append(torch.stack([torch.dot(each, each) for each in flat]).sum().sqrt())
     if small:
         norms += torch._foreach_norm(small, 2, dtype=_sum_dtype(small))
-    total = torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0]
-    if math.isfinite(total.numpy()):
-        return [total]
-    return _norms_in_float64(tensors)
+    return norms
 
 
 def _suits_dot(tensor: Tensor) -> bool:
-    return tensor.dtype == torch.float32 and tensor.numel() >= _DOT_FROM and tensor.is_contiguous()
+    return tensor.numel() >= _DOT_FROM and tensor.dtype == torch.float32 and tensor.is_contiguous()
 
 
 def _sum_dtype(tensors: Sequence[Tensor]) -> torch.dtype | None:
     """float32 for 16-bit gradients, whose own precision is too coarse for a sum; None: as it is."""
-    if all(tensor.dtype == torch.float32 for tensor in tensors):
+    dtypes = {tensor.dtype for tensor in tensors}
+    if dtypes == {torch.float32}:
         return None
-    wide = any(tensor.dtype == torch.float64 for tensor in tensors)
-    return torch.float64 if wide else torch.float32
+    return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
 def multiply_(gradients: Sequence[Tensor], factor: Tensor) -> None:

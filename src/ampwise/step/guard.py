@@ -37,7 +37,8 @@ class Guard:
     grad_norm
         Global L2 norm of the true gradients, before clipping; a float32 scalar on the device.
     found_inf
-        1.0 when any gradient is inf or NaN, else 0.0; a float32 scalar on the device.
+        1.0 when any gradient is inf or NaN, else 0.0; a float32 scalar on the device, written
+        anew by each step.
     """
 
     def __init__(
@@ -45,7 +46,8 @@ class Guard:
     ) -> None:
         self.optimizers = tuple(optimizers)
         self.max_norm = max_norm
-        self.flag = HostFlag(device)
+        self._device = device
+        self.flag = HostFlag(torch.zeros((), device=device))
         self.found_inf = self.flag.tensor
         self.grad_norm = torch.zeros((), device=device)
         self._one = torch.ones((), device=device)
@@ -81,10 +83,16 @@ class Guard:
 
     def _examine(self, gradients: Sequence[Tensor], divisor: Tensor | None) -> None:
         """Set `found_inf` and `grad_norm`."""
-        norm = grads.norm(gradients, self.found_inf.device)
+        self._judge(grads.norm(gradients, self._device), divisor)
+        if self.flag.on_host and self.flag.read():
+            # Perhaps only the float32 sum of squares overflowed. Looking costs no sync here.
+            self._judge(grads.wide_norm(gradients, self._device), divisor)
+
+    def _judge(self, norm: Tensor, divisor: Tensor | None) -> None:
+        """Raise `found_inf` if the norm of the scaled gradients is not finite, and unscale it."""
         inverse = self._one if divisor is None else divisor.reciprocal()
         self.found_inf.zero_()
-        # One kernel on one element: raises found_inf if the norm is not finite, and unscales it.
+        # Both in one kernel on one element.
         torch._amp_foreach_non_finite_check_and_unscale_([norm], self.found_inf, inverse)
         if norm.dtype == torch.float64:
             norm = norm.clamp(max=_LARGEST).to(torch.float32)
@@ -96,8 +104,12 @@ class Guard:
             # 1 / coefficient: how many times too long the gradient is.
             excess = ((self.grad_norm + _EPS) / self.max_norm).clamp_(min=1.0)
             grad_scale = excess if divisor is None else divisor * excess
+        # Where the host knows, the kernel need not be asked to skip.
+        if self.flag.on_host and self.flag.read():
+            return
+        found_inf = None if self.flag.on_host else self.found_inf
         for optimizer in self.optimizers:
-            optim.step_folded(optimizer, grad_scale, self.found_inf)
+            optim.step_folded(optimizer, grad_scale, found_inf)
 
     def _step_in_place(self, gradients: Sequence[Tensor], divisor: Tensor | None) -> None:
         """The general path: true, clipped gradients in ``.grad``, and the host decides."""

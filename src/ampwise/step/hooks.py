@@ -9,24 +9,27 @@ parameters' and keep seeing scaled gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator, MutableMapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 _Hooks = MutableMapping[int, Callable[..., Any]]
+_Wrap = Callable[[Callable[..., Any], Tensor], Callable[..., Any]]
+
+
+def true_gradients(
+    parameters: Iterable[Tensor], scale: Tensor | None
+) -> AbstractContextManager[None]:
+    """Context: hooks on `parameters` see gradients divided by `scale` (None: nothing to do)."""
+    hooked = [] if scale is None else list(_hooked(parameters))
+    return _wrapped(hooked, scale) if hooked and scale is not None else nullcontext()
 
 
 @contextmanager
-def true_gradients(parameters: Iterable[Tensor], scale: Tensor | None) -> Generator[None]:
-    """Inside, hooks on `parameters` see gradients divided by `scale` (None: nothing to do)."""
-    hooked = [] if scale is None else list(_hooked(parameters))
-    if not hooked:
-        yield
-        return
-    assert scale is not None
+def _wrapped(hooked: Sequence[tuple[_Hooks, _Wrap]], scale: Tensor) -> Generator[None]:
     originals = [(hooks, dict(hooks)) for hooks, _ in hooked]
     for hooks, wrap in hooked:
         for key, hook in hooks.items():
@@ -39,7 +42,7 @@ def true_gradients(parameters: Iterable[Tensor], scale: Tensor | None) -> Genera
                 hooks[key] = before[key]
 
 
-def _hooked(parameters: Iterable[Tensor]) -> Iterator[tuple[_Hooks, Callable[..., Any]]]:
+def _hooked(parameters: Iterable[Tensor]) -> Iterator[tuple[_Hooks, _Wrap]]:
     for parameter in parameters:
         if hooks := parameter._backward_hooks:
             yield hooks, _on_gradient

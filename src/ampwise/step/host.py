@@ -15,12 +15,19 @@ from torch import Tensor
 
 
 class HostFlag:
-    """A float32 scalar on a device that is 0 or 1."""
+    """A float32 scalar on a device that is 0 or 1.
 
-    def __init__(self, device: torch.device) -> None:
-        self.tensor = torch.zeros((), device=device)
+    Attributes
+    ----------
+    on_host
+        Whether reading it costs nothing.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.on_host = tensor.device.type == "cpu"
         # A view of the same memory: no operator runs, so nothing can synchronise.
-        self._view = self.tensor.numpy() if device.type == "cpu" else None
+        self._view = tensor.numpy() if self.on_host else None
 
     def read(self) -> bool:
         """The value now; on an accelerator this waits for the device (one host sync)."""
@@ -32,8 +39,8 @@ class Outcomes:
 
     Parameters
     ----------
-    flag
-        The step's found_inf.
+    device
+        Where the flags are.
     at_once
         Know each outcome at its own step, also on an accelerator (one host sync a step).
 
@@ -41,19 +48,18 @@ class Outcomes:
     fixed, rather than "as soon as it has arrived", so that runs are reproducible.
     """
 
-    def __init__(self, flag: HostFlag, *, at_once: bool = False) -> None:
-        self._flag = flag
-        self._at_once = at_once or flag.tensor.device.type == "cpu"
+    def __init__(self, device: torch.device, *, at_once: bool = False) -> None:
+        self._at_once = at_once or device.type == "cpu"
         self._pending: deque[tuple[Tensor, torch.Event]] = deque()
 
-    def settle(self) -> list[bool]:
-        """Take in this step's flag; the outcomes that became known, the oldest first."""
+    def settle(self, found_inf: HostFlag) -> list[bool]:
+        """Take in a step's flag; the outcomes that became known, the oldest first."""
         if self._at_once:
-            return [self._flag.read()]
+            return [found_inf.read()]
         known = self.drain()
         pinned = torch.empty((), pin_memory=True)
-        pinned.copy_(self._flag.tensor, non_blocking=True)
-        event = torch.Event(self._flag.tensor.device)
+        pinned.copy_(found_inf.tensor, non_blocking=True)
+        event = torch.Event(found_inf.tensor.device)
         event.record()
         self._pending.append((pinned, event))
         return known

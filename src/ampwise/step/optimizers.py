@@ -59,8 +59,11 @@ def watched(optimizer: Optimizer) -> bool:
     return bool(optimizer._optimizer_step_pre_hooks or torch_optimizer._global_optimizer_pre_hooks)
 
 
-def step_folded(optimizer: Optimizer, grad_scale: Tensor | None, found_inf: Tensor) -> None:
-    """Step, dividing gradients by `grad_scale`, unless `found_inf` is 1; decided on the device."""
+def step_folded(optimizer: Optimizer, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+    """Step, dividing gradients by `grad_scale`, unless `found_inf` is 1; decided on the device.
+
+    None divides by nothing, and skips never.
+    """
     if isinstance(optimizer, SGD):
         _start_momentum(optimizer)
     state = vars(optimizer)

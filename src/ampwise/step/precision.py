@@ -20,7 +20,7 @@ class Float32Mode:
 
     float32 means IEEE float32. TF32 means TF32 on GPUs and oneDNN's bfloat16 math on CPUs. The
     switches are global in PyTorch, so they are set for forward and backward only, and only when
-    they differ.
+    they differ. May be entered again inside itself; the outermost exit puts the switches back.
     """
 
     def __init__(self, policy: Policy, device_type: str) -> None:
@@ -35,8 +35,12 @@ class Float32Mode:
             self._switches = (backend.matmul, convolution.conv)
         self._mode = ("bf16" if on_cpu else "tf32") if policy.tf32 else "ieee"
         self._before: list[tuple[Any, str]] = []
+        self._depth = 0
 
     def __enter__(self) -> None:
+        self._depth += 1
+        if self._depth > 1:
+            return
         for switch in self._switches:
             before = switch.fp32_precision
             if before != self._mode:
@@ -44,7 +48,8 @@ class Float32Mode:
                 switch.fp32_precision = self._mode
 
     def __exit__(self, *_: object) -> None:
-        while self._before:
+        self._depth -= 1
+        while self._before and not self._depth:
             switch, before = self._before.pop()
             switch.fp32_precision = before
 
@@ -52,17 +57,23 @@ class Float32Mode:
 class Forward:
     """Context of forward and loss: autocast and float32 mode of a policy.
 
-    With a float32 policy autocast is switched off inside, also when the caller has it on.
+    With a float32 policy autocast is off inside, also when the caller has it on.
     """
 
     def __init__(self, policy: Policy, device_type: str, float32_mode: Float32Mode) -> None:
-        dtype = getattr(torch, policy.compute_dtype) if policy.autocast else None
-        self._autocast = torch.autocast(device_type, dtype=dtype, enabled=policy.autocast)
+        self._device_type = device_type
+        self._enabled = policy.autocast
+        self._dtype = getattr(torch, policy.compute_dtype) if policy.autocast else None
         self._float32_mode = float32_mode
+        self._entered: list[torch.autocast | None] = []
 
     def __enter__(self) -> None:
         self._float32_mode.__enter__()
-        self._autocast.__enter__()
+        autocast = None
+        if self._enabled or torch.is_autocast_enabled(self._device_type):
+            autocast = torch.autocast(self._device_type, self._dtype, self._enabled)
+            autocast.__enter__()
+        self._entered.append(autocast)
 
     def __exit__(
         self,
@@ -70,7 +81,8 @@ class Forward:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._autocast.__exit__(kind, error, trace)
+        if autocast := self._entered.pop():
+            autocast.__exit__(kind, error, trace)
         self._float32_mode.__exit__()
 
 

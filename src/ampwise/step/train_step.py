@@ -141,6 +141,7 @@ class TrainStep:
         self._scheduler = scheduler
         self._ema = ema
         self._float32_mode = Float32Mode(self.policy, self.device.type)
+        self._forward = Forward(self.policy, self.device.type, self._float32_mode)
         self._owned = [_held_by(each) for each in self._optimizers]
         self._master = self._install_policy()
 
@@ -151,8 +152,8 @@ class TrainStep:
         self._guards: dict[tuple[int, ...], Guard] = {}
         self._true: set[int] = set()  # optimizers (by index) whose gradients are unscaled already
         self._norms: list[Tensor] = []
-        self._flag = HostFlag(self.device)
-        self._outcomes = Outcomes(self._flag, at_once=ema is not None)
+        self._found: list[HostFlag] = []  # found_inf of each decision in this iteration
+        self._outcomes = Outcomes(self.device, at_once=ema is not None)
         self._held = 0  # scheduler steps to leave out, for skipped steps
         self._patience = Patience(max_skips)
         self._ring = Ring(self.device)
@@ -194,11 +195,12 @@ class TrainStep:
         SkippedStepsError
             When too many steps in a row were skipped.
         """
-        with self.autocast():
-            loss = loss_fn(self.model, batch)
-        if weight is None and self._window.accumulate > 1:
-            weight = self._samples(batch)
-        self.backward(loss, weight=weight)
+        with self._float32_mode:
+            with self.autocast():
+                loss = loss_fn(self.model, batch)
+            if weight is None and self._window.accumulate > 1:
+                weight = self._samples(batch)
+            self.backward(loss, weight=weight)
         if self._window.full or last:
             self.update()
         return loss.detach()
@@ -212,16 +214,15 @@ class TrainStep:
 
     def autocast(self) -> AbstractContextManager[None]:
         """Context for forward and loss under the policy; for evaluation too."""
-        forward = Forward(self.policy, self.device.type, self._float32_mode)
         if not torch.is_grad_enabled():  # evaluation: nothing to put back, nothing to prove
-            return forward
+            return self._forward
         self._buffers.remember()
-        return forward if self.activity is not None else self._watched(forward)
+        return self._forward if self.activity is not None else self._watched()
 
     @contextmanager
-    def _watched(self, forward: Forward) -> Generator[None]:
+    def _watched(self) -> Generator[None]:
         """The first forward: see what it really runs in."""
-        with forward, watched(self._models) as seen:
+        with self._forward, watched(self._models) as seen:
             yield
         held = [self._master.of(each) for owned in self._owned for each in owned]
         self.activity = seen.activity(held, loss_scale_live=self.loss_scale.enabled)
@@ -265,14 +266,12 @@ class TrainStep:
         divided_by = self._window.add(loss.detach(), weight)
         seed = divide(self.loss_scale.scale, divided_by)
         is_one = seed is self.loss_scale.scale and not self.loss_scale.enabled
-        leaves = [each for index in chosen for each in self._owned[index] if each.requires_grad]
-        with self._float32_mode, true_gradients(leaves, self.loss_scale.divisor):
-            loss.backward(
-                # A seed of 1 is what backward starts from by itself, with less ceremony.
-                None if is_one else seed.to(loss.dtype),
-                retain_graph=retain_graph,
-                inputs=None if optimizers is None else leaves,
-            )
+        leaves = (each for index in chosen for each in self._owned[index] if each.requires_grad)
+        inputs = None if optimizers is None else list(leaves)
+        with self._float32_mode, true_gradients(inputs or leaves, self.loss_scale.divisor):
+            # A seed of 1 is what backward starts from by itself, with less ceremony.
+            seed = None if is_one else seed.to(loss.dtype)
+            loss.backward(seed, retain_graph=retain_graph, inputs=inputs)
         self._master.take_gradients()
 
     def gradients(self) -> dict[str, Tensor]:
@@ -311,7 +310,9 @@ class TrainStep:
         if not self._window.position:
             raise UsageError("update() without a backward() before it: there is nothing to step on")
         for indices in self._sets(optimizers):
-            self._step_or_skip(indices)
+            found_inf = self._step_or_skip(indices)
+            # A guard writes its flag anew in the next update of this iteration, if there is one.
+            self._found.append(found_inf if update_scale else HostFlag(found_inf.tensor.clone()))
         self._master.write_back()
         for index in self._indices(optimizers):
             for parameter in _held_by(self._optimizers[index]):
@@ -444,8 +445,8 @@ class TrainStep:
             return scale
         return self.loss_scale.scale * total
 
-    def _step_or_skip(self, indices: tuple[int, ...]) -> None:
-        """Guard and optimizers of one set that decides together."""
+    def _step_or_skip(self, indices: tuple[int, ...]) -> HostFlag:
+        """Guard and optimizers of one set that decides together; its found_inf."""
         guard, divisor = self._guard(indices), self._divisor()
         if divisor is not None and self._true.intersection(indices):
             for index in indices:
@@ -455,32 +456,35 @@ class TrainStep:
         self._true.difference_update(indices)
         guard.step(divisor)
         self._norms.append(guard.grad_norm)
-        torch.maximum(self._flag.tensor, guard.found_inf, out=self._flag.tensor)
+        return guard.flag
 
     def _finish_window(self) -> None:
         """Once per iteration, after the optimizers."""
-        found_inf = self._flag.tensor
+        flag = self._found[0]
+        grad_norm = self._norms[0]
+        if len(self._found) > 1:
+            flag = HostFlag(torch.stack([each.tensor for each in self._found]).amax())
+            grad_norm = torch.linalg.vector_norm(torch.stack(self._norms))
+        found_inf = flag.tensor
+        self._found, self._norms = [], []
         scale = self.loss_scale.scale
         before = scale.clone() if self.loss_scale.enabled else scale
         self.loss_scale.update(found_inf)
         self._buffers.settle(found_inf)
-        norms, self._norms = self._norms, []
         loss = self._window.loss
         assert loss is not None
         self._ring.write(
             loss,
             before,
             scale,
-            norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms)),
+            grad_norm,
             found_inf,
             self._optimizers[0].param_groups[0]["lr"],
         )
         self._window.close()
         self.steps += 1
         self.boundary = True
-        known = self._outcomes.settle()
-        found_inf.zero_()
-        self._follow(known)
+        self._follow(self._outcomes.settle(flag))
 
     def _follow(self, known: list[bool]) -> None:
         """Scheduler and EMA make a step, unless one was skipped; too many skips abort."""
