@@ -26,13 +26,30 @@ def take_turns(
     warm_up: int = 5,
     synchronize: Callable[[], None] = lambda: None,
 ) -> dict[str, list[float]]:
-    """Milliseconds per call of each arm, one sample a round; the order is shuffled every round.
+    """Milliseconds per call of each arm, one sample of `inner` calls a round."""
 
-    `inner` calls make one sample. Garbage collection runs between samples, not inside.
-    """
+    def timed(run: Callable[[], object]) -> Callable[[], float]:
+        def sample() -> float:
+            synchronize()
+            start = time.perf_counter()
+            for _ in range(inner):
+                run()
+            synchronize()
+            return (time.perf_counter() - start) * 1e3 / inner
+
+        return sample
+
     for run in arms.values():
         for _ in range(warm_up):
             run()
+    return sample_in_turns({name: timed(run) for name, run in arms.items()}, rounds)
+
+
+def sample_in_turns(arms: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """One sample of each arm a round, as the arm itself measures it; shuffled every round.
+
+    Garbage collection runs between samples, not inside.
+    """
     samples: dict[str, list[float]] = {name: [] for name in arms}
     order, shuffle = list(arms), random.Random(0).shuffle
     gc.disable()
@@ -40,12 +57,7 @@ def take_turns(
         for _ in range(rounds):
             shuffle(order)
             for name in order:
-                synchronize()
-                start = time.perf_counter()
-                for _ in range(inner):
-                    arms[name]()
-                synchronize()
-                samples[name].append((time.perf_counter() - start) * 1e3 / inner)
+                samples[name].append(arms[name]())
             gc.collect(0)
     finally:
         gc.enable()

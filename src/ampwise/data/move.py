@@ -41,6 +41,11 @@ def pin(batch: Any) -> Any:
     return _map(batch, pinned)
 
 
+def clone(batch: Any) -> Any:
+    """The same nesting with a copy of every tensor."""
+    return _map(batch, lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
+
+
 def leaves(batch: Any, path: str = "batch") -> Iterator[tuple[str, Tensor]]:
     """Every tensor with its path, such as ``batch['image']`` or ``batch[0].mask``."""
     if isinstance(batch, Tensor):

@@ -31,6 +31,7 @@ from ampwise.policy import Policy, Resolution, resolve
 from ampwise.step import optimizers as optim
 from ampwise.step.activity import Activity, watched
 from ampwise.step.buffers import BufferGuard
+from ampwise.step.capture import CapturedStep
 from ampwise.step.guard import Guard
 from ampwise.step.hooks import true_gradients
 from ampwise.step.host import HostFlag, Outcomes
@@ -40,7 +41,7 @@ from ampwise.step.patience import Patience, explain
 from ampwise.step.precision import Float32Mode, Forward, keep_islands
 from ampwise.step.samples import samples_in
 from ampwise.step.window import Weight, Window, divide
-from ampwise.telemetry.ring import Ring, StepRecord
+from ampwise.telemetry.ring import COLUMNS, Ring, StepRecord
 
 Batch = TypeVar("Batch")
 
@@ -195,20 +196,52 @@ class TrainStep:
         SkippedStepsError
             When too many steps in a row were skipped.
         """
-        with self._float32_mode:
-            with self.autocast():
-                loss = loss_fn(self.model, batch)
-            if weight is None and self._window.accumulate > 1:
-                weight = self._samples(batch)
-            self.backward(loss, weight=weight)
+        loss = self._micro_batch(loss_fn, batch, weight)
         if self._window.full or last:
             self.update()
-        return loss.detach()
+        return loss
 
     def flush(self) -> None:
         """Close a window that is only partly filled, as at the end of an epoch; else do nothing."""
         if self._window.position:
             self.update()
+
+    def captured(self, loss_fn: Callable[[Any, Batch], Tensor]) -> Callable[[Batch], Tensor]:
+        """The whole step as one CUDA graph: call the result with each batch, as the step itself.
+
+        The first three calls are ordinary steps. On other devices all are, with a warning.
+
+        Raises
+        ------
+        UsageError
+            When the step cannot be captured: it accumulates, or an optimizer or the EMA needs the
+            host's decision, or a scheduler changes a learning rate that is no tensor.
+        """
+        if self._window.accumulate > 1:
+            raise UsageError("captured: expected accumulate=1; a window of several cannot be one")
+        if self.syncs_per_step:
+            raise UsageError(
+                "captured: the host decides in each step (an optimizer that is not fused, or an "
+                "EMA); expected fused optimizers and no EMA"
+            )
+        rates = [group["lr"] for each in self._optimizers for group in each.param_groups]
+        if self._scheduler is not None and not all(isinstance(each, Tensor) for each in rates):
+            raise UsageError(
+                "captured: the graph keeps a learning rate that is a number; with a scheduler give "
+                "the optimizer lr=torch.tensor(...)"
+            )
+
+        def on_device(batch: Batch, row: Tensor) -> tuple[Tensor, HostFlag]:
+            loss = self._micro_batch(loss_fn, batch, None)
+            self._decide(None, last=True)
+            return loss, self._close_on_device(row)
+
+        def on_host(row: Tensor, found_inf: HostFlag) -> None:
+            self._ring.row.copy_(row)
+            self._close_on_host(found_inf)
+
+        row = torch.zeros(COLUMNS, device=self.device)
+        return CapturedStep(lambda batch: self(loss_fn, batch), on_device, on_host, row)
 
     # -- its parts ---------------------------------------------------------------------------------
 
@@ -309,16 +342,9 @@ class TrainStep:
         """
         if not self._window.position:
             raise UsageError("update() without a backward() before it: there is nothing to step on")
-        for indices in self._sets(optimizers):
-            found_inf = self._step_or_skip(indices)
-            # A guard writes its flag anew in the next update of this iteration, if there is one.
-            self._found.append(found_inf if update_scale else HostFlag(found_inf.tensor.clone()))
-        self._master.write_back()
-        for index in self._indices(optimizers):
-            for parameter in _held_by(self._optimizers[index]):
-                parameter.grad = None
+        self._decide(optimizers, last=update_scale)
         if update_scale:
-            self._finish_window()
+            self._close_on_host(self._close_on_device(self._ring.row))
 
     # -- what happened -----------------------------------------------------------------------------
 
@@ -445,6 +471,29 @@ class TrainStep:
             return scale
         return self.loss_scale.scale * total
 
+    def _micro_batch(
+        self, loss_fn: Callable[[Any, Batch], Tensor], batch: Batch, weight: Weight | None
+    ) -> Tensor:
+        """Forward, loss and backward; the loss, detached."""
+        with self._float32_mode:
+            with self.autocast():
+                loss = loss_fn(self.model, batch)
+            if weight is None and self._window.accumulate > 1:
+                weight = self._samples(batch)
+            self.backward(loss, weight=weight)
+        return loss.detach()
+
+    def _decide(self, optimizers: Sequence[Optimizer] | None, *, last: bool) -> None:
+        """Guard, and step or skip, for each set of optimizers; the gradients are used up."""
+        for indices in self._sets(optimizers):
+            found_inf = self._step_or_skip(indices)
+            # A guard writes its flag anew in the next update of this iteration, if there is one.
+            self._found.append(found_inf if last else HostFlag(found_inf.tensor.clone()))
+        self._master.write_back()
+        for index in self._indices(optimizers):
+            for parameter in _held_by(self._optimizers[index]):
+                parameter.grad = None
+
     def _step_or_skip(self, indices: tuple[int, ...]) -> HostFlag:
         """Guard and optimizers of one set that decides together; its found_inf."""
         guard, divisor = self._guard(indices), self._divisor()
@@ -458,33 +507,28 @@ class TrainStep:
         self._norms.append(guard.grad_norm)
         return guard.flag
 
-    def _finish_window(self) -> None:
-        """Once per iteration, after the optimizers."""
-        flag = self._found[0]
-        grad_norm = self._norms[0]
+    def _close_on_device(self, row: Tensor) -> HostFlag:
+        """End the window on the device: loss scale, buffers, a row of telemetry; its found_inf."""
+        flag, grad_norm = self._found[0], self._norms[0]
         if len(self._found) > 1:
             flag = HostFlag(torch.stack([each.tensor for each in self._found]).amax())
             grad_norm = torch.linalg.vector_norm(torch.stack(self._norms))
-        found_inf = flag.tensor
         self._found, self._norms = [], []
-        scale = self.loss_scale.scale
+        found_inf, scale, loss = flag.tensor, self.loss_scale.scale, self._window.loss
         before = scale.clone() if self.loss_scale.enabled else scale
         self.loss_scale.update(found_inf)
         self._buffers.settle(found_inf)
-        loss = self._window.loss
         assert loss is not None
-        self._ring.write(
-            loss,
-            before,
-            scale,
-            grad_norm,
-            found_inf,
-            self._optimizers[0].param_groups[0]["lr"],
-        )
+        torch.stack((loss, before, scale, grad_norm, found_inf), out=row)
+        return flag
+
+    def _close_on_host(self, found_inf: HostFlag) -> None:
+        """End the window on the host, which learns of the decision when that costs no wait."""
+        self._ring.written(self._optimizers[0].param_groups[0]["lr"])
         self._window.close()
         self.steps += 1
         self.boundary = True
-        self._follow(self._outcomes.settle(flag))
+        self._follow(self._outcomes.settle(found_inf))
 
     def _follow(self, known: list[bool]) -> None:
         """Scheduler and EMA make a step, unless one was skipped; too many skips abort."""

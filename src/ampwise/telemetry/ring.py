@@ -17,7 +17,8 @@ from torch import Tensor
 CHUNK = 32
 """Rows between two copies to the host, on accelerators."""
 
-_COLUMNS = 5  # loss, scale, next scale, grad norm, found_inf
+COLUMNS = 5
+"""A row holds loss, loss scale before and after, grad norm and found_inf."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,24 +82,19 @@ class Ring:
         self.totals = Totals()
         self._on_cpu = device.type == "cpu"
         self._device = device
-        self._rows = torch.zeros(chunk, _COLUMNS, device=device)
+        self._rows = torch.zeros(chunk, COLUMNS, device=device)
         self._slots = self._rows.unbind()
         self._lrs: list[float | Tensor] = []
         self._in_flight: deque[tuple[Tensor, list[float | Tensor], torch.Event]] = deque()
         self._read: list[StepRecord] = []
 
-    def write(
-        self,
-        loss: Tensor,
-        scale: Tensor,
-        next_scale: Tensor,
-        grad_norm: Tensor,
-        found_inf: Tensor,
-        lr: float | Tensor,
-    ) -> None:
-        """Add one step's row; all but `lr` are float32 scalars on the device."""
-        row = self._slots[len(self._lrs)]
-        torch.stack((loss, scale, next_scale, grad_norm, found_inf), out=row)
+    @property
+    def row(self) -> Tensor:
+        """Where the next step's row goes: `COLUMNS` float32 on the device."""
+        return self._slots[len(self._lrs)]
+
+    def written(self, lr: float | Tensor) -> None:
+        """The next row is written; `lr` belongs to it."""
         self._lrs.append(lr.detach().clone() if isinstance(lr, Tensor) else lr)
         if len(self._lrs) == len(self._slots):
             self._send()
@@ -129,7 +125,7 @@ class Ring:
             self._record(self._rows[: len(lrs)], lrs)
             return
         # Later rows go to the same memory on the same stream, after this copy.
-        pinned = torch.empty(len(lrs), _COLUMNS, pin_memory=True)
+        pinned = torch.empty(len(lrs), COLUMNS, pin_memory=True)
         pinned.copy_(self._rows[: len(lrs)], non_blocking=True)
         event = torch.Event(self._device)
         event.record()

@@ -1,0 +1,50 @@
+"""Figure 4: what each precision buys on charlm ``base`` (19 million parameters), by the main job itself.
+
+The same as ``ampwise bench charlm --set size=base``, for a stated number of rounds; the report is
+stored as it is. Speed depends on the units of the machine (see `machine.isa`); peak memory is the
+same on every CPU, with and without them.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+from _common import save
+from ampwise import Policy, load_task
+from ampwise.bench.race import Race
+from ampwise.bench.run import BenchConfig, run_bench
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+PRECISIONS = ("bf16", "bf16-master")
+
+
+class Progress:
+    def stage(self, what: str) -> None:
+        print(what, flush=True)
+
+    def round(self, race: Race) -> None:
+        print(f"  round {race.rounds}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--size", default="base")
+    options = parser.parse_args()
+    config = BenchConfig(
+        DEVICE,
+        precisions=[Policy.parse(each) for each in PRECISIONS],
+        max_rounds=options.rounds,
+        budget_s=600.0,
+    )
+    report = run_bench(load_task("charlm", {"size": options.size}), config, Progress())
+    for each in report.precisions:
+        saved = f"{each.memory_reduction or 0:+.1%}"
+        print(f"{each.name:12s} {each.speedup or '1.00x'!s:22s} memory saved {saved} {each.memory}")
+    save(f"charlm-{options.size}-{DEVICE.type}", {"report": report.to_json()})
+
+
+if __name__ == "__main__":
+    main()
