@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
+from ampwise.cli.options import Shared, write_json
+
 
 @dataclass
-class Options:
+class Options(Shared):
     """Show what each device does natively in each format, measured, and what to pick."""
 
     device: str | None = None
@@ -25,7 +27,6 @@ def run(options: Options) -> int:
     from rich.console import Console
 
     from ampwise.advice import advise
-    from ampwise.cli.options import write_json
     from ampwise.errors import EXIT_OK
     from ampwise.report.advise import render
 

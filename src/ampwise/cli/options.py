@@ -1,7 +1,7 @@
 """What the commands share: common options, checks of their values, and writing ``--json``.
 
 Each command declares a dataclass ``Options``: its fields are the flags, the text below each field
-its help. `ampwise.cli.parsing` turns a command line and a ``--config`` file into one.
+its help. `ampwise.cli.parsing` has tyro turn a command line and a ``--config`` file into one.
 """
 
 from __future__ import annotations
@@ -11,19 +11,34 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+import tyro
+
 from ampwise.errors import UsageError
 
 Gate = Literal["off", "fail", "strict"]
 
 
 @dataclass
-class Common:
+class Shared:
+    """What every command takes."""
+
+    json: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
+    """Write the result as JSON to this file; - for standard output, and nothing else there."""
+
+    debug: bool = False
+    """Show where an error came from."""
+
+
+@dataclass
+class Common(Shared):
     """What every command that takes a TASK takes."""
 
-    task: str = "charlm"
+    task: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="[TASK]")] = "charlm"
     """Built-in task (charlm, digits, text:PATH), file.py[:function] or module[:function]."""
 
-    set: Annotated[tuple[str, ...], "KEY=VALUE"] = ()
+    set: Annotated[
+        tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="KEY=VALUE")
+    ] = ()
     """Keyword argument for the task's function; may be given several times."""
 
     device: str | None = None
@@ -32,14 +47,11 @@ class Common:
     seed: int = 0
     """Seed of initialisation, dropout and data order."""
 
-    out: Annotated[Path | None, "DIR"] = None
+    out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Folder of the run; default: a new numbered one under runs/."""
 
-    config: Annotated[Path | None, "FILE"] = None
+    config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """TOML or YAML file with values for these options; flags win."""
-
-    json: Annotated[str | None, "FILE"] = None
-    """Write the result as JSON to this file; - for standard output, and nothing else there."""
 
     quiet: bool = False
     """No progress, only the result."""

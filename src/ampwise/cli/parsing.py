@@ -1,72 +1,28 @@
-"""From a command line and a configuration file to a command's ``Options`` dataclass.
+"""From a command line and a configuration file to a command's ``Options`` dataclass, by tyro.
 
-The annotation of a field says how its flag is read, a string beside it (``Annotated[T, "FILE"]``)
-what help calls the value, and the text below the field what help says about it::
-
-    bool             --flag                     int, float, str, Path    --flag VALUE
-    Literal[...]     --flag ONE_OF              tuple[str, ...]          --flag VALUE, repeatable
-    T | None         as T; None: not given      the field ``task``       the one positional
-
-A file given with ``--config`` names the same options; flags win. Everything that does not fit is a
-`UsageError` of one line. argparse does the splitting, and its help the layout.
+A file given with ``--config`` names the same options. It is read as the flags it stands for, by the
+same parser, and gives the defaults for the command line, so flags win. Everything that does not fit
+is a `UsageError` of one line.
 """
 
 from __future__ import annotations
 
-import argparse
-import ast
+import contextlib
 import dataclasses
-import inspect
+import io
 import itertools
-import textwrap
-import types
+import re
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, TypeVar
+
+import tyro
 
 from ampwise.cli.options import Gate
 from ampwise.errors import UsageError, nearest
 
 T = TypeVar("T")
-
-_EXPECTED = {int: "an integer", float: "a number", str: "text", Path: "a path"}
-_METAVARS = {int: "N", float: "X"}
-
-
-@dataclass(frozen=True)
-class Flag:
-    """One option, as its field declares it."""
-
-    field: str
-    kind: type
-    """The type of one value."""
-
-    choices: tuple[str, ...] = ()
-    repeatable: bool = False
-    metavar: str = ""
-    default: Any = None
-    help: str = ""
-
-    @property
-    def spelling(self) -> str:
-        """The flag as one types it."""
-        return f"--{self.field.replace('_', '-')}"
-
-    def read(self, text: str, where: str) -> Any:
-        """The value that `text` spells; a `UsageError` that begins with `where` otherwise."""
-        if self.choices:
-            if text not in self.choices:
-                legal = ", ".join(self.choices)
-                raise UsageError(
-                    f"{where}: expected one of {legal}, got {text!r}{nearest(text, self.choices)}"
-                )
-            return text
-        try:
-            return self.kind(text)
-        except ValueError:
-            raise UsageError(f"{where}: expected {_EXPECTED[self.kind]}, got {text!r}") from None
 
 
 def parse(kind: type[T], arguments: Sequence[str], program: str) -> T | None:
@@ -77,135 +33,91 @@ def parse(kind: type[T], arguments: Sequence[str], program: str) -> T | None:
     UsageError
         For an unknown flag, a value that does not fit, or a config file that does not.
     """
-    flags = flags_of(kind)
+    arguments = _with_gate_value(arguments)
     if "-h" in arguments or "--help" in arguments:
-        _parser(flags, program, inspect.getdoc(kind) or "").print_help()
+        with contextlib.suppress(SystemExit):
+            tyro.cli(kind, args=["--help"], prog=program, config=_STYLE)
         return None
-    given = _given(flags, _with_gate_value(arguments), program)
-    path = given.get("config")
-    return kind(**{**(_from_file(path, flags) if path else {}), **given})
+    options = _tyro(kind, arguments, program)
+    path: Path | None = getattr(options, "config", None)
+    if path is None:
+        return options
+    try:
+        from_file = _tyro(kind, _as_flags(_content(path), kind), program)
+    except UsageError as error:
+        raise UsageError(f"config file {path}: {error}") from None
+    return _tyro(kind, arguments, program, default=from_file)
 
 
-def flags_of(kind: type) -> dict[str, Flag]:
-    """The flags of an ``Options`` dataclass, by field name."""
-    hints = typing.get_type_hints(kind, include_extras=True)
-    texts = _field_texts(kind)
-    return {
-        each.name: _flag(each.name, hints[each.name], each.default, texts.get(each.name, ""))
-        for each in dataclasses.fields(kind)  # pyright: ignore[reportArgumentType]
-    }
+_STYLE = (tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
 
 
-def _flag(name: str, hint: Any, default: Any, text: str) -> Flag:
-    metavar = ""
-    if typing.get_origin(hint) is typing.Annotated:
-        hint, metavar = typing.get_args(hint)[:2]
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        (hint,) = (each for each in typing.get_args(hint) if each is not type(None))
-    choices: tuple[str, ...] = ()
-    repeatable = typing.get_origin(hint) is tuple
-    if repeatable:
-        hint = typing.get_args(hint)[0]
-    if typing.get_origin(hint) is Literal:
-        choices, hint = typing.get_args(hint), str
-    metavar = metavar or "|".join(choices) or _METAVARS.get(hint, name.upper())
-    return Flag(name, hint, choices, repeatable, metavar, default, text)
+def _tyro(kind: type[T], arguments: Sequence[str], program: str, default: T | None = None) -> T:
+    """What tyro makes of some arguments; its report of an error as one line."""
+    said = io.StringIO()
+    default = kind() if default is None else default
+    try:
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            options, rest = tyro.cli(
+                kind,
+                args=arguments,
+                prog=program,
+                default=default,
+                return_unknown_args=True,
+                config=_STYLE,
+            )
+    except SystemExit:
+        raise UsageError(_one_line(said.getvalue(), kind)) from None
+    if rest:
+        raise UsageError(_unknown(rest[0], kind, program))
+    return options
 
 
-def _field_texts(kind: type) -> dict[str, str]:
-    """The text below each field, from the source of the class and its bases."""
-    texts: dict[str, str] = {}
-    for each in reversed(kind.__mro__[:-1]):
-        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(each))).body
-        assert isinstance(definition, ast.ClassDef)
-        for field, below in zip(definition.body, definition.body[1:], strict=False):
-            match field, below:
-                case (
-                    ast.AnnAssign(target=ast.Name(id=name)),
-                    ast.Expr(value=ast.Constant(value=str() as text)),
-                ):
-                    texts[name] = " ".join(text.split())
-                case _:
-                    pass
-    return texts
+def _one_line(report: str, kind: type) -> str:
+    """What tyro's boxed report says, in our words where we know the case."""
+    text = _first_paragraph(report)
+    if found := re.fullmatch(r"Missing value for argument '(\S+)'.*", text):
+        return f"{found[1]}: expected a value"
+    if found := re.fullmatch(r"invalid choice '(.*)' for argument '(\S+)'.*", text):
+        given, legal = found[1], typing.get_args(_hint(kind, found[2]))
+        return (
+            f"{found[2]}: expected one of {', '.join(legal)}, got {given!r}{nearest(given, legal)}"
+        )
+    if found := re.fullmatch(r"Error parsing (\S+): .*'(.*)'\]?\.?", text):
+        hint = _hint(kind, found[1])
+        kinds = {int: "an integer", float: "a number"}
+        expected = next(
+            (kinds[each] for each in (hint, *typing.get_args(hint)) if each in kinds), ""
+        )
+        return f"{found[1]}: expected {expected or hint}, got {found[2]!r}"
+    return text or "the options do not parse"
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse that raises one line instead of printing a usage dump and leaving."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(message.removeprefix("argument "))
-
-
-def _parser(flags: Mapping[str, Flag], program: str, about: str = "") -> argparse.ArgumentParser:
-    task = " [TASK]" if "task" in flags else ""
-    parser = _Parser(
-        program,
-        usage=f"{program}{task} [OPTIONS]",
-        description=about,
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
-        add_help=False,
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=30),
-    )
-    if "task" in flags:
-        parser.add_argument_group("TASK", _help(flags["task"]).replace("%%", "%"))
-    options = parser.add_argument_group("options")
-    for flag in flags.values():
-        if flag.field != "task":
-            _add(options, flag)
-    options.add_argument("--debug", action="store_true", help="Show where an error came from.")
-    options.add_argument("-h", "--help", action="store_true", help="Show this.")
-    return parser
+def _first_paragraph(report: str) -> str:
+    """The text of a box below its title, up to the next rule or empty line."""
+    lines = (line.strip("│╭╮╰╯─ ") for line in report.splitlines()[1:])
+    lines = ("" if set(line) == {"-"} else line for line in lines)
+    body = itertools.dropwhile(lambda line: not line, lines)
+    return " ".join(itertools.takewhile(bool, body))
 
 
-def _add(options: argparse._ArgumentGroup, flag: Flag) -> None:
-    if flag.kind is bool:
-        options.add_argument(flag.spelling, action="store_true", help=_help(flag))
-        return
-    options.add_argument(
-        flag.spelling,
-        dest=flag.field,
-        metavar=flag.metavar,
-        type=_reader(flag),
-        action="append" if flag.repeatable else "store",
-        help=_help(flag),
-    )
+def _hint(kind: type, flag: str) -> Any:
+    return typing.get_type_hints(kind)[flag.lstrip("-").replace("-", "_")]
 
 
-def _reader(flag: Flag) -> Callable[[str], Any]:
-    return lambda text: flag.read(text, flag.spelling)
+def _unknown(argument: str, kind: type, program: str) -> str:
+    if not argument.startswith("-"):
+        takes_task = "task" in _names(kind)
+        why = "only one TASK can be given" if takes_task else f"{program} takes options only"
+        return f"unexpected argument {argument!r}: {why}"
+    spelling = argument.partition("=")[0]
+    flags = [f"--{name.replace('_', '-')}" for name in _names(kind) if name != "task"]
+    hint = nearest(spelling, flags) or f"; {program} --help lists the options"
+    return f"unknown option {spelling}{hint}"
 
 
-def _help(flag: Flag) -> str:
-    said = flag.help.replace("%", "%%")
-    if flag.default is None or flag.default is False or flag.repeatable or "default" in said:
-        return said
-    return f"{said.removesuffix('.')}; default: {flag.default}."
-
-
-def _given(flags: Mapping[str, Flag], arguments: Sequence[str], program: str) -> dict[str, Any]:
-    """What the command line itself says, by field."""
-    parsed, rest = _parser(flags, program).parse_known_args(arguments)
-    given: dict[str, Any] = {
-        name: tuple(value) if flags[name].repeatable else value
-        for name, value in vars(parsed).items()
-        if name in flags
-    }
-    if unknown := next((each for each in rest if each.startswith("-") and each != "--"), None):
-        spelling = unknown.partition("=")[0]
-        hint = nearest(spelling, _spellings(flags)) or f"; {program} --help lists the options"
-        raise UsageError(f"unknown option {spelling}{hint}")
-    positionals = [each for each in rest if each != "--"]
-    room = 1 if "task" in flags else 0
-    if len(positionals) > room:
-        limit = "only one TASK can be given" if room else f"{program} takes options only"
-        raise UsageError(f"unexpected argument {positionals[room]!r}: {limit}")
-    return given | ({"task": positionals[0]} if positionals else {})
-
-
-def _spellings(flags: Mapping[str, Flag]) -> list[str]:
-    return [each.spelling for each in flags.values() if each.field != "task"]
+def _names(kind: type) -> list[str]:
+    return [field.name for field in dataclasses.fields(kind)]
 
 
 def _with_gate_value(arguments: Sequence[str]) -> list[str]:
@@ -218,34 +130,33 @@ def _with_gate_value(arguments: Sequence[str]) -> list[str]:
     return words
 
 
-def _from_file(path: Path, flags: Mapping[str, Flag]) -> dict[str, Any]:
-    """The options that a file sets, read like the flags of the same names."""
-    values: dict[str, Any] = {}
-    for key, value in _content(path).items():
+def _as_flags(content: Mapping[Any, Any], kind: type) -> list[str]:
+    """The command line that a file stands for."""
+    words: list[str] = []
+    legal = [name for name in _names(kind) if name not in ("config", "debug")]
+    for key, value in content.items():
         name = str(key).replace("-", "_")
-        if name not in flags or name == "config":
-            legal = [each for each in flags if each != "config"]
+        if name not in legal:
             hint = nearest(name, legal) or f"; expected one of {', '.join(legal)}"
-            raise UsageError(f"{path}: unknown key {key!r}{hint}")
-        values[name] = _fitting(value, flags[name], f"{path}: {key}")
-    return values
+            raise UsageError(f"unknown key {key!r}{hint}")
+        words += _as_flag(name, value, _hint(kind, name))
+    return words
 
 
-def _fitting(value: object, flag: Flag, where: str) -> Any:
-    """A file's value as the flag's type."""
-    if flag.kind is bool:
-        if not isinstance(value, bool):
-            raise UsageError(f"{where}: expected true or false, got {value!r}")
-        return value
-    if flag.repeatable:
+def _as_flag(name: str, value: Any, hint: Any) -> list[str]:
+    flag = f"--{name.replace('_', '-')}"
+    if name == "set":
         if not isinstance(value, Mapping):
-            raise UsageError(f"{where}: expected a table of names and values, got {value!r}")
-        return tuple(f"{key}={each}" for key, each in value.items())
-    if isinstance(value, list) and flag.kind is str:
-        return ",".join(map(str, typing.cast("Iterable[object]", value)))
-    if isinstance(value, (Mapping, list, bool)) or value is None:
-        raise UsageError(f"{where}: expected {_EXPECTED[flag.kind]}, got {value!r}")
-    return flag.read(str(value), where)
+            raise UsageError(f"set: expected a table of names and values, got {value!r}")
+        pairs = typing.cast("Mapping[Any, Any]", value)
+        return [f"{flag}={key}={each}" for key, each in pairs.items()]
+    if hint is bool:
+        if not isinstance(value, bool):
+            raise UsageError(f"{name}: expected true or false, got {value!r}")
+        return [flag] if value else []
+    if isinstance(value, list):
+        value = ",".join(map(str, typing.cast("list[Any]", value)))
+    return [str(value)] if name == "task" else [f"{flag}={value}"]
 
 
 def _content(path: Path) -> Mapping[Any, Any]:
@@ -260,18 +171,15 @@ def _content(path: Path) -> Mapping[Any, Any]:
         ".yml": yaml.safe_load,
     }
     if path.suffix not in readers:
-        raise UsageError(f"config file {path}: expected a .toml, .yaml or .yml file")
+        raise UsageError("expected a .toml, .yaml or .yml file")
     try:
         content = readers[path.suffix](path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UsageError(f"config file {path}: {error.strerror}") from None
+        raise UsageError(str(error.strerror)) from None
     except (tomllib.TOMLDecodeError, yaml.YAMLError, UnicodeDecodeError) as error:
-        first = " ".join(str(error).split())
-        raise UsageError(f"config file {path} is not valid {path.suffix[1:]}: {first}") from None
+        raise UsageError(f"not valid {path.suffix[1:]}: {' '.join(str(error).split())}") from None
     if content is None:
         return {}
     if not isinstance(content, Mapping):
-        raise UsageError(
-            f"config file {path}: expected options by name, got a {type(content).__name__}"
-        )
+        raise UsageError(f"expected options by name, got a {type(content).__name__}")
     return typing.cast("Mapping[Any, Any]", content)
