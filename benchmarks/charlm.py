@@ -1,4 +1,4 @@
-"""Figure 4: what each precision buys on charlm ``base`` (19 million parameters), by the main job itself.
+"""Figure 4: what each precision buys on charlm ``base`` (19 million parameters).
 
 The same as ``ampwise bench charlm --set size=base``, for a stated number of rounds; the report is
 stored as it is. Speed depends on the units of the machine (see `machine.isa`); peak memory is the

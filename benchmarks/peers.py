@@ -89,7 +89,6 @@ def ampwise(make: Callable[..., Any], precision: str, steps: int) -> Block:
 
 def accelerate(make: Callable[..., Any], precision: str, steps: int) -> Block:
     from accelerate import Accelerator
-
     from accelerate.state import AcceleratorState
 
     model, batch, loss = make()

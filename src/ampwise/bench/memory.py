@@ -25,7 +25,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ampwise.bench.arm import Arm
 from ampwise.data import to_device
 
-PARTS = ("parameters", "gradients", "optimizer state", "autocast cache", "activations", "temporary")
+PARTS = (
+    "parameters",
+    "master weights",
+    "gradients",
+    "optimizer state",
+    "autocast cache",
+    "activations",
+    "temporary",
+)
 
 
 @dataclass(frozen=True)
@@ -87,6 +95,9 @@ def _parts(make: Callable[[], Arm], batches: Sequence[Any], device: torch.device
         for batch in batches:
             arm.run(batch)
         return _countable(arm)
+    # The tracker takes what the model does not hold for temporary.
+    parts["master weights"] = min(_master_bytes(arm), parts["temporary"])
+    parts["temporary"] -= parts["master weights"]
     cache = _autocast_cache(make(), batches[0])
     parts["autocast cache"] = min(cache, parts["activations"])
     parts["activations"] -= parts["autocast cache"]
@@ -108,6 +119,7 @@ def _tracked(arm: Arm, batches: Sequence[Any], device: torch.device) -> dict[str
     by_name = {str(kind).rpartition(".")[2]: size for kind, size in found.items()}
     return {
         "parameters": by_name.get("PARAM", 0) + by_name.get("BUFFER", 0),
+        "master weights": 0,
         "gradients": by_name.get("GRAD", 0),
         "optimizer state": by_name.get("OPT", 0),
         "autocast cache": 0,
@@ -126,8 +138,16 @@ def _countable(arm: Arm) -> dict[str, int]:
     ]
     parts: dict[str, int] = dict.fromkeys(PARTS, 0)
     parts["parameters"] = _bytes([*arm.model.parameters(), *arm.model.buffers()])
+    parts["master weights"] = _master_bytes(arm)
     parts["optimizer state"] = _bytes(state)
     return parts
+
+
+def _master_bytes(arm: Arm) -> int:
+    """What the optimizer holds and the model does not."""
+    own = {id(each) for each in arm.model.parameters()}
+    held = [each for group in arm.optimizer.param_groups for each in group["params"]]
+    return _bytes([each for each in held if id(each) not in own])
 
 
 def _fill_up(peak: int, parts: dict[str, int]) -> dict[str, int]:

@@ -14,6 +14,7 @@ from ampwise.bench.stats import Interval
 _STYLES = {"pass": "green", "fail": "red", "not measured": "yellow"}
 _SHORT = {
     "parameters": "params",
+    "master weights": "masters",
     "gradients": "grads",
     "optimizer state": "optimizer",
     "autocast cache": "casts",
