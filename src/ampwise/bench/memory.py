@@ -95,9 +95,7 @@ def _parts(make: Callable[[], Arm], batches: Sequence[Any], device: torch.device
         for batch in batches:
             arm.run(batch)
         return _countable(arm)
-    # The tracker takes what the model does not hold for temporary.
-    parts["master weights"] = min(_master_bytes(arm), parts["temporary"])
-    parts["temporary"] -= parts["master weights"]
+    parts["master weights"] = _master_bytes(arm)  # the tracker knows only what the model holds
     cache = _autocast_cache(make(), batches[0])
     parts["autocast cache"] = min(cache, parts["activations"])
     parts["activations"] -= parts["autocast cache"]
