@@ -27,6 +27,8 @@ class Progress:
     def round(self, race: Race) -> None:
         print(f"  round {race.rounds}", flush=True)
 
+    def seed(self, name: str, seed: int, planned: int) -> None: ...
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
@@ -38,6 +40,7 @@ def main() -> None:
         precisions=[Policy.parse(each) for each in PRECISIONS],
         max_rounds=options.rounds,
         budget_s=600.0,
+        max_seeds=0,
     )
     report = run_bench(load_task("charlm", {"size": options.size}), config, Progress())
     for each in report.precisions:

@@ -31,6 +31,9 @@ class Silent:
     def stage(self, what) -> None:
         pass
 
+    def seed(self, name, seed, planned) -> None:
+        pass
+
     def round(self, race) -> None:
         pass
 
@@ -160,7 +163,12 @@ def broken_in_bf16(model, x):
 
 
 def bench(task, *precisions, **settings) -> BenchReport:
-    config = BenchConfig(CPU, [Policy.parse(each) for each in precisions], budget_s=10, **settings)
+    config = BenchConfig(
+        CPU,
+        [Policy.parse(each) for each in precisions],
+        budget_s=10,
+        **({"max_seeds": 0} | settings),
+    )
     return run_bench(task, config, Silent())
 
 
@@ -352,14 +360,14 @@ def precision(speedup=None, saved=None, **settings) -> PrecisionResult:
     [(1.9, "pass"), (1.2, "fail"), (1.52, "not measured"), (None, "not measured")],
 )
 def test_speedup_is_judged_by_its_interval(speedup, status):
-    assert judge(precision(speedup), Thresholds())["speedup"].status == status
+    assert judge(precision(speedup), Thresholds(), None)["speedup"].status == status
 
 
 @pytest.mark.parametrize(
     ("saved", "status"), [(0.41, "pass"), (0.40, "pass"), (0.39, "fail"), (None, "not measured")]
 )
 def test_memory_is_judged_by_its_value(saved, status):
-    assert judge(precision(saved=saved), Thresholds())["memory_reduction"].status == status
+    assert judge(precision(saved=saved), Thresholds(), None)["memory_reduction"].status == status
 
 
 def report_of(*precisions: PrecisionResult, **settings) -> BenchReport:
@@ -397,7 +405,7 @@ def test_verdict_never_picks_a_fast_precision_that_diverged(loss):
     told = report_of(fast)
     told.precisions[0].loss_after = 2.0
     said = verdict(told, Thresholds())
-    assert said[0] == "Keep fp32: no other precision trained here."
+    assert said[0] == "Keep fp32: no other precision trained as well here."
     assert said[1] == f"Do not use bf16: its held-out loss ends at {loss}, fp32's at 2.000."
     fast.loss_after = 2.01
     assert verdict(told, Thresholds())[0].startswith("Use bf16")

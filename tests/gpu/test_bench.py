@@ -17,9 +17,11 @@ class Quiet:
 
     def round(self, race: Race) -> None: ...
 
+    def seed(self, name: str, seed: int, planned: int) -> None: ...
+
 
 def test_every_precision_is_measured_without_a_host_sync():
-    config = BenchConfig(torch.device("cuda"), max_rounds=60, budget_s=60.0)
+    config = BenchConfig(torch.device("cuda"), max_rounds=60, budget_s=60.0, max_seeds=0)
     report = run_bench(load_task("charlm", {"size": "small"}), config, Quiet())
     measured = [each for each in report.precisions if each.status == "measured"]
     assert len(measured) >= 3

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ampwise.bench.parity import ParityReport
 from ampwise.bench.result import PrecisionResult, Requirement
 from ampwise.bench.stats import Interval
 from ampwise.errors import UsageError
+
+NOISY = 1.05
+"""How far apart two equal arms may seem to lie before the machine is called noisy."""
 
 
 @dataclass(frozen=True)
@@ -41,29 +45,34 @@ class Thresholds:
             )
 
 
-def judge(precision: PrecisionResult, thresholds: Thresholds) -> dict[str, Requirement]:
+def judge(
+    precision: PrecisionResult,
+    thresholds: Thresholds,
+    parity: ParityReport | None,
+    noise: Interval | None = None,
+) -> dict[str, Requirement]:
     """Every requirement on a precision that is not the baseline."""
     return {
-        "speedup": _speedup(precision, thresholds.speedup),
+        "speedup": _speedup(precision, thresholds.speedup, noise),
         "memory_reduction": _memory(precision, thresholds.memory_reduction),
-        "accuracy_difference": Requirement(
-            "not measured",
-            None,
-            thresholds.accuracy_difference,
-            "parity takes several paired seeds; not in this version",
-        ),
+        "accuracy_difference": _accuracy(precision, thresholds.accuracy_difference, parity),
     }
 
 
-def _speedup(precision: PrecisionResult, threshold: float) -> Requirement:
+def _speedup(precision: PrecisionResult, threshold: float, noise: Interval | None) -> Requirement:
+    """Decided where the whole interval, widened by the noise floor, lies on one side."""
     measured = precision.speedup
     if measured is None:
         return Requirement("not measured", None, threshold, _why_not(precision))
-    if measured.low >= threshold:
+    floor = 1.0 if noise is None else max(noise.median, 1 / noise.median)
+    if measured.low / floor >= threshold:
         return Requirement("pass", measured.median, threshold, str(measured))
-    if measured.high < threshold:
+    if measured.high * floor < threshold:
         return Requirement("fail", measured.median, threshold, str(measured))
-    return Requirement("not measured", measured.median, threshold, _undecided(measured, threshold))
+    why = _undecided(measured, threshold)
+    if noise is not None and floor > NOISY:
+        why = f"too noisy: fp32 against itself reads {noise}; {why}"
+    return Requirement("not measured", measured.median, threshold, why)
 
 
 def _undecided(measured: Interval, threshold: float) -> str:
@@ -78,6 +87,37 @@ def _memory(precision: PrecisionResult, threshold: float) -> Requirement:
     # The peak is deterministic: there is no interval to be undecided in.
     status = "pass" if saved >= threshold else "fail"
     return Requirement(status, saved, threshold, f"{saved:.0%} of fp32's peak saved")
+
+
+def _accuracy(
+    precision: PrecisionResult, threshold: float, parity: ParityReport | None
+) -> Requirement:
+    def unmeasured(reason: str) -> Requirement:
+        return Requirement("not measured", None, threshold, reason)
+
+    if parity is None:
+        return unmeasured("not asked for (--seeds 0)")
+    found = parity.arms.get(precision.name)
+    if found is None:
+        return unmeasured(_why_not(precision))
+    if not parity.learning:
+        return unmeasured(parity.why_not)
+    if precision.name in parity.errors:
+        return Requirement("fail", None, threshold, parity.errors[precision.name])
+    unit = "relative" if parity.relative else "absolute"
+    said = (
+        f"{parity.metric} {found.difference:+.4f} {unit} [{found.low:+.4f}, {found.high:+.4f}], "
+        f"{found.seeds} paired seeds"
+    )
+    if found.decision == "equivalent":
+        return Requirement("pass", found.difference, threshold, said)
+    if found.decision == "undecided":
+        needed = parity.needed.get(precision.name)
+        more = f"; about {needed} seeds would decide (--seeds {needed})" if needed else ""
+        return Requirement("not measured", found.difference, threshold, f"undecided: {said}{more}")
+    if parity.worse(precision.name):
+        return Requirement("fail", found.difference, threshold, said)
+    return Requirement("pass", found.difference, threshold, f"better than fp32: {said}")
 
 
 def _why_not(precision: PrecisionResult) -> str:

@@ -6,6 +6,8 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from ampwise.bench.contamination import Contamination
+from ampwise.bench.parity import ParityReport
 from ampwise.bench.stats import Interval
 
 SCHEMA = "ampwise.bench/1"
@@ -42,14 +44,22 @@ class PrecisionResult:
         Peak of live tensors over whole steps.
     memory
         Bytes of each part at that peak.
+    resident_bytes
+        Growth of resident memory in a process of its own that builds the model and makes one step
+        (CPU only): it includes what the C allocator keeps.
     speedup
         How many times faster than fp32, paired.
     memory_reduction
         Share of fp32's peak that is saved; negative when it takes more.
+    accuracy
+        Parity of the task's metric with fp32's over paired seeds: ``metric``, its ``mean``,
+        ``difference`` with 95 % interval ``low`` to ``high``, ``equivalent`` (true, false, or None
+        where undecided), ``p`` after correction, ``seeds``.
     loss_before, loss_after
-        Held-out loss before the first and after the last step of the run.
+        Held-out loss before the first and after the last step of the race.
     loss_difference
-        `loss_after` minus fp32's.
+        Mean paired difference of the held-out loss from fp32's, relative; without parity, of the
+        race's `loss_after`.
     matmul_dtypes
         What matrix products really ran in.
     """
@@ -62,9 +72,10 @@ class PrecisionResult:
     samples_per_s: float | None = None
     peak_memory_bytes: int | None = None
     memory: dict[str, int] = field(default_factory=dict[str, int])
+    resident_bytes: int | None = None
     speedup: Interval | None = None
     memory_reduction: float | None = None
-    accuracy: dict[str, float | str | bool] | None = None
+    accuracy: dict[str, float | str | bool | None] | None = None
     loss_before: float | None = None
     loss_after: float | None = None
     loss_difference: float | None = None
@@ -88,6 +99,12 @@ class BenchReport:
         What to do, in sentences; the first is the decision.
     notes
         What a reader should know about the figures.
+    noise
+        Speed of a second fp32 arm over the first: 1, on a machine without noise.
+    contamination
+        What others took of the machine during the race.
+    parity
+        How precisions were compared over paired seeds, with loss curves; None when not asked for.
     interrupted
         Whether the run was stopped before its end.
     """
@@ -102,6 +119,9 @@ class BenchReport:
     left_out: dict[str, str] = field(default_factory=dict[str, str])
     verdict: list[str] = field(default_factory=list[str])
     notes: list[str] = field(default_factory=list[str])
+    noise: Interval | None = None
+    contamination: Contamination | None = None
+    parity: ParityReport | None = None
     interrupted: bool = False
 
     def to_json(self) -> dict[str, Any]:

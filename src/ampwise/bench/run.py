@@ -3,10 +3,10 @@
 1. `trial`: each precision but fp32 makes its first step in a process that can be killed
 2. `memory`: peak memory of whole steps, each arm alone
 3. `race`: all arms resident and in turns
-4. `requirements` and `verdict`
+4. `parity`: each precision trains to a stated budget, under several seeds
+5. `requirements` and `verdict`
 
-The raced steps are real training steps on the task's batches; held-out metrics before and after
-say that the arms learn, and how far they lie apart.
+The raced steps are real training steps on the task's batches.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from typing import Any, Protocol
 import torch
 
 from ampwise.bench.arm import Arm, Settings
+from ampwise.bench.contamination import Watch
+from ampwise.bench.equivalence import FIRST_LOOK, MAX_SEEDS
 from ampwise.bench.memory import measure
+from ampwise.bench.parity import ParityPlan, ParityReport, run_parity
 from ampwise.bench.race import FAILURES, Race, in_one_line, run_race, speedups
 from ampwise.bench.requirements import Thresholds, judge
 from ampwise.bench.result import BenchReport, PrecisionResult
@@ -34,6 +37,8 @@ from ampwise.telemetry.environment import environment
 
 MEMORY_STEPS = 3
 BASELINE = "fp32"
+CONTROL = "fp32 again"
+"""A second float32 arm: how far two equal arms seem to lie apart is the noise of the machine."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,14 @@ class BenchConfig:
         Rounds after which the race ends undecided.
     budget_s
         Seconds the race may take.
+    max_seeds
+        Paired seeds for parity, at most; 0 leaves it out.
+    parity_steps
+        Steps of each of its training runs; None for what fits into `parity_budget_s` at five seeds.
+    parity_budget_s
+        Seconds after which no further seed starts.
+    metric
+        What parity compares; None for the task's own.
     """
 
     device: torch.device
@@ -57,6 +70,10 @@ class BenchConfig:
     max_grad_norm: float | None = None
     max_rounds: int = 200
     budget_s: float = 300.0
+    max_seeds: int = MAX_SEEDS
+    parity_steps: int | None = None
+    parity_budget_s: float = 900.0
+    metric: str | None = None
     thresholds: Thresholds = field(default_factory=Thresholds)
 
 
@@ -68,6 +85,9 @@ class Progress(Protocol):
 
     def round(self, race: Race) -> None:
         """A round of the race ended."""
+
+    def seed(self, name: str, seed: int, planned: int) -> None:
+        """A precision starts to train under a seed."""
 
 
 def run_bench(task: Task, config: BenchConfig, progress: Progress) -> BenchReport:
@@ -102,11 +122,15 @@ def run_bench(task: Task, config: BenchConfig, progress: Progress) -> BenchRepor
     baseline = report.precisions[0]
     for result in report.precisions[1:]:
         _compare(result, baseline)
-        result.requirements = judge(result, config.thresholds)
+        _note_parity(result, baseline, report.parity)
+        result.requirements = judge(result, config.thresholds, report.parity, report.noise)
     for result in report.precisions:
         if result.step_ms is not None:
             per_step = samples_in(task, batch)
             result.samples_per_s = per_step / result.step_ms.median * 1e3
+    if report.contamination is not None:
+        for complaint in report.contamination.complaints():
+            report.notes.append(f"while the race ran, {complaint}: close other programs")
     report.verdict = verdict(report, config.thresholds)
     return report
 
@@ -161,14 +185,36 @@ def _measure(
             progress.stage(f"peak memory of {name}")
             _note_memory(makers[name], batches, result, config.device)
 
+    running = [policy for policy in policies if results[policy.text].status == "measured"]
+    _race(task, config, [makers[each.text] for each in running], report, progress)
+
+    running = [policy for policy in policies if results[policy.text].status == "measured"]
+    if config.max_seeds:
+        progress.stage("parity")
+        report.parity = ParityReport()
+        plan = _plan(config, [results[policy.text] for policy in running])
+        run_parity(task, running, settings, plan, report.parity, progress.seed)
+
+
+def _race(
+    task: Task,
+    config: BenchConfig,
+    makers: Sequence[Callable[[], Arm]],
+    report: BenchReport,
+    progress: Progress,
+) -> None:
+    """All arms resident and in turns; their memory is free again afterwards."""
     progress.stage("the race")
-    arms = [makers[name]() for name, result in results.items() if result.status == "measured"]
+    results = {each.name: each for each in report.precisions}
+    arms, race = [make() for make in makers], Race()
+    control = makers[0]()
+    control.name = CONTROL
     for arm in arms:
         results[arm.name].loss_before = arm.held_out().get("loss")
-    race = Race()
+    watch = Watch(config.device)
     try:
         run_race(
-            arms,
+            [arms[0], control, *arms[1:]],
             _endless(task),
             race,
             max_rounds=config.max_rounds,
@@ -177,9 +223,52 @@ def _measure(
         )
     finally:
         _note_race(race, results, report)
+        report.contamination = watch.read()
+    del control
     progress.stage("held-out loss")
+    batch = first_batch(task)
     for arm in arms:
-        _note_arm(arm, batches[0], results[arm.name])
+        _note_arm(arm, batch, results[arm.name])
+
+
+def _plan(config: BenchConfig, results: Sequence[PrecisionResult]) -> ParityPlan:
+    """Training runs of the asked length, or of one that leaves room for the first look."""
+    steps = config.parity_steps
+    if steps is None:
+        step_s = sum(each.step_ms.median for each in results if each.step_ms) / 1e3
+        fits = config.parity_budget_s / (FIRST_LOOK * step_s * config.accumulate)
+        steps = max(20, min(300, int(fits) // 10 * 10))
+    return ParityPlan(
+        steps,
+        config.max_seeds,
+        config.thresholds.accuracy_difference,
+        config.metric,
+        config.parity_budget_s,
+    )
+
+
+def _note_parity(
+    result: PrecisionResult, baseline: PrecisionResult, parity: ParityReport | None
+) -> None:
+    """A precision's own part of the parity report."""
+    found = None if parity is None else parity.arms.get(result.name)
+    if parity is None or found is None:
+        return
+    finals = parity.finals[result.name]
+    result.accuracy = {
+        "metric": parity.metric,
+        "mean": sum(finals) / len(finals),
+        "difference": found.difference,
+        "low": found.low,
+        "high": found.high,
+        "equivalent": {"equivalent": True, "different": False}.get(found.decision),
+        "p": found.p_equivalent,
+        "seeds": found.seeds,
+    }
+    finals = parity.finals[baseline.name]
+    baseline.accuracy = {"metric": parity.metric, "mean": sum(finals) / len(finals)}
+    if result.name in parity.losses:
+        result.loss_difference = parity.losses[result.name].difference
 
 
 def _first_steps(
@@ -195,11 +284,13 @@ def _first_steps(
     if device.type != "cpu":
         return
     reference = try_first_step(makers[baseline.text], batch, limit_s=600.0)
+    results[baseline.text].resident_bytes = reference.resident_bytes
     if reference.error:
         makers[baseline.text]().run(batch)  # fails here too, with the task's own traceback
     for policy in others:
         result = results[policy.text]
         trial = try_first_step(makers[policy.text], batch, limit_from(reference))
+        result.resident_bytes = trial.resident_bytes
         if trial.error:
             result.status, result.reason = "failed", f"{policy.text}: {trial.error}"
         elif trial.seconds > HOPELESS * reference.seconds:
@@ -232,9 +323,11 @@ def _note_race(race: Race, results: dict[str, PrecisionResult], report: BenchRep
     for name, why in race.fell_out.items():
         results[name].status, results[name].reason = "failed", f"{name}: {why}"
     for name, times in race.times_ms.items():
-        if name not in race.fell_out and race.rounds:
+        if name in results and name not in race.fell_out and race.rounds:
             results[name].step_ms = typical(times[: race.rounds])
-    for name, speedup in speedups(race, BASELINE).items():
+    found = speedups(race, BASELINE)
+    report.noise = found.pop(CONTROL, None)
+    for name, speedup in found.items():
         results[name].speedup = speedup
     for name in sorted(race.launch_bound):
         report.notes.append(f"{name} is bound by launches or input: the GPU waits for the host")

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,11 +46,14 @@ class Trial:
         Whether it came to its end.
     error
         What it raised, in one line; empty if nothing.
+    resident_bytes
+        By how much the child's resident memory grew at its peak; None where Linux does not say.
     """
 
     seconds: float
     finished: bool
     error: str = ""
+    resident_bytes: int | None = None
 
 
 def try_first_step(make: Callable[[], Arm], batch: Any, limit_s: float) -> Trial:
@@ -64,7 +69,8 @@ def try_first_step(make: Callable[[], Arm], batch: Any, limit_s: float) -> Trial
             return Trial(limit_s, finished=False)
         words = said.read().split(maxsplit=1)
     if words[:1] == ["ok"]:
-        return Trial(float(words[1]), finished=True)
+        seconds, grown = words[1].split()
+        return Trial(float(seconds), finished=True, resident_bytes=int(grown) or None)
     return Trial(0.0, finished=False, error=words[1] if len(words) > 1 else "the process died")
 
 
@@ -83,15 +89,27 @@ def _report(make: Callable[[], Arm], batch: Any, writer: int) -> None:
     """In the child: make the step, say how it went, and leave without the parent's clean-up."""
     try:
         torch.set_num_threads(1)
+        before = _resident("VmRSS")
         arm = make()
         start = time.perf_counter()
         arm.run(batch)
-        message = f"ok {time.perf_counter() - start}"
+        took = time.perf_counter() - start
+        message = f"ok {took} {_resident('VmHWM') - before}"
     except BaseException as error:  # noqa: BLE001 - it is reported to the parent, whatever it is
         message = f"error {type(error).__name__}: {' '.join(str(error).split())[:300]}"
     with contextlib.suppress(OSError):
         os.write(writer, message.encode())
     os._exit(0)
+
+
+def _resident(field: str) -> int:
+    """Bytes of this process in memory, now (VmRSS) or at most (VmHWM); 0 where it is not known."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return 0
+    found = re.search(rf"{field}:\s+(\d+) kB", status)
+    return int(found[1]) * 1024 if found else 0
 
 
 def _ended(child: int, limit_s: float) -> bool:

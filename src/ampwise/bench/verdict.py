@@ -17,10 +17,12 @@ def verdict(report: BenchReport, thresholds: Thresholds) -> list[str]:
     if report.interrupted:
         return ["Interrupted: the figures cover what was measured until then."]
     diverged = [each for each in others if _diverged(each, baseline)]
-    measured = [each for each in others if each.speedup is not None and each not in diverged]
+    worse = [each for each in others if each not in diverged and _worse(each)]
+    refused = diverged + worse
+    measured = [each for each in others if each.speedup is not None and each not in refused]
     best = max(measured, key=lambda each: each.speedup.median if each.speedup else 0, default=None)
     if best is None or best.speedup is None:
-        usable = "trained here" if diverged else "could be measured here"
+        usable = "trained as well here" if refused else "could be measured here"
         said = [f"Keep fp32: no other precision {usable}."]
     elif best.speedup.low >= _WORTH_A_SWITCH:
         said = [_switch(best, thresholds)]
@@ -31,12 +33,33 @@ def verdict(report: BenchReport, thresholds: Thresholds) -> list[str]:
         f"{baseline.loss_after:.3f}."
         for each in diverged
     ]
+    said += [f"Do not use {each.name}: it trains worse than fp32." for each in worse]
     said += _memory(baseline, measured)
     said += _bottleneck(baseline, best)
-    said.append(
-        "Accuracy parity is not measured by this version; the held-out losses above are of one "
-        "short run each."
-    )
+    return said + _accuracy(report)
+
+
+def _accuracy(report: BenchReport) -> list[str]:
+    """What paired training said, in one sentence for each decision."""
+    parity = report.parity
+    if parity is None:
+        return ["Accuracy was not compared (--seeds 0)."]
+    if not parity.learning:
+        return [f"Accuracy decides nothing: {parity.why_not}."]
+    words = {
+        "equivalent": f"as accurate as fp32 (within {parity.margin:g})",
+        "different": "not as accurate as fp32",
+        "undecided": "undecided in accuracy",
+    }
+    said: list[str] = []
+    for decision, meaning in words.items():
+        names = [name for name, each in parity.arms.items() if each.decision == decision]
+        better = [each for each in names if decision == "different" and not parity.worse(each)]
+        said += [f"{name} is more accurate than fp32 here." for name in better]
+        names = [each for each in names if each not in better]
+        if names:
+            runs = f"{parity.seeds} paired seeds of {parity.steps} steps"
+            said.append(f"{' and '.join(names)}: {meaning}, by {runs}.")
     return said
 
 
@@ -45,6 +68,11 @@ def _diverged(precision: PrecisionResult, baseline: PrecisionResult) -> bool:
     if precision.loss_after is None or baseline.loss_after is None:
         return False
     return math.isfinite(baseline.loss_after) and not math.isfinite(precision.loss_after)
+
+
+def _worse(precision: PrecisionResult) -> bool:
+    requirement = precision.requirements.get("accuracy_difference")
+    return requirement is not None and requirement.status == "fail"
 
 
 def _switch(best: PrecisionResult, thresholds: Thresholds) -> str:

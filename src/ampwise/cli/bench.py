@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from ampwise.bench.result import BenchReport
     from ampwise.policy import Policy
 
-_ROUNDS = {"full": (200, 300.0), "quick": (60, 45.0)}
+_BUDGETS = {"full": (200, 300.0, 1200.0), "quick": (60, 45.0, 150.0)}
+"""Rounds of the race, its seconds, and the seconds of parity."""
 
 
 @dataclass
@@ -32,7 +33,16 @@ class Options(Common):
     """Rounds at most (each precision makes one step a round); default 200, with --quick 60."""
 
     quick: bool = False
-    """A first answer in a minute or two: fewer rounds."""
+    """A first answer in a few minutes: fewer rounds, shorter training."""
+
+    seeds: int = 12
+    """Paired seeds for accuracy parity, at most; 5 or more decide, 0 leaves it out."""
+
+    parity_steps: int | None = None
+    """Steps of each training run for parity; default: what five seeds have time for."""
+
+    metric: str | None = None
+    """What parity compares; default: accuracy, else loss, else the first of evaluate()."""
 
     accumulate: int = 1
     """Micro-batches in an accumulation window."""
@@ -47,7 +57,7 @@ class Options(Common):
     """Requirement: at least this share of fp32's peak memory saved."""
 
     max_accuracy_difference: float = 0.01
-    """Requirement: held-out metric within this of fp32's."""
+    """Requirement: held-out metric within this of fp32's; for a loss, relative to it."""
 
     gate: Gate = "off"
     """Exit with 1 when a requirement fails; "strict": also when one is not measured."""
@@ -58,6 +68,9 @@ def run(options: Options) -> int:
     positive("steps", options.steps)
     positive("accumulate", options.accumulate)
     positive("max-grad-norm", options.max_grad_norm)
+    positive("parity-steps", options.parity_steps)
+    if options.seeds < 0 or options.seeds == 1:
+        raise UsageError(f"seeds: expected 0 (no parity) or at least 2, got {options.seeds}")
 
     # The profiler's library announces each start on stderr, in the middle of our progress.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -70,7 +83,7 @@ def run(options: Options) -> int:
     from ampwise.tasks import load_task
     from ampwise.telemetry.run import RunFolder
 
-    rounds, budget_s = _ROUNDS["quick" if options.quick else "full"]
+    rounds, budget_s, parity_budget_s = _BUDGETS["quick" if options.quick else "full"]
     config = BenchConfig(
         device=_device(options.device),
         precisions=_policies(options.precisions),
@@ -79,6 +92,10 @@ def run(options: Options) -> int:
         max_grad_norm=options.max_grad_norm,
         max_rounds=options.steps or rounds,
         budget_s=budget_s,
+        max_seeds=options.seeds,
+        parity_steps=options.parity_steps,
+        parity_budget_s=parity_budget_s,
+        metric=options.metric,
         thresholds=Thresholds(
             options.min_speedup, options.min_memory_reduction, options.max_accuracy_difference
         ),

@@ -70,6 +70,11 @@ class BenchProgress:
             f"{race.left_s:.0f} s left; {_ratios(race)}"
         )
 
+    def seed(self, name: str, seed: int, planned: int) -> None:
+        """A precision starts to train under a seed."""
+        now = f"{self._stage}: seed {seed} of at most {planned}, {name}"
+        self._line.show(f"{now} ...", now=name == "fp32")
+
 
 class TrainProgress:
     """Shows a training run: step, loss, rate, scale, skips, time left, evaluations."""
@@ -129,11 +134,11 @@ def bench_progress(*, quiet: bool) -> Generator[BenchProgress]:
 
 
 def _ratios(race: Race) -> str:
-    """Speed of each arm against the first, over all rounds so far."""
+    """Speed of each arm but the two of float32 against the first, over all rounds so far."""
     totals = {name: sum(times) for name, times in race.times_ms.items() if times}
     baseline = next(iter(totals.values()), 0.0)
     return ", ".join(
-        f"{name} {baseline / total:.2f}x" for name, total in list(totals.items())[1:] if total
+        f"{name} {baseline / total:.2f}x" for name, total in list(totals.items())[2:] if total
     )
 
 

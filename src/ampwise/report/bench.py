@@ -64,7 +64,8 @@ def _speed(report: BenchReport) -> Table:
         )
     before = next((p.loss_before for p in report.precisions if p.loss_before is not None), None)
     loss = "" if before is None else f"; held-out loss after the rounds, {before:.3f} before"
-    table.caption = f"median [95 % interval of paired ratios]{loss}"
+    noise = "" if report.noise is None else f"; fp32 against itself: {report.noise}"
+    table.caption = f"median [95 % interval of paired ratios]{noise}{loss}"
     table.caption_justify = "left"
     return table
 

@@ -132,6 +132,7 @@ def language_model(
         evaluate=check.evaluate,
         samples=lambda windows: windows.size(0) * (windows.size(1) - 1),
         higher_is_better={"loss": False, "accuracy": True},
+        chance=_by_frequency(training, held_out),
         info={
             "corpus_bytes": len(training) + len(held_out),
             "corpus_sha256": _digest(training, held_out),
@@ -233,6 +234,14 @@ def _split(files: list[bytes]) -> tuple[Tensor, Tensor]:
         cut = len(text) * 9 // 10
         training, held_out = text[:cut], text[cut:]
     return _as_tensor(training), _as_tensor(held_out)
+
+
+def _by_frequency(training: Tensor, held_out: Tensor) -> dict[str, float]:
+    """Held-out metrics of a model that knows only how often each byte occurs."""
+    seen, met = (torch.bincount(each, minlength=VOCABULARY) + 1.0 for each in (training, held_out))
+    met = met / met.sum()
+    loss = -(met * (seen / seen.sum()).log()).sum()
+    return {"loss": loss.item(), "accuracy": met[seen.argmax()].item()}
 
 
 def _as_tensor(text: bytes) -> Tensor:

@@ -71,6 +71,7 @@ def task(batch: int = 64, width: int = 32, lr: float = 3e-3) -> Task:
         evaluate=evaluate,
         samples=lambda pair: len(pair[0]),
         higher_is_better={"accuracy": True, "loss": False},
+        chance={"accuracy": 0.1},
         info={"images": len(images), "held_out": HELD_OUT, "samples": "images"},
     )
 

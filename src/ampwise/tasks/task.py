@@ -36,6 +36,9 @@ class Task:
     higher_is_better
         Direction of each metric. A metric that is not listed: higher is better, unless its
         name contains ``loss``, ``error`` or ``perplexity``.
+    chance
+        Metrics of a model that has learnt nothing, such as ``{"accuracy": 0.1}``: what training has
+        to beat before precisions are compared. Default: the metrics before training.
     info
         Facts for the record of a run: which data, which size.
 
@@ -53,6 +56,7 @@ class Task:
     name: str = ""
     samples: Callable[[Any], int] | None = None
     higher_is_better: Mapping[str, bool] = field(default_factory=dict[str, bool])
+    chance: Mapping[str, float] = field(default_factory=dict[str, float])
     info: Mapping[str, str | int | float] = field(default_factory=dict[str, str | int | float])
 
     def __post_init__(self) -> None:

@@ -1,0 +1,164 @@
+"""Parity by paired training: equal is found equal, broken is caught, and no learning is no pass."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from ampwise.bench import parity as parity_module
+from ampwise.bench.arm import Arm, Settings
+from ampwise.bench.parity import ParityPlan, ParityReport, run_parity
+from ampwise.bench.requirements import Thresholds, judge
+from ampwise.bench.result import PrecisionResult
+from ampwise.errors import UsageError
+from ampwise.policy import PRESETS
+from ampwise.step import TrainStep
+from ampwise.tasks import Task
+
+SETTINGS = Settings(torch.device("cpu"))
+
+
+def blobs(noise: float = 1.0, lr: float = 1e-2, shuffled: bool = False, **given) -> Task:
+    """Four clouds of points; with `shuffled` labels there is nothing to learn."""
+    generator = torch.Generator().manual_seed(0)
+    centres = 2 * torch.randn(4, 8, generator=generator)
+
+    def draw(count: int, seed: int):
+        own = torch.Generator().manual_seed(seed)
+        labels = torch.randint(0, 4, (count,), generator=own)
+        points = centres[labels] + noise * torch.randn(count, 8, generator=own)
+        return points, torch.randint(0, 4, (count,), generator=own) if shuffled else labels
+
+    held_out = draw(2000, 99)
+
+    def evaluate(model):
+        logits = model(held_out[0]).float()
+        return {
+            "loss": nn.functional.cross_entropy(logits, held_out[1]).item(),
+            "accuracy": (logits.argmax(-1) == held_out[1]).float().mean().item(),
+        }
+
+    return Task(
+        name="blobs",
+        model=lambda: nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)),
+        batches=lambda: (draw(32, torch.randint(1 << 30, ()).item()) for _ in range(20)),
+        loss=lambda model, batch: nn.functional.cross_entropy(model(batch[0]).float(), batch[1]),
+        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=lr),
+        evaluate=evaluate,
+        chance={"accuracy": 0.25, "loss": math.log(4)},
+        **given,
+    )
+
+
+def compared(task: Task, *precisions: str, steps: int = 60, seeds: int = 5, **plan) -> ParityReport:
+    report = ParityReport()
+    policies = [PRESETS[each] for each in ("fp32", *precisions)]
+    run_parity(task, policies, SETTINGS, ParityPlan(steps, seeds, 0.01, **plan), report)
+    return report
+
+
+def requirement(report: ParityReport, name: str = "bf16"):
+    return judge(PrecisionResult(name), Thresholds(), report)["accuracy_difference"]
+
+
+def test_bf16_is_found_as_good_on_data_it_can_learn():
+    report = compared(blobs(), "bf16", "bf16-master")
+    assert report.metric == "accuracy"
+    assert report.learning
+    for name in ("bf16", "bf16-master"):
+        assert report.arms[name].decision == "equivalent", report.arms[name]
+        assert requirement(report, name).status == "pass"
+    assert len(report.curves["fp32"]["mean"]) == 60
+    assert report.curves["fp32"]["mean"][-1] < report.curves["fp32"]["mean"][0]
+
+
+def test_the_same_seed_is_the_same_run_in_float32():
+    task, settings = blobs(), SETTINGS
+    first, again = (
+        parity_module._train(task, PRESETS["fp32"], settings, 3, 10, [{}] * 4) for _ in range(2)
+    )
+    other = parity_module._train(task, PRESETS["fp32"], settings, 4, 10, [{}] * 5)
+    assert first == again
+    assert first != other
+
+
+def test_weights_in_bf16_without_masters_are_caught(monkeypatch):
+    """At a small learning rate their updates are below half an ULP: most of them are lost."""
+
+    class WithoutMasters(Arm):
+        def __init__(self, task, policy, settings):
+            super().__init__(task, policy, settings)
+            if policy.text == "bf16-master":
+                self.model.to(torch.bfloat16)
+                kept = torch.optim.AdamW(self.model.parameters(), lr=2e-4)
+                self.step = TrainStep(self.model, kept, policy="bf16")
+                self.step._master.take_gradients = lambda: None
+
+    monkeypatch.setattr(parity_module, "Arm", WithoutMasters)
+    report = compared(blobs(lr=2e-4, noise=2.0), "bf16", "bf16-master", steps=200, seeds=8)
+    assert report.learning
+    assert report.arms["bf16-master"].decision == "different"
+    assert requirement(report, "bf16-master").status == "fail"
+    assert requirement(report, "bf16").status != "fail"
+
+
+def test_a_task_that_learns_nothing_decides_nothing():
+    report = compared(blobs(shuffled=True), "bf16", steps=20)
+    assert not report.learning
+    said = requirement(report)
+    assert said.status == "not measured"
+    assert "the task is not learning: fp32's accuracy after 20 steps" in said.reason
+
+
+def test_a_diverged_arm_fails(monkeypatch):
+    class Broken(Arm):
+        def run(self, batch):
+            if self.name == "bf16":
+                raise RuntimeError("no kernel for this")
+            super().run(batch)
+
+    monkeypatch.setattr(parity_module, "Arm", Broken)
+    report = compared(blobs(), "bf16", steps=30)
+    assert requirement(report).status == "fail"
+    assert "no kernel for this" in requirement(report).reason
+
+
+def test_two_seeds_of_noise_stay_undecided_and_say_how_many_would_do():
+    report = compared(blobs(noise=3.0), "bf16", steps=8, seeds=2)
+    parity = report.arms["bf16"]
+    assert parity.seeds == 2
+    if parity.decision == "undecided":  # two seeds may happen to agree
+        assert requirement(report).status == "not measured"
+
+
+def test_an_unknown_metric_names_those_there_are():
+    with pytest.raises(UsageError, match=r"metric 'f1': the task's evaluate\(\) gives loss, acc"):
+        compared(blobs(), "bf16", steps=1, seeds=2, metric="f1")
+
+
+def test_a_loss_is_compared_relative_to_float32s():
+    report = compared(blobs(), "bf16", metric="loss", steps=40)
+    assert report.relative
+    assert not report.higher_is_better
+    finals = report.finals
+    ratios = [(b - a) / a for a, b in zip(finals["fp32"], finals["bf16"], strict=True)]
+    assert report.arms["bf16"].difference == pytest.approx(sum(ratios) / len(ratios))
+
+
+def test_a_task_without_evaluate_is_judged_by_its_training_loss():
+    import dataclasses
+
+    task = dataclasses.replace(blobs(), evaluate=None, chance={})
+    report = compared(task, "bf16", steps=60)
+    assert report.metric == "training loss"
+    assert report.relative
+    assert report.learning
+
+
+def test_no_further_seed_starts_when_the_time_is_up():
+    report = compared(blobs(), "bf16", steps=5, budget_s=0.0)
+    assert report.seeds == 1
+    assert report.arms["bf16"].decision == "undecided"
