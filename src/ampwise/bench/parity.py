@@ -1,8 +1,10 @@
 """Does a precision train as well as float32? Paired seeds, to a stated number of steps.
 
 A seed fixes initial weights, data order and dropout; under it float32 and every precision train the
-same number of steps and are evaluated on the same held-out data. Seeds are added until each
-precision is decided by `ampwise.bench.equivalence`, or there are enough.
+same number of steps and are evaluated on the same held-out data. Over the second half the learning
+rate falls to zero, as it does in runs that are meant to end: at a constant rate the last few steps
+decide where a run stands, and the paired differences spread three times as wide. Seeds are added
+until each precision is decided by `ampwise.bench.equivalence`, or there are enough.
 
 The metric is the task's: ``accuracy`` if its `evaluate` says one, else ``loss``, else the first it
 says. Accuracies are compared by their difference; losses, which have no unit of their own, by their
@@ -67,11 +69,13 @@ class ParityPlan:
 
 @dataclass
 class Run:
-    """One training run: the loss of each step, held-out metrics, and what ended it early."""
+    """One training run: the record of each step, held-out metrics, and what ended it early."""
 
     losses: list[float]
     metrics: dict[str, float]
     error: str = ""
+    scales: list[float] = field(default_factory=list[float])
+    skipped: list[int] = field(default_factory=list[int])
 
 
 @dataclass
@@ -97,6 +101,9 @@ class ParityReport:
     curves
         Per precision the training loss over steps: ``step``, ``mean``, ``low`` and ``high`` over
         seeds.
+    scales
+        Per precision that scales its loss, of the first seed's run: the loss ``scale`` of each
+        ``step``, and the steps that were ``skipped``.
     needed
         Per undecided precision the seeds that would decide it.
     errors
@@ -115,6 +122,9 @@ class ParityReport:
     losses: dict[str, Parity] = field(default_factory=dict[str, Parity])
     finals: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
     curves: dict[str, dict[str, list[float]]] = field(
+        default_factory=dict[str, dict[str, list[float]]]
+    )
+    scales: dict[str, dict[str, list[float]]] = field(
         default_factory=dict[str, dict[str, list[float]]]
     )
     needed: dict[str, int] = field(default_factory=dict[str, int])
@@ -186,9 +196,11 @@ def _train(
     arm = Arm(task, policy, dataclasses.replace(settings, seed=settings.seed + seed))
     if len(untrained) == seed:
         untrained.append(arm.held_out())
-    batches, error = _endless(task), ""
+    batches, error, total = _endless(task), "", steps * settings.accumulate
+    rates = [float(group["lr"]) for group in arm.optimizer.param_groups]
     try:
-        for index in range(steps * settings.accumulate):
+        for index in range(total):
+            _set_rates(arm, rates, min(1.0, 2 * (total - index) / total))
             # Whatever a precision drew at random, the next step starts alike in all of them.
             torch.manual_seed((settings.seed + seed) * 1_000_003 + index)
             arm.run(next(batches))
@@ -196,8 +208,22 @@ def _train(
         if policy.name == "fp32":
             raise
         error = in_one_line(failure)
-    losses = [record.loss for record in arm.step.history]
-    return Run(losses, {} if error else arm.held_out(), error)
+    history = arm.step.history
+    return Run(
+        losses=[record.loss for record in history],
+        metrics={} if error else arm.held_out(),
+        error=error,
+        scales=[record.loss_scale for record in history] if arm.step.loss_scale.enabled else [],
+        skipped=[record.step for record in history if record.skipped],
+    )
+
+
+def _set_rates(arm: Arm, rates: Sequence[float], factor: float) -> None:
+    for group, rate in zip(arm.optimizer.param_groups, rates, strict=True):
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(rate * factor)
+        else:
+            group["lr"] = rate * factor
 
 
 def _choose_metric(
@@ -249,6 +275,9 @@ def _fill(
     }
     report.errors = {name: run.error for name in others for run in runs[name] if run.error}
     report.curves = {name: _curve([run.losses for run in runs[name]]) for name in names}
+    report.scales = {
+        name: _scale_of(runs[name][0]) for name in names if runs[name] and runs[name][0].scales
+    }
     report.learning, report.why_not = _learning(task, finals[baseline], untrained, report)
 
 
@@ -312,6 +341,17 @@ def _curve(losses: Sequence[Sequence[float]]) -> dict[str, list[float]]:
         "mean": values.mean(0).tolist(),
         "low": values.min(0).tolist(),
         "high": values.max(0).tolist(),
+    }
+
+
+def _scale_of(run: Run) -> dict[str, list[float]]:
+    """The loss scale where it changes, and at both ends: it draws as a staircase."""
+    scales, last = run.scales, len(run.scales) - 1
+    steps = [i for i in range(last + 1) if i in (0, last) or scales[i] != scales[i - 1]]
+    return {
+        "step": [i + 1.0 for i in steps],
+        "scale": [scales[i] for i in steps],
+        "skipped": [float(each) for each in run.skipped],
     }
 
 

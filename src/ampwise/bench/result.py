@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import types
+import typing
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from ampwise.bench.contamination import Contamination
 from ampwise.bench.parity import ParityReport
 from ampwise.bench.stats import Interval
+from ampwise.errors import UsageError
 
 SCHEMA = "ampwise.bench/1"
 
@@ -128,6 +133,22 @@ class BenchReport:
         """The report as plain values, schema ``ampwise.bench/1``; NaN and inf become null."""
         return {"schema": SCHEMA, **_plain(asdict(self))}
 
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> BenchReport:
+        """The report that `to_json` wrote.
+
+        Raises
+        ------
+        UsageError
+            When `data` is something else, or of another version.
+        """
+        if data.get("schema") != SCHEMA:
+            raise UsageError(f"expected a report of schema {SCHEMA}, got {data.get('schema')!r}")
+        try:
+            return _revive(cls, data)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise UsageError(f"the report is damaged: {type(error).__name__}: {error}") from None
+
     def statuses(self) -> list[Status]:
         """Status of every requirement of every precision but the baseline."""
         return [
@@ -135,6 +156,26 @@ class BenchReport:
             for precision in self.precisions
             for requirement in precision.requirements.values()
         ]
+
+
+def _revive(hint: Any, value: Any) -> Any:
+    """A value of plain JSON as what its annotation says."""
+    if isinstance(hint, types.UnionType):
+        if value is None:
+            return None
+        hint = next(each for each in typing.get_args(hint) if each is not types.NoneType)
+    if hint is float and value is None:
+        return math.nan  # JSON has no NaN, nor inf
+    if dataclasses.is_dataclass(hint):
+        hints = typing.get_type_hints(hint)
+        made: Any = hint
+        return made(**{name: _revive(hints[name], value[name]) for name in hints if name in value})
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is dict:
+        return {key: _revive(inner[1], each) for key, each in value.items()}
+    if origin is list:
+        return [_revive(inner[0], each) for each in value]
+    return value
 
 
 def _plain(value: Any) -> Any:

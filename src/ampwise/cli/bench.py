@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from ampwise.bench.result import BenchReport
     from ampwise.policy import Policy
+    from ampwise.telemetry.run import RunFolder
 
 _BUDGETS = {"full": (200, 300.0, 1200.0), "quick": (60, 45.0, 150.0)}
 """Rounds of the race, its seconds, and the seconds of parity."""
@@ -110,35 +111,41 @@ def run(options: Options) -> int:
     written = _store(folder, text, report)
     if options.json != "-":
         render(report, Console())
-        print(f"\nreport: {written}")
+        print(f"\nreport: {' and '.join(map(str, written))}")
     write_json(text, options.json)
     if report.interrupted:
         return EXIT_INTERRUPTED
-    return _gate(report, options.gate)
+    return gate_exit_code(report, options.gate)
 
 
-def _store(folder: object, text: str, report: BenchReport) -> Path:
+def _store(folder: RunFolder, text: str, report: BenchReport) -> list[Path]:
+    """Write ``bench.json`` and ``report.html``; the files there are now."""
+    from ampwise.report.html import to_html
     from ampwise.telemetry.files import atomic_write_text
-    from ampwise.telemetry.run import RunFolder
 
-    assert isinstance(folder, RunFolder)
-    status = "interrupted" if report.interrupted else "finished"
-    path = folder.path / "bench.json"
-    atomic_write_text(path, text + "\n")
+    written = [folder.path / "bench.json"]
+    atomic_write_text(written[0], text + "\n")
+    try:
+        atomic_write_text(folder.path / "report.html", to_html(report))
+        written.append(folder.path / "report.html")
+    except OSError as error:
+        _say(
+            f"report.html: {error.strerror}; ampwise report {folder.path} --format html tries again"
+        )
     folder.write(
         {
             "command": "bench",
             "task": report.task,
-            "status": status,
+            "status": "interrupted" if report.interrupted else "finished",
             "environment": report.environment,
             "report": "bench.json",
         }
     )
     folder.close()
-    return path
+    return written
 
 
-def _gate(report: BenchReport, gate: Gate) -> int:
+def gate_exit_code(report: BenchReport, gate: Gate) -> int:
     """The exit code that ``--gate`` asks for."""
     if gate == "off":
         return EXIT_OK

@@ -38,7 +38,7 @@ def render(report: BenchReport, console: Console) -> None:
     console.print(Group(_speed(report), *([_memory(report)] if _has_memory(report) else [])))
     if any(each.requirements for each in report.precisions):
         console.print(_requirements(report))
-    for line in _remarks(report):
+    for line in remarks(report):
         console.print(Text(line), soft_wrap=False)
     console.print()
     for index, sentence in enumerate(report.verdict):
@@ -46,7 +46,7 @@ def render(report: BenchReport, console: Console) -> None:
 
 
 def _speed(report: BenchReport) -> Table:
-    table = _new_table()
+    table = new_table()
     table.add_column("precision", no_wrap=True)
     table.add_column("step ms", justify="right", no_wrap=True)
     table.add_column("speed, vs fp32", justify="right", no_wrap=True)
@@ -71,13 +71,13 @@ def _speed(report: BenchReport) -> Table:
 
 
 def _memory(report: BenchReport) -> Table:
-    table = _new_table()
+    table = new_table()
     table.add_column("MB at the peak", no_wrap=True)
     for part in PARTS:
         table.add_column(_SHORT.get(part, part), justify="right", no_wrap=True)
     for each in report.precisions:
         if each.memory:
-            sizes = [f"{each.memory[part] / 1e6:,.1f}" for part in PARTS]
+            sizes = [f"{each.memory.get(part, 0) / 1e6:,.1f}" for part in PARTS]
             table.add_row(each.name, *sizes)
     return table
 
@@ -87,7 +87,7 @@ def _has_memory(report: BenchReport) -> bool:
 
 
 def _requirements(report: BenchReport) -> Table:
-    table = _new_table()
+    table = new_table()
     table.add_column("requirement", no_wrap=True)
     table.add_column("precision", no_wrap=True)
     table.add_column("status", no_wrap=True)
@@ -95,7 +95,7 @@ def _requirements(report: BenchReport) -> Table:
     for each in report.precisions:
         for name, requirement in each.requirements.items():
             table.add_row(
-                f"{_asked(name, requirement)}",
+                f"{asked(name, requirement)}",
                 each.name,
                 Text(_SIGNS[requirement.status], style=_STYLES[requirement.status]),
                 _why(each, requirement),
@@ -108,7 +108,8 @@ def _why(precision: PrecisionResult, requirement: Requirement) -> str:
     return "see below" if requirement.reason == precision.reason else requirement.reason
 
 
-def _asked(name: str, requirement: Requirement) -> str:
+def asked(name: str, requirement: Requirement) -> str:
+    """A requirement as it was asked."""
     if name == "speedup":
         return f"speedup >= {requirement.threshold:g}"
     if name == "memory_reduction":
@@ -116,13 +117,15 @@ def _asked(name: str, requirement: Requirement) -> str:
     return f"accuracy diff < {requirement.threshold:g}"
 
 
-def _remarks(report: BenchReport) -> list[str]:
+def remarks(report: BenchReport) -> list[str]:
+    """What was not measured, and why, and what a reader should know."""
     remarks = [f"{each.status}: {each.reason}" for each in report.precisions if each.reason]
     remarks += [f"left out: {name}: {why}" for name, why in report.left_out.items()]
     return remarks + report.notes
 
 
-def _new_table() -> Table:
+def new_table() -> Table:
+    """A table with a rule below its head and nothing else."""
     return Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
 
 

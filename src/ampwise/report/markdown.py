@@ -1,0 +1,49 @@
+"""A bench report as Markdown, for pull requests and notes."""
+
+from __future__ import annotations
+
+from ampwise.bench.result import BenchReport
+from ampwise.report.bench import asked, remarks
+from ampwise.report.html import number
+
+
+def to_markdown(report: BenchReport) -> str:
+    """Verdict, requirements, and a table of the figures."""
+    environment = report.environment
+    lines = [f"# {_cell(report.task)}", ""]
+    lines += [_cell(each) + "  " for each in report.verdict]
+    lines += ["", "| requirement | precision | status | why |", "| --- | --- | --- | --- |"]
+    lines += [
+        f"| {asked(name, each)} | {_cell(precision.name)} | {each.status} | {_cell(each.reason)} |"
+        for precision in report.precisions
+        for name, each in precision.requirements.items()
+    ]
+    lines += [
+        "",
+        "| precision | step ms | speed, vs fp32 | peak memory | saved | accuracy difference |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for each in report.precisions:
+        peak = None if each.peak_memory_bytes is None else each.peak_memory_bytes / 1e6
+        parity = None if report.parity is None else report.parity.arms.get(each.name)
+        cells = [
+            _cell(each.name),
+            number(each.step_ms.median, ",.2f") if each.step_ms else each.status,
+            str(each.speedup or ""),
+            f"{number(peak, ',.1f')} MB" if peak else "",
+            number(each.memory_reduction, ".1%"),
+            "" if parity is None else number(parity.difference, "+.4f"),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", *(f"- {_cell(each)}" for each in remarks(report))]
+    machine = f"{_cell(environment['device_name'])}, {environment['threads']} threads"
+    versions = f"torch {environment['torch']}, ampwise {environment['ampwise']}"
+    lines += ["", f"{machine}, {versions}; {report.rounds} rounds."]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(text: str) -> str:
+    """Text that cannot end a cell, or begin markup."""
+    for each in "\\`*_[]<>|":
+        text = text.replace(each, f"\\{each}")
+    return " ".join(text.split())
