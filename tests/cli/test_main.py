@@ -57,7 +57,10 @@ def test_version(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["bensh"], "unknown command 'bensh': expected one of bench, report, train, advise; did you mean"),
+        (
+            ["bensh"],
+            "unknown command 'bensh': expected one of bench, verify, report, train, advise; did you mean",
+        ),
         (["--hlep"], "unknown option '--hlep': expected one of --help, --version; did you mean"),
         (["advise", "--devise", "cpu"], "unknown option --devise; did you mean '--device'?"),
         (["advise", "charlm"], "unexpected argument 'charlm': ampwise advise takes options only"),

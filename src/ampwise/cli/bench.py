@@ -86,7 +86,7 @@ def run(options: Options) -> int:
 
     rounds, budget_s, parity_budget_s = _BUDGETS["quick" if options.quick else "full"]
     config = BenchConfig(
-        device=_device(options.device),
+        device=device_of(options.device),
         precisions=_policies(options.precisions),
         seed=options.seed,
         accumulate=options.accumulate,
@@ -172,7 +172,7 @@ def _policies(text: str | None) -> list[Policy] | None:
     return [Policy.parse(each) for each in names]
 
 
-def _device(name: str | None) -> torch.device:
+def device_of(name: str | None) -> torch.device:
     """The device to use; an absent one becomes the CPU, and that is said."""
     import torch
 

@@ -26,7 +26,7 @@ def to_device(batch: Any, device: torch.device | str, *, non_blocking: bool = Tr
         except TypeError:  # its own `to`, without that option
             return leaf.to(target)
 
-    return _map(batch, move)
+    return changed(batch, move)
 
 
 def pin(batch: Any) -> Any:
@@ -38,12 +38,12 @@ def pin(batch: Any) -> Any:
             return leaf.pin_memory() if fits else leaf
         return leaf.pin_memory() if hasattr(leaf, "pin_memory") else leaf
 
-    return _map(batch, pinned)
+    return changed(batch, pinned)
 
 
 def clone(batch: Any) -> Any:
     """The same nesting with a copy of every tensor."""
-    return _map(batch, lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
+    return changed(batch, lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
 
 
 def leaves(batch: Any, path: str = "batch") -> Iterator[tuple[str, Tensor]]:
@@ -61,20 +61,21 @@ def leaves(batch: Any, path: str = "batch") -> Iterator[tuple[str, Tensor]]:
             yield from leaves(getattr(batch, field.name), f"{path}.{field.name}")
 
 
-def _map(value: Any, change: Callable[[Any], Any]) -> Any:
+def changed(value: Any, change: Callable[[Any], Any]) -> Any:
+    """The same nesting with every tensor (or thing that moves itself) changed."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, Mapping):
-        changed = {key: _map(each, change) for key, each in value.items()}
-        return _like(value, changed) if type(value) is not dict else changed
+        entries = {key: changed(each, change) for key, each in value.items()}
+        return _like(value, entries) if type(value) is not dict else entries
     if hasattr(value, "to") and not isinstance(value, type):
         return change(value)  # something that moves itself, such as a PackedSequence or a graph
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_map(each, change) for each in value))
+        return type(value)(*(changed(each, change) for each in value))
     if isinstance(value, tuple | list):
-        return type(value)(_map(each, change) for each in value)
+        return type(value)(changed(each, change) for each in value)
     if _is_dataclass(value):
-        return _map_dataclass(value, change)
+        return _changed_dataclass(value, change)
     return value
 
 
@@ -88,11 +89,11 @@ def _like(original: Mapping[Any, Any], changed: dict[Any, Any]) -> Any:
     return clone
 
 
-def _map_dataclass(value: Any, change: Callable[[Any], Any]) -> Any:
+def _changed_dataclass(value: Any, change: Callable[[Any], Any]) -> Any:
     """A copy with the fields changed; the constructor, and its checks, are not run again."""
     clone = copy.copy(value)
     for field in dataclasses.fields(value):
-        object.__setattr__(clone, field.name, _map(getattr(value, field.name), change))
+        object.__setattr__(clone, field.name, changed(getattr(value, field.name), change))
     return clone
 
 

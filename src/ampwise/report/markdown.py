@@ -10,11 +10,11 @@ from ampwise.report.html import number
 def to_markdown(report: BenchReport) -> str:
     """Verdict, requirements, and a table of the figures."""
     environment = report.environment
-    lines = [f"# {_cell(report.task)}", ""]
-    lines += [_cell(each) + "  " for each in report.verdict]
+    lines = [f"# {cell(report.task)}", ""]
+    lines += [cell(each) + "  " for each in report.verdict]
     lines += ["", "| requirement | precision | status | why |", "| --- | --- | --- | --- |"]
     lines += [
-        f"| {asked(name, each)} | {_cell(precision.name)} | {each.status} | {_cell(each.reason)} |"
+        f"| {asked(name, each)} | {cell(precision.name)} | {each.status} | {cell(each.reason)} |"
         for precision in report.precisions
         for name, each in precision.requirements.items()
     ]
@@ -27,7 +27,7 @@ def to_markdown(report: BenchReport) -> str:
         peak = None if each.peak_memory_bytes is None else each.peak_memory_bytes / 1e6
         parity = None if report.parity is None else report.parity.arms.get(each.name)
         cells = [
-            _cell(each.name),
+            cell(each.name),
             number(each.step_ms.median, ",.2f") if each.step_ms else each.status,
             str(each.speedup or ""),
             f"{number(peak, ',.1f')} MB" if peak else "",
@@ -35,14 +35,14 @@ def to_markdown(report: BenchReport) -> str:
             "" if parity is None else number(parity.difference, "+.4f"),
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    lines += ["", *(f"- {_cell(each)}" for each in remarks(report))]
-    machine = f"{_cell(environment['device_name'])}, {environment['threads']} threads"
+    lines += ["", *(f"- {cell(each)}" for each in remarks(report))]
+    machine = f"{cell(environment['device_name'])}, {environment['threads']} threads"
     versions = f"torch {environment['torch']}, ampwise {environment['ampwise']}"
     lines += ["", f"{machine}, {versions}; {report.rounds} rounds."]
     return "\n".join(lines) + "\n"
 
 
-def _cell(text: str) -> str:
+def cell(text: str) -> str:
     """Text that cannot end a cell, or begin markup."""
     for each in "\\`*_[]<>|":
         text = text.replace(each, f"\\{each}")

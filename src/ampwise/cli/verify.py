@@ -1,0 +1,103 @@
+"""``ampwise verify``: every requirement of mixed precision on a task, checked by running it."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from ampwise.cli.options import Common, Gate, positive, write_json
+from ampwise.errors import EXIT_GATE, EXIT_INTERRUPTED, EXIT_OK, UsageError
+
+
+@dataclass
+class Options(Common):
+    """Check every requirement on a task: how, the evidence, a score, and PASS or BLOCK."""
+
+    precision: str | None = None
+    """Precision to verify; default: the device's best, or bf16 where none gains."""
+
+    track: str = "csv"
+    """Comma-separated trackers whose logs are read back: csv, tensorboard, mlflow."""
+
+    bench: bool = True
+    """Measure speed, memory and accuracy, too; --no-bench leaves them out."""
+
+    seeds: int = 12
+    """Paired seeds for accuracy, at most."""
+
+    parity_steps: int | None = None
+    """Steps of each training run for accuracy; default: what five seeds have time for."""
+
+    markdown: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Write the table as Markdown to this file, too."""
+
+    gate: Gate = "off"
+    """Exit with 1 on any failed requirement; "strict": also on one that is not measured."""
+
+
+def run(options: Options) -> int:
+    """Check, print, write ``verify.json``; the exit code."""
+    positive("parity-steps", options.parity_steps)
+    if options.seeds < 0 or options.seeds == 1:
+        raise UsageError(f"seeds: expected 0 (no parity) or at least 2, got {options.seeds}")
+
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    from rich.console import Console
+
+    from ampwise.bench.arm import Settings
+    from ampwise.bench.run import BenchConfig
+    from ampwise.cli.bench import device_of
+    from ampwise.cli.progress import bench_progress
+    from ampwise.policy import Policy
+    from ampwise.report.verify import render, to_markdown
+    from ampwise.tasks import load_task
+    from ampwise.telemetry.files import atomic_write_text
+    from ampwise.telemetry.run import RunFolder, plain
+    from ampwise.trackers import check_names
+    from ampwise.verify.run import VerifyConfig, verify
+
+    track = tuple(each for each in options.track.split(",") if each)
+    check_names(track)
+    policy = None if options.precision is None else Policy.parse(options.precision)
+    settings = Settings(device_of(options.device), options.seed)
+    bench = BenchConfig(
+        settings.device,
+        precisions=None if policy is None else [policy],
+        seed=options.seed,
+        max_rounds=60,
+        budget_s=45.0,
+        max_seeds=options.seeds,
+        parity_steps=options.parity_steps,
+        parity_budget_s=150.0,
+    )
+    task = load_task(options.task, options.settings())
+    config = VerifyConfig(settings, policy, track, bench if options.bench else None)
+    folder = RunFolder.create(options.out, f"verify-{task.name or 'task'}", _ignore)
+    with bench_progress(quiet=options.quiet) as progress:
+        found = verify(task, config, progress)
+
+    text = json.dumps(plain(found.to_json()), indent=2, allow_nan=False)
+    atomic_write_text(folder.path / "verify.json", text + "\n")
+    atomic_write_text(folder.path / "verify.md", to_markdown(found))
+    folder.write({"command": "verify", "task": found.task, "decision": found.decision})
+    folder.close()
+    if options.markdown is not None:
+        atomic_write_text(options.markdown, to_markdown(found))
+    if options.json != "-":
+        render(found, Console())
+        print(f"\nreport: {folder.path / 'verify.json'} and verify.md")
+    write_json(text, options.json)
+    if found.interrupted:
+        return EXIT_INTERRUPTED
+    statuses = {each.status for each in found.findings}
+    bad = {"off": set[str](), "fail": {"fail"}, "strict": {"fail", "not measured"}}[options.gate]
+    return EXIT_GATE if found.decision == "BLOCK" or statuses & bad else EXIT_OK
+
+
+def _ignore(message: str) -> None:
+    """No steps are written to a verification's folder."""

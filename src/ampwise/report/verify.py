@@ -1,0 +1,53 @@
+"""Draws a `Verification` on a terminal, and as Markdown."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.text import Text
+
+from ampwise.report.bench import new_table
+from ampwise.report.markdown import cell
+from ampwise.verify.result import Verification
+
+_STYLES = {"pass": "green", "fail": "red", "not measured": "yellow", "not applicable": "dim"}
+
+
+def render(found: Verification, console: Console) -> None:
+    """Print the table of requirements, the score and the decision."""
+    console.print()
+    console.print(Text(f"{found.task}, {found.precision} on {found.device}", style="bold"))
+    table = new_table()
+    table.add_column("requirement", ratio=2)
+    table.add_column("status", no_wrap=True)
+    table.add_column("evidence", ratio=3)
+    for each in found.findings:
+        status = Text("FAIL" if each.status == "fail" else each.status, style=_STYLES[each.status])
+        table.add_row(Text(each.requirement), status, Text(each.evidence))
+    console.print(table)
+    console.print(Text(decision(found), style="bold"))
+
+
+def decision(found: Verification) -> str:
+    """The last line: decision and score."""
+    ended = "; interrupted" if found.interrupted else ""
+    return (
+        f"{found.decision}: {found.passed} of {len(found.applicable)} requirements measured and "
+        f"met ({found.score:.0%}){ended}"
+    )
+
+
+def to_markdown(found: Verification) -> str:
+    """The same as a traceable table."""
+    lines = [
+        f"# {cell(found.task)}, {cell(found.precision)} on {cell(found.device)}",
+        "",
+        cell(decision(found)),
+        "",
+        "| requirement | critical | how it was checked | status | evidence |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for each in found.findings:
+        critical = "yes" if each.critical else "no"
+        cells = (each.requirement, critical, each.how, each.status, each.evidence)
+        lines.append(f"| {' | '.join(map(cell, cells))} |")
+    return "\n".join(lines) + "\n"

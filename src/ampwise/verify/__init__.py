@@ -1,0 +1,1 @@
+"""Every requirement of mixed precision on a task, checked by running it."""

@@ -1,0 +1,87 @@
+"""What `ampwise verify` found, as plain values."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+SCHEMA = "ampwise.verify/1"
+
+Status = Literal["pass", "fail", "not measured", "not applicable"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One requirement, traced to what was seen.
+
+    Attributes
+    ----------
+    id, requirement
+        Which one.
+    how
+        How it was checked.
+    status, evidence
+        What came of it, with the figures.
+    critical
+        Whether its failure blocks.
+    """
+
+    id: str
+    requirement: str
+    how: str
+    status: Status
+    evidence: str
+    critical: bool
+
+
+@dataclass
+class Verification:
+    """All requirements of one task.
+
+    Attributes
+    ----------
+    precision
+        The policy that was verified.
+    scaled
+        The policy under which loss scaling was exercised.
+    """
+
+    task: str
+    device: str
+    precision: str
+    scaled: str
+    environment: dict[str, Any]
+    findings: list[Finding] = field(default_factory=list[Finding])
+    interrupted: bool = False
+
+    @property
+    def applicable(self) -> list[Finding]:
+        """Requirements that this machine and these settings can be held to."""
+        return [each for each in self.findings if each.status != "not applicable"]
+
+    @property
+    def passed(self) -> int:
+        """Requirements measured and met."""
+        return sum(each.status == "pass" for each in self.findings)
+
+    @property
+    def score(self) -> float:
+        """Passed over applicable; what is not measured counts as not passed."""
+        return self.passed / len(self.applicable) if self.applicable else 0.0
+
+    @property
+    def decision(self) -> Literal["PASS", "BLOCK"]:
+        """BLOCK if a critical requirement fails (or nothing was checked)."""
+        failed = any(each.critical and each.status == "fail" for each in self.findings)
+        return "BLOCK" if failed or not self.findings else "PASS"
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, schema ``ampwise.verify/1``."""
+        return {
+            "schema": SCHEMA,
+            **asdict(self),
+            "score": self.score,
+            "passed": self.passed,
+            "applicable": len(self.applicable),
+            "decision": self.decision,
+        }

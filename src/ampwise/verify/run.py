@@ -1,0 +1,107 @@
+"""Runs every check on a task; one that breaks is reported, and the others go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from ampwise.bench.arm import Arm, Settings
+from ampwise.bench.run import BenchConfig, Progress, run_bench
+from ampwise.bench.trial import HOPELESS, limit_from, try_first_step
+from ampwise.capability import probe
+from ampwise.errors import AmpwiseError, UsageError
+from ampwise.policy import PRESETS, Policy, decide
+from ampwise.tasks import Task
+from ampwise.tasks.checks import first_batch
+from ampwise.telemetry.environment import environment
+from ampwise.verify.checks import CHECKS, Check, Subject
+from ampwise.verify.result import Finding, Verification
+
+
+@dataclass(frozen=True)
+class VerifyConfig:
+    """What to verify.
+
+    Attributes
+    ----------
+    policy
+        The precision; None for what the device is best at, or bf16 where nothing gains.
+    track
+        Trackers whose logs are read back.
+    bench
+        How to measure speed, memory and accuracy; None leaves them out.
+    """
+
+    settings: Settings
+    policy: Policy | None = None
+    track: tuple[str, ...] = ("csv",)
+    bench: BenchConfig | None = field(default=None)
+
+
+def verify(task: Task, config: VerifyConfig, progress: Progress) -> Verification:
+    """Check everything; interrupting (Ctrl-C) ends it with what there is.
+
+    Raises
+    ------
+    UsageError
+        When the precision is float32: there is nothing to verify.
+    """
+    batch = first_batch(task)
+    policy = config.policy or _best(config.settings.device)
+    if not policy.autocast:
+        raise UsageError(f"precision {policy.text}: expected a 16-bit one, such as bf16 or fp16")
+    progress.stage("which precision can scale its loss here")
+    scaled = _scaled(task, config.settings, batch)
+    found = Verification(
+        task.name or "task",
+        str(config.settings.device),
+        policy.text,
+        scaled.text,
+        environment(config.settings.device),
+    )
+    subject = Subject(task, config.settings, policy, scaled, config.track)
+    try:
+        if config.bench is not None:
+            subject.bench = run_bench(task, config.bench, progress)
+            found.interrupted = subject.bench.interrupted
+        for check in CHECKS:
+            if found.interrupted:
+                break
+            progress.stage(check.requirement)
+            found.findings.append(_finding(check, subject))
+    except KeyboardInterrupt:
+        found.interrupted = True
+    return found
+
+
+def _finding(check: Check, subject: Subject) -> Finding:
+    with torch.random.fork_rng():
+        try:
+            status, evidence = check.run(subject)
+        except (AmpwiseError, RuntimeError, OSError) as error:
+            status, evidence = "fail", f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return Finding(check.id, check.requirement, check.how, status, evidence, check.critical)
+
+
+def _best(device: torch.device) -> Policy:
+    """What `auto` takes, or bf16 where that is float32: it can be verified all the same."""
+    policy, _ = decide(None, probe(device))
+    return policy if policy.autocast else PRESETS["bf16"]
+
+
+def _scaled(task: Task, settings: Settings, batch: object) -> Policy:
+    """fp16, or where that is hopeless bf16 with its loss scaled."""
+    if settings.device.type != "cpu":
+        return PRESETS["fp16"]
+
+    def maker(policy: Policy) -> Callable[[], Arm]:
+        return lambda: Arm(task, policy, settings)
+
+    reference = try_first_step(maker(PRESETS["fp32"]), batch, limit_s=600.0)
+    if reference.error:
+        maker(PRESETS["fp32"])().run(batch)  # fails here too, with the task's own traceback
+    trial = try_first_step(maker(PRESETS["fp16"]), batch, limit_from(reference))
+    works = trial.finished and trial.seconds <= HOPELESS * reference.seconds
+    return PRESETS["fp16"] if works else Policy.parse("bf16:scaling=on")

@@ -1,0 +1,218 @@
+"""Every check passes on a sound step, and fails when what it checks is broken."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from ampwise.bench.arm import Settings
+from ampwise.cli.main import main
+from ampwise.policy import PRESETS, Policy
+from ampwise.step import LossScale
+from ampwise.step.buffers import BufferGuard
+from ampwise.step.guard import Guard
+from ampwise.tasks import Task
+from ampwise.trackers import TrackerSet
+from ampwise.training import checkpoint
+from ampwise.verify import checks
+from ampwise.verify.checks import CHECKS, Subject
+from ampwise.verify.result import Finding, Verification
+
+CPU = torch.device("cpu")
+MECHANISMS = [
+    each for each in CHECKS if each.id not in ("speedup", "memory_reduction", "accuracy_difference")
+]
+
+
+def small() -> Task:
+    def data():
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(6):
+            yield (
+                torch.randn(16, 8, generator=generator),
+                torch.randint(0, 4, (16,), generator=generator),
+            )
+
+    return Task(
+        name="small",
+        model=lambda: nn.Sequential(
+            nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.1), nn.ReLU(), nn.Linear(16, 4)
+        ),
+        batches=data,
+        loss=lambda model, batch: nn.functional.cross_entropy(model(batch[0]).float(), batch[1]),
+        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True),
+        evaluate=lambda model: {"loss": 1.0},
+    )
+
+
+def subject(**given) -> Subject:
+    return Subject(
+        small(), Settings(CPU), PRESETS["bf16"], Policy.parse("bf16:scaling=on"), **given
+    )
+
+
+def outcome(name: str, **given):
+    (check,) = [each for each in CHECKS if each.id == name]
+    return check.run(subject(**given))
+
+
+@pytest.mark.parametrize("check", MECHANISMS, ids=lambda each: each.id)
+def test_a_sound_step_passes(check):
+    status, evidence = check.run(subject(track=("csv", "tensorboard")))
+    assert status == "pass", evidence
+    assert evidence
+    assert check.how
+
+
+def test_fp16_itself_passes_where_it_is_tried():
+    made = Subject(small(), Settings(CPU), PRESETS["fp16"], PRESETS["fp16"])
+    for check in MECHANISMS:
+        status, evidence = check.run(made)
+        assert status == "pass", evidence
+
+
+# -- each mechanism broken once --------------------------------------------------------------------
+
+
+def test_a_scale_that_never_moves_fails(monkeypatch):
+    monkeypatch.setattr(LossScale, "update", lambda self, found_inf: None)
+    assert outcome("loss_scaling_adapts")[0] == "fail"
+
+
+def test_a_forward_outside_autocast_fails(monkeypatch):
+    import contextlib
+
+    made = checks.TrainStep
+
+    class Off(made):
+        def autocast(self):
+            stack = contextlib.ExitStack()
+            stack.enter_context(super().autocast())
+            stack.enter_context(torch.autocast("cpu", enabled=False))
+            return stack
+
+    monkeypatch.setattr(checks, "TrainStep", Off)
+    assert outcome("forward_runs_in_autocast")[0] == "fail"
+
+
+def test_a_norm_of_scaled_gradients_fails(monkeypatch):
+    judge = Guard._judge
+    monkeypatch.setattr(Guard, "_judge", lambda self, norm, divisor: judge(self, norm, None))
+    status, evidence = outcome("gradients_are_unscaled_before_clipping")
+    assert status == "fail"
+    assert "in float64" in evidence
+
+
+def test_half_parameters_fail():
+    class Halved(Subject):
+        def step(self, policy, **options):
+            step = super().step(policy, **options)
+            step.model.to(torch.bfloat16)
+            return step
+
+    made = Halved(small(), Settings(CPU), PRESETS["bf16"], PRESETS["fp16"])
+    assert checks.parameters_are_float32(made) == ("fail", "6 tensors in bfloat16")
+
+
+def test_a_log_without_the_scale_fails(monkeypatch):
+    log = TrackerSet.log
+    monkeypatch.setattr(
+        TrackerSet,
+        "log",
+        lambda self, metrics, step: log(
+            self, {k: v for k, v in metrics.items() if k != "amp/loss_scale" or step != 2}, step
+        ),
+    )
+    status, evidence = outcome("loss_scale_is_logged")
+    assert status == "fail"
+    assert evidence.endswith("missing or different in csv")
+
+
+def test_a_tracker_without_a_reader_is_not_called_passed():
+    status, evidence = outcome("loss_scale_is_logged", track=("csv", "wandb"))
+    assert status == "not measured"
+    assert "no reader for wandb" in evidence
+
+
+def test_float32_that_is_not_plain_fails(monkeypatch):
+    step = Guard.step
+
+    def clipped(self, divisor):
+        for group in self.optimizers[0].param_groups:
+            for parameter in group["params"]:
+                parameter.grad.mul_(0.999)
+        step(self, divisor)
+
+    monkeypatch.setattr(Guard, "step", clipped)
+    assert outcome("off_is_plain_float32")[0] == "fail"
+
+
+def test_poisoned_statistics_fail(monkeypatch):
+    monkeypatch.setattr(BufferGuard, "settle", lambda self, found_inf: None)
+    status, evidence = outcome("a_bad_loss_changes_nothing")
+    # The loss is bad only after forward here, so the statistics move on by a good batch.
+    assert status == "fail"
+    assert "running_mean changed" in evidence
+
+
+def test_a_resume_that_forgets_the_optimizer_fails(monkeypatch):
+    restore = checkpoint.restore
+
+    def forgetful(content, trained):
+        content = {**content, "step": {**content["step"], "skipped": 7}}
+        return restore(content, trained)
+
+    monkeypatch.setattr(checkpoint, "restore", forgetful)
+    assert outcome("a_resumed_run_is_the_run")[0] == "fail"
+
+
+def test_without_a_bench_its_figures_are_not_measured():
+    for name in ("speedup", "memory_reduction", "accuracy_difference"):
+        assert outcome(name) == ("not measured", "left out (--no-bench)")
+
+
+# -- score and decision ----------------------------------------------------------------------------
+
+
+def finding(status, critical=True):
+    return Finding("a", "b", "c", status, "d", critical)
+
+
+def test_what_is_not_measured_never_counts_as_passed():
+    found = Verification("t", "cpu", "bf16", "fp16", {}, [
+        finding("pass"), finding("not measured"), finding("not applicable"), finding("pass"),
+    ])  # fmt: skip
+    assert (found.passed, len(found.applicable)) == (2, 3)
+    assert found.score == pytest.approx(2 / 3)
+    assert found.decision == "PASS"
+
+
+@pytest.mark.parametrize(("critical", "decision"), [(True, "BLOCK"), (False, "PASS")])
+def test_only_a_critical_failure_blocks(critical, decision):
+    found = Verification(
+        "t", "cpu", "bf16", "fp16", {}, [finding("pass"), finding("fail", critical)]
+    )
+    assert found.decision == decision
+
+
+def test_nothing_checked_is_no_pass():
+    assert Verification("t", "cpu", "bf16", "fp16", {}).decision == "BLOCK"
+
+
+def test_the_command(tmp_path, capsys):
+    assert (
+        main(["verify", "digits", "--set", "width=4", "--no-bench", "--quiet", "--out", "run"]) == 0
+    )
+    out = capsys.readouterr().out
+    assert "PASS: 10 of 13 requirements measured and met (77%)" in out
+    stored = json.loads((tmp_path / "run" / "verify.json").read_text())
+    assert stored["schema"] == "ampwise.verify/1"
+    assert len(stored["findings"]) == len(CHECKS)
+    assert "| requirement | critical |" in (tmp_path / "run" / "verify.md").read_text()
+    again = ["verify", "digits", "--set", "width=4", "--no-bench", "--quiet"]
+    assert main([*again, "--gate", "strict"]) == 1
+    assert main([*again, "--precision", "fp32"]) == 2
+    assert "expected a 16-bit one" in capsys.readouterr().err
