@@ -99,6 +99,9 @@ def test_gate_alone_means_fail(given, gate, task):
             ["--gate=stritc"],
             "--gate: expected one of off, fail, strict, got 'stritc'; did you mean 'strict'?",
         ),
+        (["--steps", "it's"], '--steps: expected an integer, got "it\'s"'),
+        (["--steps", "x" * 200], f"--steps: expected an integer, got '{'x' * 200}'"),
+        (["--quiet=true"], "--quiet: takes no value"),
         (["a", "b"], "unexpected argument 'b': only one TASK can be given"),
     ],
 )
@@ -182,10 +185,12 @@ def test_a_flag_wins_even_with_its_default_value(tmp_path):
         ("c.toml", "zzz = 3", "unknown key 'zzz'; expected one of json, task, set"),
         ("c.toml", 'config = "other.toml"', "unknown key 'config'"),
         ("c.toml", "steps = 'abc'", "steps: expected an integer, got 'abc'"),
-        ("c.toml", "steps = true", "steps: expected an integer, got 'True'"),
+        ("c.toml", "steps = true", "steps: expected text or a number, got True"),
+        ("c.yaml", "device:", "device: expected text or a number, got None"),
+        ("c.yaml", "task: {a: 1}", "task: expected text or a number, got {'a': 1}"),
         ("c.toml", "quiet = 1", "quiet: expected true or false, got 1"),
         ("c.yaml", "set: size", "set: expected a table of names and values, got 'size'"),
-        ("c.yaml", "steps:", "steps: expected an integer, got 'None'"),
+        ("c.yaml", "steps:", "steps: expected text or a number, got None"),
         ("c.yaml", "gate: of", "gate: expected one of off, fail, strict, got 'of'"),
         ("c.yaml", "- a", "expected options by name, got a list"),
         ("c.yaml", "a: [", "not valid yaml"),
@@ -200,6 +205,13 @@ def test_a_file_that_does_not_fit_is_one_line_with_its_name(tmp_path, name, cont
     said = refusal("--config", str(file))
     assert str(file) in said
     assert message in said
+
+
+def test_a_switch_may_be_on_in_the_file_and_on_the_command_line(tmp_path):
+    file = tmp_path / "c.toml"
+    file.write_text("quiet = true")
+    assert options("--config", str(file), "--quiet").quiet
+    assert options("--config", str(file)).quiet
 
 
 def test_an_empty_file_sets_nothing_and_a_missing_one_is_refused(tmp_path):

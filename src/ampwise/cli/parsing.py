@@ -11,9 +11,10 @@ import contextlib
 import dataclasses
 import io
 import itertools
+import os
 import re
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -46,7 +47,12 @@ def parse(kind: type[T], arguments: Sequence[str], program: str) -> T | None:
         from_file = _tyro(kind, _as_flags(_content(path), kind), program)
     except UsageError as error:
         raise UsageError(f"config file {path}: {error}") from None
-    return _tyro(kind, arguments, program, default=from_file)
+    # A switch that is on by default would be called --no-... on the command line.
+    switches = {name: False for name in _switches(kind) if getattr(from_file, name)}
+    on = dict.fromkeys(switches, True)
+    default = dataclasses.replace(from_file, **switches)  # pyright: ignore[reportArgumentType]
+    options = _tyro(kind, arguments, program, default=default)
+    return dataclasses.replace(options, **on)  # pyright: ignore[reportArgumentType]
 
 
 _STYLE = (tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
@@ -56,8 +62,12 @@ def _tyro(kind: type[T], arguments: Sequence[str], program: str, default: T | No
     """What tyro makes of some arguments; its report of an error as one line."""
     said = io.StringIO()
     default = kind() if default is None else default
+    for word in arguments:
+        flag, equals, _ = word.partition("=")
+        if equals and flag.removeprefix("--").replace("-", "_") in _switches(kind):
+            raise UsageError(f"{flag}: takes no value")
     try:
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        with _wide(), contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
             options, rest = tyro.cli(
                 kind,
                 args=arguments,
@@ -73,6 +83,19 @@ def _tyro(kind: type[T], arguments: Sequence[str], program: str, default: T | No
     return options
 
 
+@contextlib.contextmanager
+def _wide() -> Generator[None]:
+    """Room for any report on one line, so that nothing in it is broken."""
+    before = os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = "100000"
+    try:
+        yield
+    finally:
+        del os.environ["COLUMNS"]
+        if before is not None:
+            os.environ["COLUMNS"] = before
+
+
 def _one_line(report: str, kind: type) -> str:
     """What tyro's boxed report says, in our words where we know the case."""
     text = _first_paragraph(report)
@@ -83,7 +106,7 @@ def _one_line(report: str, kind: type) -> str:
         return (
             f"{found[2]}: expected one of {', '.join(legal)}, got {given!r}{nearest(given, legal)}"
         )
-    if found := re.fullmatch(r"Error parsing (\S+): .*'(.*)'\]?\.?", text):
+    if found := re.fullmatch(r"Error parsing (\S+): .*?['\"](.*)['\"]\]?\.?", text):
         hint = _hint(kind, found[1])
         kinds = {int: "an integer", float: "a number"}
         expected = next(
@@ -114,6 +137,12 @@ def _unknown(argument: str, kind: type, program: str) -> str:
     flags = [f"--{name.replace('_', '-')}" for name in _names(kind) if name != "task"]
     hint = nearest(spelling, flags) or f"; {program} --help lists the options"
     return f"unknown option {spelling}{hint}"
+
+
+def _switches(kind: type) -> list[str]:
+    """Fields that are bare flags, off by default."""
+    off = {field.name for field in dataclasses.fields(kind) if field.default is False}
+    return [name for name in _names(kind) if name in off]
 
 
 def _names(kind: type) -> list[str]:
@@ -154,6 +183,8 @@ def _as_flag(name: str, value: Any, hint: Any) -> list[str]:
         if not isinstance(value, bool):
             raise UsageError(f"{name}: expected true or false, got {value!r}")
         return [flag] if value else []
+    if value is None or isinstance(value, bool | Mapping):
+        raise UsageError(f"{name}: expected text or a number, got {value!r}")
     if isinstance(value, list):
         value = ",".join(map(str, typing.cast("list[Any]", value)))
     return [str(value)] if name == "task" else [f"{flag}={value}"]
