@@ -166,7 +166,9 @@ def run_parity(
     undecided, started = list(others), time.monotonic()
     report.steps, report.margin = plan.steps, plan.margin
     for seed in range(plan.max_seeds):
-        if not undecided or (seed and time.monotonic() - started > plan.budget_s):
+        # The first look is worth waiting for, up to a point.
+        patience = plan.budget_s * (2 if seed < min(FIRST_LOOK, plan.max_seeds) else 1)
+        if not undecided or (seed and time.monotonic() - started > patience):
             break
         for policy in [baseline, *undecided]:
             progress(policy.text, seed + 1, plan.max_seeds)

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from ampwise.bench.contamination import Contamination
+from ampwise.bench.levers import Levers
 from ampwise.bench.parity import ParityReport
 from ampwise.bench.stats import Interval
 from ampwise.errors import UsageError
@@ -110,6 +111,8 @@ class BenchReport:
         What others took of the machine during the race.
     parity
         How precisions were compared over paired seeds, with loss curves; None when not asked for.
+    levers
+        What else helps, beside precision; None when not asked for.
     interrupted
         Whether the run was stopped before its end.
     """
@@ -127,6 +130,7 @@ class BenchReport:
     noise: Interval | None = None
     contamination: Contamination | None = None
     parity: ParityReport | None = None
+    levers: Levers | None = None
     interrupted: bool = False
 
     def to_json(self) -> dict[str, Any]:

@@ -4,7 +4,8 @@
 2. `memory`: peak memory of whole steps, each arm alone
 3. `race`: all arms resident and in turns
 4. `parity`: each precision trains to a stated budget, under several seeds
-5. `requirements` and `verdict`
+5. `levers`: what else helps, one at a time
+6. `requirements` and `verdict`
 
 The raced steps are real training steps on the task's batches.
 """
@@ -12,6 +13,7 @@ The raced steps are real training steps on the task's batches.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -21,6 +23,7 @@ import torch
 from ampwise.bench.arm import Arm, Settings
 from ampwise.bench.contamination import Watch
 from ampwise.bench.equivalence import FIRST_LOOK, MAX_SEEDS
+from ampwise.bench.levers import Levers, measure_levers, refit
 from ampwise.bench.memory import measure
 from ampwise.bench.parity import ParityPlan, ParityReport, run_parity
 from ampwise.bench.race import FAILURES, Race, in_one_line, run_race, speedups
@@ -61,6 +64,10 @@ class BenchConfig:
         Seconds after which no further seed starts.
     metric
         What parity compares; None for the task's own.
+    levers_s
+        Seconds for the race of each lever beside precision; 0 leaves them out.
+    compiled
+        Whether `torch.compile` is one of them.
     """
 
     device: torch.device
@@ -74,6 +81,8 @@ class BenchConfig:
     parity_steps: int | None = None
     parity_budget_s: float = 900.0
     metric: str | None = None
+    levers_s: float = 0.0
+    compiled: bool = False
     thresholds: Thresholds = field(default_factory=Thresholds)
 
 
@@ -194,6 +203,9 @@ def _measure(
         report.parity = ParityReport()
         plan = _plan(config, [results[policy.text] for policy in running])
         run_parity(task, running, settings, plan, report.parity, progress.seed)
+    if config.levers_s:
+        report.levers = Levers()
+        _levers(task, config, running, batches, report, progress)
 
 
 def _race(
@@ -231,12 +243,48 @@ def _race(
         _note_arm(arm, batch, results[arm.name])
 
 
+def _levers(
+    task: Task,
+    config: BenchConfig,
+    policies: Sequence[Policy],
+    batches: Sequence[Any],
+    report: BenchReport,
+    progress: Progress,
+) -> None:
+    """Levers beside precision, in the fastest precision that may be used."""
+    assert report.levers is not None
+    results = {each.name: each for each in report.precisions}
+    settings = Settings(config.device, config.seed, config.accumulate, config.max_grad_norm)
+
+    def speed(policy: Policy) -> float:
+        found = results[policy.text].speedup
+        return 1.0 if found is None else found.median
+
+    policy = max(policies, key=speed)
+    measure_levers(
+        task,
+        policy,
+        settings,
+        batches,
+        report.levers,
+        compiled=config.compiled,
+        budget_s=config.levers_s,
+        progress=lambda name: progress.stage(f"lever: {name}"),
+    )
+    smallest = min(policies, key=lambda each: results[each.text].peak_memory_bytes or math.inf)
+    limit = results[BASELINE].peak_memory_bytes
+    if smallest.autocast and limit:
+        progress.stage("the batch that fits into fp32's memory")
+        report.levers.refit = refit(task, smallest, settings, batches[0], limit, config.levers_s)
+
+
 def _plan(config: BenchConfig, results: Sequence[PrecisionResult]) -> ParityPlan:
     """Training runs of the asked length, or of one that leaves room for the first look."""
     steps = config.parity_steps
     if steps is None:
         step_s = sum(each.step_ms.median for each in results if each.step_ms) / 1e3
-        fits = config.parity_budget_s / (FIRST_LOOK * step_s * config.accumulate)
+        # Building models and evaluating them takes its share, too.
+        fits = 0.6 * config.parity_budget_s / (FIRST_LOOK * step_s * config.accumulate)
         steps = max(20, min(300, int(fits) // 10 * 10))
     return ParityPlan(
         steps,

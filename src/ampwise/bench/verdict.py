@@ -8,6 +8,7 @@ from ampwise.bench.requirements import Thresholds
 from ampwise.bench.result import BenchReport, PrecisionResult
 
 _WORTH_A_SWITCH = 1.05
+_WORTH_SAVING = 0.05
 _ONLY_FOR_MEMORY = ": worth it only if memory, not time, is what limits you."
 
 
@@ -35,8 +36,29 @@ def verdict(report: BenchReport, thresholds: Thresholds) -> list[str]:
     ]
     said += [f"Do not use {each.name}: it trains worse than fp32." for each in worse]
     said += _memory(baseline, measured)
-    said += _bottleneck(baseline, best)
+    said += _bottleneck(baseline, best) + _next(report)
     return said + _accuracy(report)
+
+
+def _next(report: BenchReport) -> list[str]:
+    """What to try next: levers that were measured and helped."""
+    if report.levers is None:
+        return []
+    said: list[str] = []
+    for each in report.levers.results:
+        if each.speedup is not None and each.speedup.low >= _WORTH_A_SWITCH:
+            said.append(f"Next: {each.name}, {each.speedup} as fast in {each.precision}.")
+        elif (each.memory_reduction or 0) >= _WORTH_SAVING:
+            said.append(f"Next: {each.name} saves {each.memory_reduction:.0%} of the peak memory.")
+    refit = report.levers.refit
+    if refit is not None and refit.samples_per_s_ratio is not None:
+        ratio = refit.samples_per_s_ratio
+        if ratio.low >= _WORTH_A_SWITCH:
+            said.append(
+                f"Next: with {refit.precision} a batch {refit.times}x as large fits into fp32's "
+                f"memory and trains {ratio} as many {report.unit} a second."
+            )
+    return said
 
 
 def _accuracy(report: BenchReport) -> list[str]:

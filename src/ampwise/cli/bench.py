@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from ampwise.policy import Policy
     from ampwise.telemetry.run import RunFolder
 
-_BUDGETS = {"full": (200, 300.0, 1200.0), "quick": (60, 45.0, 150.0)}
-"""Rounds of the race, its seconds, and the seconds of parity."""
+_BUDGETS = {"full": (200, 300.0, 1200.0, 30.0), "quick": (60, 45.0, 120.0, 8.0)}
+"""Rounds of the race, its seconds, the seconds of parity, and those of each lever."""
 
 
 @dataclass
@@ -60,6 +60,12 @@ class Options(Common):
     max_accuracy_difference: float = 0.01
     """Requirement: held-out metric within this of fp32's; for a loss, relative to it."""
 
+    levers: bool = True
+    """Measure what else helps, beside precision; --no-levers leaves it out."""
+
+    compile: bool = False
+    """Try torch.compile as one of the levers; it takes a while and needs a compiler."""
+
     gate: Gate = "off"
     """Exit with 1 when a requirement fails; "strict": also when one is not measured."""
 
@@ -84,7 +90,7 @@ def run(options: Options) -> int:
     from ampwise.tasks import load_task
     from ampwise.telemetry.run import RunFolder
 
-    rounds, budget_s, parity_budget_s = _BUDGETS["quick" if options.quick else "full"]
+    rounds, budget_s, parity_budget_s, levers_s = _BUDGETS["quick" if options.quick else "full"]
     config = BenchConfig(
         device=device_of(options.device),
         precisions=_policies(options.precisions),
@@ -97,6 +103,8 @@ def run(options: Options) -> int:
         parity_steps=options.parity_steps,
         parity_budget_s=parity_budget_s,
         metric=options.metric,
+        levers_s=levers_s if options.levers else 0.0,
+        compiled=options.compile,
         thresholds=Thresholds(
             options.min_speedup, options.min_memory_reduction, options.max_accuracy_difference
         ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +44,25 @@ def pin(batch: Any) -> Any:
 def clone(batch: Any) -> Any:
     """The same nesting with a copy of every tensor."""
     return changed(batch, lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
+
+
+def joined(batches: Sequence[Any]) -> Any:
+    """Batches of one nesting as one, tensors joined along their first dimension.
+
+    Raises
+    ------
+    TypeError
+        When a batch holds something that has no first dimension, or moves itself.
+    """
+    columns = [list(leaves(batch)) for batch in batches]
+
+    def join(leaf: Any) -> Any:
+        parts = [column.pop(0)[1] for column in columns]
+        if not isinstance(leaf, Tensor) or not leaf.dim():
+            raise TypeError(f"batches cannot be joined: they hold {type(leaf).__name__} scalars")
+        return torch.cat(parts)
+
+    return changed(batches[0], join)
 
 
 def leaves(batch: Any, path: str = "batch") -> Iterator[tuple[str, Tensor]]:

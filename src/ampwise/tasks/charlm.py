@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ampwise.errors import TaskError
+from ampwise.losses import linear_cross_entropy
 from ampwise.tasks.task import Task
 
 VOCABULARY = 256
@@ -121,7 +122,7 @@ def language_model(
         )
     epoch = _Epoch(training, shape, batches, seed)
     check = _Windows(held_out, shape.context, HELD_OUT_WINDOWS)
-    return Task(
+    plain = Task(
         name=name,
         model=lambda: Transformer(shape),
         batches=lambda: iter(epoch),
@@ -139,6 +140,8 @@ def language_model(
             "samples": "bytes",
         },
     )
+    chunked = dataclasses.replace(plain, loss=chunked_loss)
+    return dataclasses.replace(plain, levers={"chunked cross-entropy": lambda: chunked})
 
 
 def standard_library() -> list[bytes]:
@@ -172,10 +175,14 @@ class Transformer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits of the byte after each position."""
+        return self.head(self.hidden(x))
+
+    def hidden(self, x: Tensor) -> Tensor:
+        """What the head reads: (batch, context, width)."""
         x = self.tokens(x) + self.positions(torch.arange(x.size(1), device=x.device))
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x))
+        return self.norm(x)
 
 
 class Block(nn.Module):
@@ -213,6 +220,13 @@ def loss(model: nn.Module, windows: Tensor) -> Tensor:
     """Mean cross-entropy of the next byte, in nats; windows are (batch, context + 1) of int64."""
     logits = model(windows[:, :-1])
     return F.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten())
+
+
+def chunked_loss(model: nn.Module, windows: Tensor) -> Tensor:
+    """The same, without ever holding the logits of all positions."""
+    assert isinstance(model, Transformer)
+    hidden = model.hidden(windows[:, :-1])
+    return linear_cross_entropy(hidden, model.head.weight, windows[:, 1:])
 
 
 def _initialise(module: nn.Module) -> None:

@@ -36,6 +36,9 @@ class Task:
     higher_is_better
         Direction of each metric. A metric that is not listed: higher is better, unless its
         name contains ``loss``, ``error`` or ``perplexity``.
+    levers
+        Variants of the task that should train the same and cost less, by name: ``bench`` measures
+        each against the task itself.
     chance
         Metrics of a model that has learnt nothing, such as ``{"accuracy": 0.1}``: what training has
         to beat before precisions are compared. Default: the metrics before training.
@@ -56,6 +59,9 @@ class Task:
     name: str = ""
     samples: Callable[[Any], int] | None = None
     higher_is_better: Mapping[str, bool] = field(default_factory=dict[str, bool])
+    levers: Mapping[str, Callable[[], Task]] = field(
+        default_factory=dict[str, "Callable[[], Task]"]
+    )
     chance: Mapping[str, float] = field(default_factory=dict[str, float])
     info: Mapping[str, str | int | float] = field(default_factory=dict[str, str | int | float])
 

@@ -1,0 +1,272 @@
+"""What else makes a run faster or smaller, one at a time, and never credited to a precision.
+
+Each lever is measured against the same task in the same precision without it: the speed in a race
+of its own, the peak memory by itself. A lever that does not apply is left out; one that fails says
+why. Beside them, the batch is re-fit: how far it can grow until the peak memory is float32's again,
+and what that does for the rate.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+
+from ampwise.bench.arm import Arm, Settings
+from ampwise.bench.memory import measure
+from ampwise.bench.race import FAILURES, Race, in_one_line, run_race, speedups
+from ampwise.bench.stats import Interval
+from ampwise.data import leaves
+from ampwise.data.move import changed, joined
+from ampwise.policy import Policy
+from ampwise.tasks import Task
+from ampwise.tasks.checks import samples_in
+
+_FUSED = (Adam, AdamW, SGD, Adagrad)
+_PLAIN = "as it is"
+_ROUNDS = 40
+_LARGEST = 64
+
+
+@dataclass
+class LeverResult:
+    """One lever, against the same precision without it.
+
+    Attributes
+    ----------
+    speedup
+        Times as fast as without it.
+    memory_reduction
+        Share of the peak that it saves.
+    reason
+        Why it was not measured.
+    """
+
+    name: str
+    precision: str
+    speedup: Interval | None = None
+    memory_reduction: float | None = None
+    reason: str = ""
+
+
+@dataclass
+class Refit:
+    """The larger batch that the freed memory allows.
+
+    Attributes
+    ----------
+    times
+        How many of the task's batches fit into one.
+    samples_per_s_ratio
+        Rate with it over the rate with the task's own batch, in the same precision.
+    peak_memory_bytes, limit_bytes
+        Its peak, and float32's with the task's batch.
+    """
+
+    precision: str
+    times: int
+    samples: int
+    samples_per_s_ratio: Interval | None
+    peak_memory_bytes: int
+    limit_bytes: int
+
+
+@dataclass
+class Levers:
+    """All of them."""
+
+    results: list[LeverResult] = field(default_factory=list[LeverResult])
+    refit: Refit | None = None
+
+
+def measure_levers(
+    task: Task,
+    policy: Policy,
+    settings: Settings,
+    batches: Sequence[Any],
+    found: Levers,
+    *,
+    compiled: bool,
+    budget_s: float,
+    progress: Callable[[str], None],
+) -> None:
+    """Measure every lever that applies; fills `found` as it goes.
+
+    Parameters
+    ----------
+    batches
+        A few batches of the task.
+    compiled
+        Whether to try `torch.compile`, which takes a while.
+    budget_s
+        Seconds for each race.
+    """
+
+    def plain() -> Arm:
+        return _named(Arm(task, policy, settings), _PLAIN)
+
+    before = measure(plain, batches, settings.device).peak_bytes
+    for name, make in _levers(task, policy, settings, batches[0], compiled=compiled).items():
+        progress(name)
+        result = LeverResult(name, policy.text)
+        found.results.append(result)
+        try:
+            after = measure(make, batches, settings.device).peak_bytes
+            result.speedup = _speed(plain(), _named(make(), name), _cycle(batches), budget_s)
+            result.memory_reduction = 1 - after / before
+        except (*FAILURES, TypeError, ValueError) as error:
+            result.reason = in_one_line(error)
+
+
+def refit(
+    task: Task,
+    policy: Policy,
+    settings: Settings,
+    batch: Any,
+    limit_bytes: int,
+    budget_s: float,
+) -> Refit | None:
+    """The largest multiple of the task's batch whose peak stays below `limit_bytes`.
+
+    None where batches cannot be joined, or not even two of them fit.
+    """
+
+    def peak(times: int) -> int:
+        together = joined([batch] * times)
+        return measure(
+            lambda: Arm(task, policy, settings), [together] * 2, settings.device
+        ).peak_bytes
+
+    try:
+        best, size = 1, 0
+        step = 2
+        while step <= _LARGEST and (needed := peak(step)) <= limit_bytes:
+            best, size, step = step, needed, step * 2
+        low, high = best, min(step, _LARGEST + 1)
+        while high - low > 1:  # between the last that fits and the first that does not
+            middle = (low + high) // 2
+            if (needed := peak(middle)) <= limit_bytes:
+                low, best, size = middle, middle, needed
+            else:
+                high = middle
+    except (*FAILURES, TypeError):
+        return None
+    if best == 1:
+        return None
+    large = joined([batch] * best)
+    race = _speed(
+        _named(Arm(task, policy, settings), _PLAIN),
+        _Fixed(task, policy, settings, large),
+        _cycle([batch]),
+        budget_s,
+    )
+    rate = None if race is None else Interval(*(each * best for each in dataclasses.astuple(race)))
+    return Refit(policy.text, best, samples_in(task, large), rate, size, limit_bytes)
+
+
+class _Fixed(Arm):
+    """Runs a batch of its own, whatever it is given."""
+
+    def __init__(self, task: Task, policy: Policy, settings: Settings, batch: Any) -> None:
+        super().__init__(task, policy, settings)
+        self.name, self._batch = "larger batch", batch
+
+    def run(self, batch: Any) -> None:  # noqa: ARG002
+        super().run(self._batch)
+
+
+class _ChannelsLast(Arm):
+    """Images and weights with the channels innermost."""
+
+    def __init__(self, task: Task, policy: Policy, settings: Settings) -> None:
+        super().__init__(task, policy, settings)
+        self.model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+
+    def run(self, batch: Any) -> None:
+        super().run(changed(batch, _innermost))
+
+
+class _Compiled(Arm):
+    """The model through `torch.compile`."""
+
+    def __init__(self, task: Task, policy: Policy, settings: Settings) -> None:
+        super().__init__(task, policy, settings)
+        self.model.compile()
+
+
+def _levers(
+    task: Task, policy: Policy, settings: Settings, batch: Any, *, compiled: bool
+) -> dict[str, Callable[[], Arm]]:
+    """Those that apply to the task, by name."""
+    found: dict[str, Callable[[], Arm]] = {}
+    probe = Arm(task, policy, settings)
+    if _could_be_fused(probe.optimizer):
+        fused = dataclasses.replace(task, optimizer=_fused(task))
+        found["fused optimizer"] = lambda: Arm(fused, policy, settings)
+    images = any(tensor.dim() == 4 for _, tensor in leaves(batch))
+    if images and any(isinstance(each, nn.Conv2d) for each in probe.model.modules()):
+        found["channels_last"] = lambda: _ChannelsLast(task, policy, settings)
+    for name, variant in task.levers.items():
+        found[name] = lambda variant=variant: Arm(variant(), policy, settings)
+    if compiled:
+        found["torch.compile"] = lambda: _Compiled(task, policy, settings)
+    return found
+
+
+def _could_be_fused(optimizer: Optimizer) -> bool:
+    return type(optimizer) in _FUSED and not any(each["fused"] for each in optimizer.param_groups)
+
+
+def _fused(task: Task) -> Callable[[nn.Module], Optimizer]:
+    """The task's optimizer with the same settings, fused."""
+
+    def make(model: nn.Module) -> Optimizer:
+        assert task.optimizer is not None  # the default one is fused
+        plain = task.optimizer(model)
+        switched = {"fused": True, "foreach": None}
+        groups = [{**group, **switched} for group in plain.param_groups]
+        kind: Any = type(plain)
+        accepted = inspect.signature(
+            kind
+        ).parameters  # defaults hold more than the constructor takes
+        settings = {k: v for k, v in {**plain.defaults, **switched}.items() if k in accepted}
+        return kind(groups, **settings)
+
+    return make
+
+
+def _speed(plain: Arm, other: Arm, batches: Iterator[Any], budget_s: float) -> Interval | None:
+    race = Race()
+    run_race(
+        [plain, other],
+        batches,
+        race,
+        max_rounds=_ROUNDS,
+        budget_s=budget_s,
+        progress=lambda race: None,  # noqa: ARG005
+    )
+    if other.name in race.fell_out:
+        raise RuntimeError(race.fell_out[other.name])
+    return speedups(race, plain.name).get(other.name)
+
+
+def _named(arm: Arm, name: str) -> Arm:
+    arm.name = name
+    return arm
+
+
+def _cycle(batches: Sequence[Any]) -> Iterator[Any]:
+    while True:
+        yield from batches
+
+
+def _innermost(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor) and leaf.dim() == 4:
+        return leaf.contiguous(memory_format=torch.channels_last)
+    return leaf

@@ -1,0 +1,158 @@
+"""Levers: found where they apply, measured apart, and never part of a precision's figures."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from ampwise.bench.arm import Settings
+from ampwise.bench.levers import LeverResult, Levers, Refit, _fused, measure_levers, refit
+from ampwise.bench.memory import measure
+from ampwise.bench.requirements import Thresholds
+from ampwise.bench.stats import Interval
+from ampwise.bench.verdict import verdict
+from ampwise.data.move import joined
+from ampwise.policy import PRESETS
+from ampwise.tasks import Task, load_task
+from tests.report.test_report import report
+
+SETTINGS = Settings(torch.device("cpu"))
+
+
+def small(optimizer=None, images: bool = False, size: int = 16) -> Task:
+    def data():
+        generator = torch.Generator().manual_seed(0)
+        shape = (size, 3, 8, 8) if images else (size, 12)
+        for _ in range(3):
+            yield torch.randn(shape, generator=generator)
+
+    def model():
+        if images:
+            return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 4))
+        return nn.Sequential(nn.Linear(12, 64), nn.ReLU(), nn.Linear(64, 4))
+
+    return Task(
+        name="small",
+        model=model,
+        batches=data,
+        loss=lambda net, x: net(x).float().square().mean(),
+        optimizer=optimizer,
+    )
+
+
+def levers_of(task: Task, **given) -> Levers:
+    found = Levers()
+    measure_levers(
+        task, PRESETS["fp32"], SETTINGS, list(task.batches()), found,
+        **({"compiled": False, "budget_s": 3.0, "progress": lambda name: None} | given),
+    )  # fmt: skip
+    return found
+
+
+def names(found: Levers) -> list[str]:
+    return [each.name for each in found.results]
+
+
+def test_each_lever_is_tried_where_it_applies():
+    plain = lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3)  # noqa: E731
+    assert names(levers_of(small())) == []  # the default optimizer is fused
+    (fused,) = levers_of(small(plain)).results
+    assert (fused.name, fused.reason) == ("fused optimizer", "")
+    assert names(levers_of(small(images=True))) == ["channels_last"]
+    tiny = load_task("charlm", {"size": "tiny", "batch": "2", "context": "16"})
+    (found,) = levers_of(tiny).results
+    assert found.name == "chunked cross-entropy"
+    assert found.speedup is not None
+    assert found.memory_reduction is not None
+
+
+def test_a_fused_optimizer_is_the_same_optimizer():
+    def grouped(model):
+        first, *rest = model.parameters()
+        groups = [{"params": [first], "lr": 0.5}, {"params": rest}]
+        return torch.optim.AdamW(groups, lr=0.1, weight_decay=0.3, betas=(0.8, 0.9))
+
+    models = [small().model() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    task = small(grouped)
+    optimizers = [task.optimizer(models[0]), _fused(task)(models[1])]
+    assert optimizers[1].param_groups[0]["fused"]
+    for _ in range(3):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            model(torch.ones(4, 12)).square().mean().backward()
+            optimizer.step()
+    for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_the_chunked_loss_of_charlm_is_its_loss():
+    task = load_task("charlm", {"size": "tiny", "batch": "2", "context": "16"})
+    variant = task.levers["chunked cross-entropy"]()
+    model, batch = task.model(), next(iter(task.batches()))
+    torch.testing.assert_close(task.loss(model, batch), variant.loss(model, batch))
+
+
+def test_a_lever_that_fails_says_why_and_the_others_go_on():
+    def broken() -> Task:
+        def loss(model, x):
+            raise RuntimeError("no kernel for this")
+
+        return dataclasses.replace(small(), loss=loss)
+
+    task = dataclasses.replace(small(images=True), levers={"broken": broken})
+    found = levers_of(task).results
+    assert [each.name for each in found] == ["channels_last", "broken"]
+    assert "no kernel for this" in found[1].reason
+    assert found[1].speedup is None
+
+
+def test_the_larger_batch_is_the_largest_that_fits():
+    task, batch = small(size=64), next(iter(small(size=64).batches()))
+
+    def peak(times: int) -> int:
+        from ampwise.bench.arm import Arm
+
+        large = [joined([batch] * times)] * 2
+        return measure(
+            lambda: Arm(task, PRESETS["bf16"], SETTINGS), large, SETTINGS.device
+        ).peak_bytes
+
+    limit = peak(5) + 100
+    found = refit(task, PRESETS["bf16"], SETTINGS, batch, limit, 3.0)
+    assert isinstance(found, Refit)
+    assert found.times == 5
+    assert found.samples == 5 * 64
+    assert found.peak_memory_bytes <= limit < peak(6)
+    assert refit(task, PRESETS["bf16"], SETTINGS, batch, peak(1) + 100, 3.0) is None
+
+
+def test_joined_batches_of_any_nesting():
+    batch = {"x": torch.ones(2, 3), "pair": (torch.zeros(2), [torch.ones(2, 1)])}
+    large = joined([batch] * 3)
+    assert large["x"].shape == (6, 3)
+    assert large["pair"][1][0].shape == (6, 1)
+    with pytest.raises(TypeError, match="cannot be joined"):
+        joined([{"x": torch.ones(2), "n": torch.tensor(1.0)}] * 2)
+
+
+def test_only_levers_that_helped_are_next_steps():
+    told = report()
+    told.levers = Levers(
+        [
+            LeverResult("fused optimizer", "bf16", Interval(1.2, 1.15, 1.25), 0.0),
+            LeverResult("channels_last", "bf16", Interval(1.02, 0.98, 1.06), 0.0),
+            LeverResult("chunked cross-entropy", "bf16", Interval(0.95, 0.9, 1.0), 0.3),
+        ],
+        Refit("bf16", 2, 64, Interval(1.4, 1.3, 1.5), 90, 100),
+    )
+    said = [each for each in verdict(told, Thresholds()) if each.startswith("Next")]
+    assert said == [
+        "Next: fused optimizer, 1.20x [1.15, 1.25] as fast in bf16.",
+        "Next: chunked cross-entropy saves 30% of the peak memory.",
+        "Next: with bf16 a batch 2x as large fits into fp32's memory and trains 1.40x [1.30, 1.50] "
+        "as many samples a second.",
+    ]
