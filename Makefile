@@ -23,7 +23,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,trackers]'
 	@touch $@
 
-demo: setup  ## Run the main job on real data: every precision side by side (< 4 minutes)
+demo: setup  ## Run the main job on real data: every precision side by side (< 6 minutes)
 	$(BIN)/ampwise bench charlm --quick
 
 test: setup  ## Run the tests (under 10 minutes on 2 cores)

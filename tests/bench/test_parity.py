@@ -37,8 +37,8 @@ def blobs(noise: float = 1.0, lr: float = 1e-2, shuffled: bool = False, **given)
     def evaluate(model):
         logits = model(held_out[0]).float()
         return {
-            "loss": nn.functional.cross_entropy(logits, held_out[1]).item(),
             "accuracy": (logits.argmax(-1) == held_out[1]).float().mean().item(),
+            "loss": nn.functional.cross_entropy(logits, held_out[1]).item(),
         }
 
     return Task(
@@ -135,7 +135,9 @@ def test_two_seeds_of_noise_stay_undecided_and_say_how_many_would_do():
 
 
 def test_an_unknown_metric_names_those_there_are():
-    with pytest.raises(UsageError, match=r"metric 'f1': the task's evaluate\(\) gives loss, acc"):
+    with pytest.raises(
+        UsageError, match=r"metric 'f1': the task's evaluate\(\) gives accuracy, loss"
+    ):
         compared(blobs(), "bf16", steps=1, seeds=2, metric="f1")
 
 

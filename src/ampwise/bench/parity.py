@@ -6,9 +6,9 @@ rate falls to zero, as it does in runs that are meant to end: at a constant rate
 decide where a run stands, and the paired differences spread three times as wide. Seeds are added
 until each precision is decided by `ampwise.bench.equivalence`, or there are enough.
 
-The metric is the task's: ``accuracy`` if its `evaluate` says one, else ``loss``, else the first it
-says. Accuracies are compared by their difference; losses, which have no unit of their own, by their
-difference relative to float32's. A task on which float32 itself learns nothing decides nothing:
+The metric is the first that the task's `evaluate` gives, or another of them by name. Accuracies are
+compared by their difference; losses, which have no unit of their own, by their difference relative
+to float32's. A task on which float32 itself learns nothing decides nothing: there
 everything is as good as everything else there.
 """
 
@@ -50,7 +50,7 @@ class ParityPlan:
     margin
         Differences below this do not matter: absolute, or relative for losses.
     metric
-        Name of the metric; None for the task's own.
+        Name of the metric; None for the first that the task gives.
     budget_s
         Seconds after which no further seed starts.
     """
@@ -235,8 +235,7 @@ def _choose_metric(
         raise UsageError(
             f"metric {asked!r}: the task's evaluate() gives {', '.join(metrics) or 'no metrics'}"
         )
-    preferred = [name for name in ("accuracy", "loss") if name in metrics]
-    report.metric = asked or (preferred or list(metrics) or ["training loss"])[0]
+    report.metric = asked or next(iter(metrics), "training loss")
     report.relative = "loss" in report.metric
     report.higher_is_better = higher_is_better(task, report.metric)
 

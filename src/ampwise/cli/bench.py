@@ -43,7 +43,7 @@ class Options(Common):
     """Steps of each training run for parity; default: what five seeds have time for."""
 
     metric: str | None = None
-    """What parity compares; default: accuracy, else loss, else the first of evaluate()."""
+    """What parity compares; default: the first metric that the task's evaluate() gives."""
 
     accumulate: int = 1
     """Micro-batches in an accumulation window."""
