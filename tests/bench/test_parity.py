@@ -13,7 +13,8 @@ from ampwise.bench.arm import Arm, Settings
 from ampwise.bench.parity import ParityPlan, ParityReport, run_parity
 from ampwise.bench.requirements import Thresholds, judge
 from ampwise.bench.result import PrecisionResult
-from ampwise.errors import UsageError
+from ampwise.bench.run import BenchConfig, run_bench
+from ampwise.errors import TaskError, UsageError
 from ampwise.policy import PRESETS
 from ampwise.step import TrainStep
 from ampwise.tasks import Task
@@ -139,6 +140,25 @@ def test_an_unknown_metric_names_those_there_are():
         UsageError, match=r"metric 'f1': the task's evaluate\(\) gives accuracy, loss"
     ):
         compared(blobs(), "bf16", steps=1, seeds=2, metric="f1")
+
+
+def test_what_parity_cannot_compare_is_said_before_anything_is_measured():
+    import dataclasses
+
+    broken = dataclasses.replace(blobs(), evaluate=lambda model: {"accuracy": math.nan})
+    config = BenchConfig(torch.device("cpu"), [PRESETS["bf16"]])
+    with pytest.raises(TaskError, match=r"evaluate\(\) gives nan as accuracy of a model in fp32"):
+        run_bench(broken, config, Refusing())
+    unknown = dataclasses.replace(config, metric="f1")
+    with pytest.raises(UsageError, match="metric 'f1'"):
+        run_bench(blobs(), unknown, Refusing())
+
+
+class Refusing:
+    """Progress of a bench that must not get to measuring."""
+
+    def stage(self, what):
+        raise AssertionError(what)
 
 
 def test_a_loss_is_compared_relative_to_float32s():

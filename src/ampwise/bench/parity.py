@@ -29,7 +29,7 @@ from scipy import stats
 from ampwise.bench.arm import Arm, Settings
 from ampwise.bench.equivalence import ALPHA, FIRST_LOOK, Decision, Parity, decide, seeds_needed
 from ampwise.bench.race import FAILURES, in_one_line
-from ampwise.errors import UsageError
+from ampwise.errors import TaskError, UsageError
 from ampwise.policy import Policy
 from ampwise.tasks import Task
 from ampwise.tasks.checks import higher_is_better, trained_on
@@ -228,13 +228,32 @@ def _set_rates(arm: Arm, rates: Sequence[float], factor: float) -> None:
             group["lr"] = rate * factor
 
 
-def _choose_metric(
-    task: Task, asked: str | None, metrics: Mapping[str, float], report: ParityReport
-) -> None:
+def check_metric(asked: str | None, metrics: Mapping[str, float]) -> None:
+    """Refuse what cannot be compared: a metric the task does not give, or one that is no number.
+
+    Raises
+    ------
+    UsageError
+        For an unknown metric.
+    TaskError
+        For NaN or inf of a model in float32.
+    """
     if asked is not None and asked not in metrics:
         raise UsageError(
             f"metric {asked!r}: the task's evaluate() gives {', '.join(metrics) or 'no metrics'}"
         )
+    compared = asked or next(iter(metrics), None)
+    if compared is not None and not math.isfinite(metrics[compared]):
+        raise TaskError(
+            f"task evaluate() gives {metrics[compared]} as {compared} of a model in fp32: expected "
+            "a finite number; leave parity out with --seeds 0"
+        )
+
+
+def _choose_metric(
+    task: Task, asked: str | None, metrics: Mapping[str, float], report: ParityReport
+) -> None:
+    check_metric(asked, metrics)
     report.metric = asked or next(iter(metrics), "training loss")
     report.relative = "loss" in report.metric
     report.higher_is_better = higher_is_better(task, report.metric)

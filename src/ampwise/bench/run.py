@@ -25,7 +25,7 @@ from ampwise.bench.contamination import Watch
 from ampwise.bench.equivalence import FIRST_LOOK, MAX_SEEDS
 from ampwise.bench.levers import Levers, measure_levers, refit
 from ampwise.bench.memory import measure
-from ampwise.bench.parity import ParityPlan, ParityReport, run_parity
+from ampwise.bench.parity import ParityPlan, ParityReport, check_metric, run_parity
 from ampwise.bench.race import FAILURES, Race, in_one_line, run_race, speedups
 from ampwise.bench.requirements import Thresholds, judge
 from ampwise.bench.result import BenchReport, PrecisionResult
@@ -186,6 +186,8 @@ def _measure(
     makers = {each.text: _maker(task, each, settings) for each in policies}
     results = {each.name: each for each in report.precisions}
 
+    if config.max_seeds:  # what parity would trip over after minutes is said now
+        check_metric(config.metric, makers[BASELINE]().held_out())
     progress.stage("first step of each precision")
     _first_steps(makers, batches[0], policies, results, config.device)
 

@@ -116,9 +116,10 @@ def run(options: Options) -> int:
         report = run_bench(task, config, progress)
 
     text = json.dumps(report.to_json(), indent=2, allow_nan=False)
+    if options.json != "-":  # first, so that a full disk loses nothing
+        render(report, Console())
     written = _store(folder, text, report)
     if options.json != "-":
-        render(report, Console())
         print(f"\nreport: {' and '.join(map(str, written))}")
     write_json(text, options.json)
     if report.interrupted:
