@@ -411,6 +411,35 @@ def test_verdict_never_picks_a_fast_precision_that_diverged(loss):
     assert verdict(told, Thresholds())[0].startswith("Use bf16")
 
 
+def test_verdict_names_a_precision_that_only_costs():
+    slow = PrecisionResult("fp16", speedup=Interval(0.2, 0.19, 0.21), note="emulated")
+    said = verdict(report_of(precision(1.9, 0.3), slow), Thresholds())
+    assert "fp16 is slower than fp32, 0.20x [0.19, 0.21]: emulated." in said
+
+
+def test_verdict_tells_memory_traffic_from_arithmetic():
+    bound = precision(1.2, 0.3, matmul_speedup=6.0)
+    said = verdict(report_of(bound), Thresholds())
+    assert any(each.startswith("Products alone are 6.0x as fast in bf16") for each in said)
+    free = precision(3.5, 0.3, matmul_speedup=6.0)
+    assert not any("memory traffic" in each for each in verdict(report_of(free), Thresholds()))
+
+
+def test_verdict_names_a_slow_loader():
+    said = verdict(report_of(precision(1.9, 0.3), loading_ms=25.0), Thresholds())
+    assert any(
+        each.startswith("A batch takes 25.0 ms to load, 50% of fp32's step") for each in said
+    )
+    said = verdict(report_of(precision(1.9, 0.3), loading_ms=1.0), Thresholds())
+    assert not any("to load" in each for each in said)
+
+
+def test_verdict_names_the_baseline_on_a_gpu():
+    told = report_of(precision(1.9, 0.3))
+    told.device = "cuda:0"
+    assert any("IEEE float32" in each for each in verdict(told, Thresholds()))
+
+
 def test_verdict_without_any_other_precision():
     gone = precision(status="failed", reason="no kernel")
     assert verdict(report_of(gone), Thresholds())[0].startswith("Keep fp32: no other precision")

@@ -22,17 +22,17 @@ from tests.report.test_report import report
 SETTINGS = Settings(torch.device("cpu"))
 
 
-def small(optimizer=None, images: bool = False, size: int = 16) -> Task:
+def small(optimizer=None, images: bool = False, size: int = 16, width: int = 16) -> Task:
     def data():
         generator = torch.Generator().manual_seed(0)
-        shape = (size, 3, 8, 8) if images else (size, 12)
+        shape = (size, 3, 8, 8) if images else (size, width)
         for _ in range(3):
             yield torch.randn(shape, generator=generator)
 
     def model():
         if images:
-            return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 4))
-        return nn.Sequential(nn.Linear(12, 64), nn.ReLU(), nn.Linear(64, 4))
+            return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 8))
+        return nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 8))
 
     return Task(
         name="small",
@@ -47,7 +47,7 @@ def levers_of(task: Task, **given) -> Levers:
     found = Levers()
     measure_levers(
         task, PRESETS["fp32"], SETTINGS, list(task.batches()), found,
-        **({"compiled": False, "budget_s": 3.0, "progress": lambda name: None} | given),
+        **({"compiled": False, "budget_s": 0.3, "progress": lambda name: None} | given),
     )  # fmt: skip
     return found
 
@@ -69,6 +69,18 @@ def test_each_lever_is_tried_where_it_applies():
     assert found.memory_reduction is not None
 
 
+def test_widths_that_are_no_multiple_of_eight_are_padded_and_measured():
+    def odd() -> nn.Module:
+        return nn.Sequential(nn.Linear(12, 65), nn.ReLU(), nn.Linear(65, 8))
+
+    found = levers_of(dataclasses.replace(small(width=12), model=odd)).results
+    assert [each.name for each in found] == [
+        "0 padded from 12x65 to 16x72 (that product alone)",
+        "2 padded from 65x8 to 72x8 (that product alone)",
+    ]
+    assert all(each.speedup is not None for each in found)
+
+
 def test_a_fused_optimizer_is_the_same_optimizer():
     def grouped(model):
         first, *rest = model.parameters()
@@ -83,7 +95,7 @@ def test_a_fused_optimizer_is_the_same_optimizer():
     for _ in range(3):
         for model, optimizer in zip(models, optimizers, strict=True):
             optimizer.zero_grad()
-            model(torch.ones(4, 12)).square().mean().backward()
+            model(torch.ones(4, 16)).square().mean().backward()
             optimizer.step()
     for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
         torch.testing.assert_close(a, b)
@@ -122,12 +134,12 @@ def test_the_larger_batch_is_the_largest_that_fits():
         ).peak_bytes
 
     limit = peak(5) + 100
-    found = refit(task, PRESETS["bf16"], SETTINGS, batch, limit, 3.0)
+    found = refit(task, PRESETS["bf16"], SETTINGS, batch, limit, 0.3)
     assert isinstance(found, Refit)
     assert found.times == 5
     assert found.samples == 5 * 64
     assert found.peak_memory_bytes <= limit < peak(6)
-    assert refit(task, PRESETS["bf16"], SETTINGS, batch, peak(1) + 100, 3.0) is None
+    assert refit(task, PRESETS["bf16"], SETTINGS, batch, peak(1) + 100, 0.3) is None
 
 
 def test_joined_batches_of_any_nesting():

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +22,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from ampwise.bench.arm import Arm, Settings
 from ampwise.bench.memory import measure
 from ampwise.bench.race import FAILURES, Race, in_one_line, run_race, speedups
-from ampwise.bench.stats import Interval
+from ampwise.bench.stats import Interval, paired_speedup
 from ampwise.data import leaves
 from ampwise.data.move import changed, joined
 from ampwise.policy import Policy
@@ -32,6 +33,8 @@ _FUSED = (Adam, AdamW, SGD, Adagrad)
 _PLAIN = "as it is"
 _ROUNDS = 40
 _LARGEST = 64
+_PADDED_LAYERS = 3
+_PADDED_ROUNDS = 45
 
 
 @dataclass
@@ -111,6 +114,7 @@ def measure_levers(
     def plain() -> Arm:
         return _named(Arm(task, policy, settings), _PLAIN)
 
+    found.results += _padding(plain(), batches[0])
     before = measure(plain, batches, settings.device).peak_bytes
     for name, make in _levers(task, policy, settings, batches[0], compiled=compiled).items():
         progress(name)
@@ -217,6 +221,57 @@ def _levers(
     if compiled:
         found["torch.compile"] = lambda: _Compiled(task, policy, settings)
     return found
+
+
+def _padding(arm: Arm, batch: Any) -> list[LeverResult]:
+    """Layers whose width is no multiple of 8: their product as it is, and padded to one.
+
+    Only the product itself is measured, on random data of the shapes seen in one forward.
+    """
+    seen: dict[str, tuple[int, int, int]] = {}
+
+    def note(name: str, layer: nn.Linear) -> Callable[..., None]:
+        def hook(_: nn.Module, inputs: tuple[Any, ...]) -> None:
+            rows = inputs[0].numel() // layer.in_features
+            seen[name] = (rows, layer.in_features, layer.out_features)
+
+        return hook
+
+    hooks = [
+        layer.register_forward_pre_hook(note(name, layer))
+        for name, layer in arm.model.named_modules()
+        if isinstance(layer, nn.Linear) and (layer.in_features % 8 or layer.out_features % 8)
+    ]
+    if not hooks:
+        return []
+    arm.run(batch)
+    for each in hooks:
+        each.remove()
+    by_work = sorted(seen, key=lambda name: -seen[name][0] * seen[name][1] * seen[name][2])
+    return [_padded(name, *seen[name], arm) for name in by_work[:_PADDED_LAYERS]]
+
+
+def _padded(name: str, rows: int, ins: int, outs: int, arm: Arm) -> LeverResult:
+    wide_in, wide_out = (-(-each // 8) * 8 for each in (ins, outs))
+    dtype = getattr(torch, arm.step.policy.compute_dtype)
+    device = arm.step.device
+
+    def product(k: int, n: int) -> Callable[[], Tensor]:
+        x = torch.randn(rows, k, device=device).to(dtype)
+        weight = torch.randn(n, k, device=device).to(dtype)
+        return lambda: nn.functional.linear(x, weight)
+
+    times: list[list[float]] = [[], []]
+    runs = [product(ins, outs), product(wide_in, wide_out)]
+    for _ in range(_PADDED_ROUNDS):
+        for run, taken in zip(runs, times, strict=True):
+            start = time.perf_counter()
+            run()
+            if device.type != "cpu":
+                torch.accelerator.synchronize(device)
+            taken.append(time.perf_counter() - start)
+    what = f"{name} padded from {ins}x{outs} to {wide_in}x{wide_out} (that product alone)"
+    return LeverResult(what, arm.step.policy.text, paired_speedup(*(each[5:] for each in times)))
 
 
 def _could_be_fused(optimizer: Optimizer) -> bool:

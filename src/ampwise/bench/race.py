@@ -37,6 +37,7 @@ class Race:
     fell_out: dict[str, str] = field(default_factory=dict[str, str])
     launch_bound: set[str] = field(default_factory=set[str])
     baseline: str = ""
+    loading_s: float = 0.0
     planned: int = 0
     started: float = 0.0
     deadline: float = 0.0
@@ -88,7 +89,9 @@ def run_race(
     gc.disable()
     try:
         while race.rounds < max_rounds and time.monotonic() < race.deadline:
+            asked = time.monotonic()
             batch = next(batches)
+            race.loading_s += time.monotonic() - asked
             for arm in order.sample(running, len(running)):
                 if not _timed(arm, batch, race):
                     running.remove(arm)

@@ -42,6 +42,8 @@ class PrecisionResult:
         Whether it was measured, and if not, why.
     note
         What the device does in this format, where it gains nothing.
+    matmul_speedup
+        How many times faster than float32 plain products are in this format, by the probe.
     step_ms
         Milliseconds of a whole step.
     samples_per_s
@@ -74,6 +76,7 @@ class PrecisionResult:
     status: ArmStatus = "measured"
     reason: str = ""
     note: str = ""
+    matmul_speedup: float | None = None
     step_ms: Interval | None = None
     samples_per_s: float | None = None
     peak_memory_bytes: int | None = None
@@ -101,6 +104,8 @@ class BenchReport:
         Rounds in which every arm made one step.
     left_out
         Precisions that were not tried, with the reason.
+    loading_ms
+        Milliseconds that a batch took to come from the task; not part of a step's time.
     verdict
         What to do, in sentences; the first is the decision.
     notes
@@ -123,6 +128,7 @@ class BenchReport:
     task_info: dict[str, Any] = field(default_factory=dict[str, Any])
     unit: str = "samples"
     rounds: int = 0
+    loading_ms: float | None = None
     precisions: list[PrecisionResult] = field(default_factory=list[PrecisionResult])
     left_out: dict[str, str] = field(default_factory=dict[str, str])
     verdict: list[str] = field(default_factory=list[str])

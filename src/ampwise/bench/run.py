@@ -119,7 +119,12 @@ def run_bench(task: Task, config: BenchConfig, progress: Progress) -> BenchRepor
         unit=str(task.info.get("samples", "samples")),
         left_out=left_out,
         precisions=[
-            PrecisionResult(policy.text, note=_note(policy, capability)) for policy in policies
+            PrecisionResult(
+                policy.text,
+                note=_note(policy, capability),
+                matmul_speedup=_matmul_speedup(policy, capability),
+            )
+            for policy in policies
         ],
     )
     with torch.random.fork_rng():
@@ -166,6 +171,11 @@ def choose(
         else:
             left_out[name] = support.reason
     return chosen, left_out
+
+
+def _matmul_speedup(policy: Policy, capability: DeviceCapability) -> float | None:
+    support = capability.formats.get(policy.compute_format)
+    return None if support is None else support.measured.speedup
 
 
 def _note(policy: Policy, capability: DeviceCapability) -> str:
@@ -379,6 +389,8 @@ def _note_race(race: Race, results: dict[str, PrecisionResult], report: BenchRep
     report.noise = found.pop(CONTROL, None)
     for name, speedup in found.items():
         results[name].speedup = speedup
+    if race.rounds and race.times_ms.get(BASELINE):
+        report.loading_ms = race.loading_s / race.rounds * 1e3
     for name in sorted(race.launch_bound):
         report.notes.append(f"{name} is bound by launches or input: the GPU waits for the host")
 

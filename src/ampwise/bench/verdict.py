@@ -9,6 +9,8 @@ from ampwise.bench.result import BenchReport, PrecisionResult
 
 _WORTH_A_SWITCH = 1.05
 _WORTH_SAVING = 0.05
+_TINY_STEP_MS = 3.0
+_LOADER_SHARE = 0.2
 _ONLY_FOR_MEMORY = ": worth it only if memory, not time, is what limits you."
 
 
@@ -36,7 +38,12 @@ def verdict(report: BenchReport, thresholds: Thresholds) -> list[str]:
     ]
     said += [f"Do not use {each.name}: it trains worse than fp32." for each in worse]
     said += _memory(baseline, measured)
-    said += _bottleneck(baseline, best) + _next(report)
+    said += _slower(measured, best) + _bottleneck(report, baseline, best) + _next(report)
+    if report.device.startswith("cuda"):
+        said.append(
+            "The baseline is IEEE float32: a loop with TF32 on, cuDNN's default for convolutions, "
+            "gains less; compare with tf32."
+        )
     return said + _accuracy(report)
 
 
@@ -130,13 +137,39 @@ def _memory(baseline: PrecisionResult, measured: list[PrecisionResult]) -> list[
     return said
 
 
-def _bottleneck(baseline: PrecisionResult, best: PrecisionResult | None) -> list[str]:
+def _bottleneck(
+    report: BenchReport, baseline: PrecisionResult, best: PrecisionResult | None
+) -> list[str]:
+    """What holds the speed back, where the figures tell."""
     if baseline.step_ms is None or best is None or best.speedup is None:
         return []
-    if baseline.step_ms.median < 3 and best.speedup.high < 1.2:
-        took = f"A step takes only {baseline.step_ms.median:.1f} ms"
-        return [f"{took}: overhead, not arithmetic, sets the pace; try a larger batch."]
-    return []
+    said: list[str] = []
+    step_ms, products = baseline.step_ms.median, best.matmul_speedup
+    loading = report.loading_ms or 0.0
+    if loading > _LOADER_SHARE * step_ms:
+        said.append(
+            f"A batch takes {loading:.1f} ms to load, {loading / step_ms:.0%} of fp32's step: "
+            "without more loader processes no precision makes the run faster."
+        )
+    if step_ms < _TINY_STEP_MS and best.speedup.high < 1.2:
+        took = f"A step takes only {step_ms:.1f} ms"
+        said.append(f"{took}: overhead, not arithmetic, sets the pace; try a larger batch.")
+    elif products is not None and products >= 2 and best.speedup.high < 1 + 0.3 * (products - 1):
+        said.append(
+            f"Products alone are {products:.1f}x as fast in {best.name}, the step {best.speedup}: "
+            "memory traffic sets the pace; a fused optimizer or torch.compile (--compile) cuts it."
+        )
+    return said
+
+
+def _slower(measured: list[PrecisionResult], best: PrecisionResult | None) -> list[str]:
+    """Precisions that cost time, with the reason where the device gives one."""
+    slower = [each for each in measured if each.speedup is not None and each.speedup.high < 1]
+    return [
+        f"{each.name} is slower than fp32, {each.speedup}{each.note and f': {each.note}'}."
+        for each in slower
+        if each is not best
+    ]
 
 
 def _memory_words(saved: float) -> str:
