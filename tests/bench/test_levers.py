@@ -47,7 +47,7 @@ def levers_of(task: Task, **given) -> Levers:
     found = Levers()
     measure_levers(
         task, PRESETS["fp32"], SETTINGS, list(task.batches()), found,
-        **({"compiled": False, "budget_s": 0.3, "progress": lambda name: None} | given),
+        **({"compiled": False, "budget_s": 2.0, "progress": lambda name: None} | given),
     )  # fmt: skip
     return found
 

@@ -151,3 +151,11 @@ def test_a_reader_that_goes_away_is_no_error():
     process.stdout.close()
     assert process.stderr.read() == ""
     assert process.wait() == 0
+
+
+def test_a_reader_of_a_drawn_table_that_goes_away_is_no_error():
+    """`ampwise advise | head -1`: rich ends the process when its output is closed."""
+    pipe = f"{sys.executable} -m ampwise advise | head -1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", pipe], capture_output=True, text=True)
+    assert done.stderr == ""
+    assert done.returncode == 0

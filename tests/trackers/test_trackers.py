@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import csv
-import struct
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from ampwise.errors import UsageError
 from ampwise.step import StepRecord
 from ampwise.telemetry.names import metrics_of
 from ampwise.trackers import TrackerSet
+from ampwise.verify.logs import wandb_history
 
 SCALES = [65536.0, 32768.0, 32768.0, 65536.0, 65536.0]
 NUMBERS = {
@@ -37,40 +36,10 @@ def log_a_run(name: str, folder: Path) -> list[str]:
     return said
 
 
-def leveldb_records(log: bytes) -> Iterator[bytes]:
-    """Records of a LevelDB log: blocks of 32 KiB, each record with checksum, length and type.
-
-    W&B puts 7 bytes of its own before the first block, which count as part of it.
-    """
-    place, parts = 0, b""
-    while place + 7 <= len(log):
-        room = 32768 - (place + 7) % 32768
-        if room < 7:  # a block's tail too short for a header
-            place += room
-            continue
-        length, kind = struct.unpack_from("<HB", log, place + 4)
-        parts += log[place + 7 : place + 7 + length]
-        place += 7 + length
-        if kind in (1, 4):  # whole, or the last part
-            yield parts
-            parts = b""
-
-
 def test_wandb_offline_run_file(tmp_path):
-    from wandb.proto import wandb_internal_pb2
-
     assert log_a_run("wandb", tmp_path) == []
     (file,) = tmp_path.rglob("*.wandb")
-    rows: dict[int, dict[str, str]] = {}
-    for data in leveldb_records(file.read_bytes()[7:]):
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(data)
-        if record.WhichOneof("record_type") == "history":
-            items = {
-                item.key or "/".join(item.nested_key): item.value_json
-                for item in record.history.item
-            }
-            rows.setdefault(int(items["_step"]), {}).update(items)
+    rows = wandb_history(file)
     assert [float(rows[step]["amp/loss_scale"]) for step in range(1, 6)] == SCALES
     assert NUMBERS | {"amp/precision"} <= rows[2].keys()
     assert float(rows[5]["eval/accuracy"]) == 0.9

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 import torch
@@ -131,10 +132,14 @@ def test_a_log_without_the_scale_fails(monkeypatch):
     assert evidence.endswith("missing or different in csv")
 
 
-def test_a_tracker_without_a_reader_is_not_called_passed():
-    status, evidence = outcome("loss_scale_is_logged", track=("csv", "wandb"))
-    assert status == "not measured"
-    assert "no reader for wandb" in evidence
+@pytest.mark.parametrize("tracker", ["mlflow", "wandb"])
+def test_logs_of_trackers_are_read_back_and_no_server_is_told(tracker, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:1")
+    monkeypatch.setenv("WANDB_MODE", "online")
+    status, evidence = outcome("loss_scale_is_logged", track=(tracker,))
+    assert status == "pass", evidence
+    assert os.environ["WANDB_MODE"] == "online"
+    assert os.environ["MLFLOW_TRACKING_URI"] == "http://127.0.0.1:1"
 
 
 def test_float32_that_is_not_plain_fails(monkeypatch):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ampwise.cli.options import Common, Gate, positive, write_json
-from ampwise.errors import EXIT_GATE, EXIT_INTERRUPTED, EXIT_OK, UsageError
+from ampwise.errors import EXIT_GATE, EXIT_INTERRUPTED, EXIT_OK, RunError, UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -133,7 +133,10 @@ def _store(folder: RunFolder, text: str, report: BenchReport) -> list[Path]:
     from ampwise.telemetry.files import atomic_write_text
 
     written = [folder.path / "bench.json"]
-    atomic_write_text(written[0], text + "\n")
+    try:
+        atomic_write_text(written[0], text + "\n")
+    except OSError as error:
+        raise RunError(f"cannot write {written[0]}: {error.strerror}; free disk space") from None
     try:
         atomic_write_text(folder.path / "report.html", to_html(report))
         written.append(folder.path / "report.html")

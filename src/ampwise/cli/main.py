@@ -51,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return errors.EXIT_OK
     except SystemExit as leaving:
+        if isinstance(leaving.__context__, BrokenPipeError):  # rich leaves so, its output closed
+            return errors.EXIT_OK
         return _fail(f"the task called sys.exit({leaving.code!r})", errors.EXIT_USAGE)
     except Exception as error:  # noqa: BLE001 - the one place where every error ends
         if debug:

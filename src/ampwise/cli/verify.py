@@ -22,7 +22,7 @@ class Options(Common):
     """Precision to verify; default: the device's best, or bf16 where none gains."""
 
     track: str = "csv"
-    """Comma-separated trackers whose logs are read back: csv, tensorboard, mlflow."""
+    """Comma-separated trackers whose logs are read back: csv, tensorboard, mlflow, wandb."""
 
     bench: bool = True
     """Measure speed, memory and accuracy, too; --no-bench leaves them out."""

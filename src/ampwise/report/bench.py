@@ -7,7 +7,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from ampwise.bench.levers import Levers
+from ampwise.bench.levers import Levers, Refit
 from ampwise.bench.memory import PARTS
 from ampwise.bench.result import BenchReport, PrecisionResult, Requirement
 from ampwise.bench.stats import Interval
@@ -39,8 +39,10 @@ def render(report: BenchReport, console: Console) -> None:
     console.print(Group(_speed(report), *([_memory(report)] if _has_memory(report) else [])))
     if any(each.requirements for each in report.precisions):
         console.print(_requirements(report))
-    if report.levers is not None and (report.levers.results or report.levers.refit):
+    if report.levers is not None and report.levers.results:
         console.print(_levers(report.levers))
+    if report.levers is not None and report.levers.refit is not None:
+        console.print(_refit(report.levers.refit, report.unit))
     for line in remarks(report):
         console.print(Text(line), soft_wrap=False)
     console.print()
@@ -115,14 +117,21 @@ def _levers(levers: Levers) -> Table:
     for each in levers.results:
         saved = "" if each.memory_reduction is None else f"{-each.memory_reduction:+.0%}"
         table.add_row(each.name, each.precision, str(each.speedup or each.reason), saved)
-    if levers.refit is not None:
-        found = levers.refit
-        table.add_row(
-            f"batch {found.times}x as large, in fp32's memory",
-            found.precision,
-            str(found.samples_per_s_ratio or ""),
-            f"{found.peak_memory_bytes / 1e6:,.1f} MB",
-        )
+    return table
+
+
+def _refit(found: Refit, unit: str) -> Table:
+    table = new_table()
+    table.add_column("the batch that fits into fp32's memory")
+    table.add_column("in", no_wrap=True)
+    table.add_column(f"{unit}/s, vs its own batch", justify="right", no_wrap=True)
+    table.add_column("peak memory", justify="right", no_wrap=True)
+    table.add_row(
+        f"{found.times}x as large",
+        found.precision,
+        str(found.samples_per_s_ratio or ""),
+        f"{found.peak_memory_bytes / 1e6:,.1f} MB",
+    )
     return table
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +32,77 @@ def _tensorboard(folder: Path) -> list[Any]:
 def _mlflow(folder: Path) -> list[Any]:
     from mlflow.tracking import MlflowClient
 
-    uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder.resolve()}/mlflow.db"
-    client: Any = MlflowClient(uri)
+    client: Any = MlflowClient(f"sqlite:///{folder.resolve()}/mlflow.db")
     experiment = client.get_experiment_by_name("ampwise")
     run = client.search_runs([experiment.experiment_id], max_results=1)[0]  # the newest
     history = client.get_metric_history(run.info.run_id, names.LOSS_SCALE)
     return [each.value for each in sorted(history, key=lambda each: each.step)]
 
 
-READERS: dict[str, Reader] = {"csv": _csv, "tensorboard": _tensorboard, "mlflow": _mlflow}
-"""W&B's offline file has no reader of its own: it is synchronised to a server first."""
+def _wandb(folder: Path) -> list[Any]:
+    (file,) = folder.rglob("*.wandb")
+    rows = wandb_history(file)
+    return [
+        float(row[names.LOSS_SCALE]) for _, row in sorted(rows.items()) if names.LOSS_SCALE in row
+    ]
+
+
+def wandb_history(file: Path) -> dict[int, dict[str, str]]:
+    """What an offline W&B run file logged: by step, JSON text by name."""
+    from wandb.proto import wandb_internal_pb2
+
+    rows: dict[int, dict[str, str]] = {}
+    for data in _leveldb_records(file.read_bytes()[_WANDB_HEADER:]):
+        record: Any = wandb_internal_pb2.Record()  # pyright: ignore[reportAttributeAccessIssue]
+        record.ParseFromString(data)
+        if record.WhichOneof("record_type") == "history":
+            items = {
+                item.key or "/".join(item.nested_key): item.value_json
+                for item in record.history.item
+            }
+            rows.setdefault(int(items["_step"]), {}).update(items)
+    return rows
+
+
+def _leveldb_records(log: bytes) -> Iterator[bytes]:
+    """Records of a LevelDB log: blocks of 32 KiB, each record with checksum, length and type.
+
+    W&B puts a header of its own before the first block, which counts as part of it.
+    """
+    place, parts = 0, b""
+    while place + 7 <= len(log):
+        room = 32768 - (place + _WANDB_HEADER) % 32768
+        if room < 7:  # a block's tail too short for a record's header
+            place += room
+            continue
+        length, kind = struct.unpack_from("<HB", log, place + 4)
+        parts += log[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield parts
+            parts = b""
+
+
+@contextmanager
+def own_stores() -> Generator[None]:
+    """Inside, trackers write to the run's folder, whatever servers the environment names."""
+    before = {name: os.environ.get(name) for name in ("WANDB_MODE", "MLFLOW_TRACKING_URI")}
+    os.environ["WANDB_MODE"] = "offline"
+    os.environ.pop("MLFLOW_TRACKING_URI", None)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+_WANDB_HEADER = 7
+
+READERS: dict[str, Reader] = {
+    "csv": _csv,
+    "tensorboard": _tensorboard,
+    "mlflow": _mlflow,
+    "wandb": _wandb,
+}
