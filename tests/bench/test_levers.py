@@ -157,6 +157,7 @@ def test_only_levers_that_helped_are_next_steps():
         [
             LeverResult("fused optimizer", "bf16", Interval(1.2, 1.15, 1.25), 0.0),
             LeverResult("channels_last", "bf16", Interval(1.02, 0.98, 1.06), 0.0),
+            LeverResult("head padded", "bf16", Interval(1.1, 1.08, 1.12)),
             LeverResult("chunked cross-entropy", "bf16", Interval(0.95, 0.9, 1.0), 0.3),
         ],
         Refit("bf16", 2, 64, Interval(1.4, 1.3, 1.5), 90, 100),

@@ -9,6 +9,7 @@ from ampwise.bench.result import BenchReport, PrecisionResult
 
 _WORTH_A_SWITCH = 1.05
 _WORTH_SAVING = 0.05
+_WORTH_PADDING = 1.2
 _TINY_STEP_MS = 3.0
 _LOADER_SHARE = 0.2
 _ONLY_FOR_MEMORY = ": worth it only if memory, not time, is what limits you."
@@ -53,7 +54,9 @@ def _next(report: BenchReport) -> list[str]:
         return []
     said: list[str] = []
     for each in report.levers.results:
-        if each.speedup is not None and each.speedup.low >= _WORTH_A_SWITCH:
+        alone = each.memory_reduction is None  # one product, a small part of the step
+        enough = _WORTH_PADDING if alone else _WORTH_A_SWITCH
+        if each.speedup is not None and each.speedup.low >= enough:
             said.append(f"Next: {each.name}, {each.speedup} as fast in {each.precision}.")
         elif (each.memory_reduction or 0) >= _WORTH_SAVING:
             said.append(f"Next: {each.name} saves {each.memory_reduction:.0%} of the peak memory.")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -155,8 +156,8 @@ def _whole_lines(file: Path) -> list[dict[str, Any]]:
 
 
 def _next_free(parent: Path, name: str) -> Path:
-    """Make and return the first ``<name>-<n>`` that is not there yet."""
-    number = 1
+    """Make and return the first ``<name>-<n>`` that is not there yet; the name made harmless."""
+    name, number = re.sub(r"[^\w.-]+", "-", name), 1
     while True:
         path = parent / f"{name}-{number}"
         try:
