@@ -43,11 +43,12 @@ format: setup  ## Format the sources
 	$(BIN)/ruff format .
 
 bench: setup  ## Run the side-by-side benchmarks; results go to benchmarks/results
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[peers]'
 	for file in benchmarks/[a-z]*.py; do $(BIN)/python $$file || exit 1; done
 
 gpu-check:  ## CUDA tests and GPU benchmarks, with this machine's own Python and torch
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu tests/gpu -p no:cacheprovider
-	for file in guard step; do PYTHONPATH=src $(PYTHON) benchmarks/$$file.py || exit 1; done
+	for file in guard step charlm memory; do PYTHONPATH=src $(PYTHON) benchmarks/$$file.py || exit 1; done
 
 wheel: setup  ## Build the wheel into dist/
 	$(BIN)/python -m build --wheel --no-isolation

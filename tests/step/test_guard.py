@@ -330,3 +330,19 @@ def test_a_loss_that_is_no_loss_is_refused(loss, complaint):
     step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(UsageError, match=complaint):
         step(loss, batches(1)[0])
+
+
+def test_an_overflow_in_the_first_of_two_updates_of_one_optimizer_is_not_forgotten():
+    """Critics are often updated several times an iteration; the scale adapts to all of it."""
+    model = mlp()
+    optimizer = OPTIMIZERS["adamw-fused"](model.parameters())
+    step = TrainStep(model, optimizer, policy="fp16")
+    for factor, last in ((float("inf"), False), (1.0, True)):
+        (batch,) = batches(1)
+        with step.autocast():
+            loss = classify(model, batch) * factor
+        step.backward(loss, optimizers=[optimizer])
+        step.update([optimizer], update_scale=last)
+    (record,) = step.history
+    assert record.found_inf
+    assert record.scale_backoffs == 1

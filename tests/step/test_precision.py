@@ -220,3 +220,15 @@ def test_matmul_dtypes_include_attention():
     step = step_of(Attend(), "bf16")
     step(lambda m, x: m(x).float(), torch.randn(2, 5, 8))
     assert step.activity.matmul_dtypes["bfloat16"] >= 2
+
+
+def test_a_nested_region_leaves_the_float32_mode_to_the_outer_one():
+    model = nn.Linear(4, 4)
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), policy="tf32")
+    mode = torch.backends.mkldnn.matmul
+    before = mode.fp32_precision
+    with step.autocast():
+        with step.autocast():
+            pass
+        assert mode.fp32_precision == "bf16"
+    assert mode.fp32_precision == before
