@@ -284,7 +284,10 @@ def test_the_gate_of_one_run_and_of_two(stored, capsys):
 def test_what_cannot_be_shown_is_one_line(stored, tmp_path, capsys):
     (tmp_path / "torn.json").write_text('{"schema": "ampwise.be')
     (tmp_path / "list.json").write_text("[]")
+    (tmp_path / "trained").mkdir()
+    (tmp_path / "trained" / "run.json").write_text("{}")
     cases = {
+        (str(tmp_path / "trained"),): "holds no finished bench run",
         ("nowhere",): "No such file or directory; expected the folder of a bench run",
         (): "expected one RUN, or two to compare, got 0",
         (str(tmp_path / "torn.json"),): "is no JSON",

@@ -101,6 +101,8 @@ def _load(path: Path) -> BenchReport:
     from ampwise.bench.result import BenchReport
 
     file = path / "bench.json" if path.is_dir() else path
+    if (path / "run.json").exists() and not file.exists():
+        raise UsageError(f"{path} holds no finished bench run, and only those can be shown")
     try:
         content = json.loads(file.read_text())
     except OSError as error:
