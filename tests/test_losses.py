@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.profiler import ProfilerActivity, profile
 
+from ampwise.bench.memory import peak_on_cpu
 from ampwise.losses import linear_cross_entropy
 
 
@@ -127,21 +127,10 @@ def test_inside_a_checkpoint():
         torch.testing.assert_close(ours, theirs)
 
 
-def peak(run) -> int:
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-        run()
-    events = [e for e in record.profiler.kineto_results.events() if e.name() == "[memory]"]
-    live = most = 0
-    for event in sorted(events, key=lambda each: each.start_ns()):
-        live += event.nbytes()
-        most = max(most, live)
-    return most
-
-
 def test_memory_is_a_fraction():
     (hidden, weight, bias), target = case(2048, 64, 8192, torch.float32)
     peaks = [
-        peak(lambda loss=loss: gradients(loss(), [hidden, weight]))
+        peak_on_cpu(lambda loss=loss: gradients(loss(), [hidden, weight]))
         for loss in (
             lambda: plain(hidden, weight, bias, target),
             lambda: linear_cross_entropy(hidden, weight, target, bias=bias),

@@ -58,10 +58,18 @@ def measure(make: Callable[[], Arm], batches: Sequence[Any], device: torch.devic
 
 
 def _peak(make: Callable[[], Arm], batches: Sequence[Any]) -> int:
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+    def run() -> None:
         arm = make()
         for batch in batches:
             arm.run(batch)
+
+    return peak_on_cpu(run)
+
+
+def peak_on_cpu(run: Callable[[], object]) -> int:
+    """Peak of the tensor bytes that `run` allocates on the CPU and that live at one time."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        run()
     assert record.profiler is not None
     assert record.profiler.kineto_results is not None
     events: list[Any] = [

@@ -15,10 +15,9 @@ everything is as good as everything else there.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +31,7 @@ from ampwise.bench.race import FAILURES, in_one_line
 from ampwise.errors import TaskError, UsageError
 from ampwise.policy import Policy
 from ampwise.tasks import Task
-from ampwise.tasks.checks import higher_is_better, trained_on
+from ampwise.tasks.checks import endless, higher_is_better
 
 CURVE_POINTS = 200
 
@@ -62,9 +61,14 @@ class ParityPlan:
     budget_s: float = math.inf
 
     @property
+    def first_look(self) -> int:
+        """Seeds at which arms are judged for the first time."""
+        return min(FIRST_LOOK, self.max_seeds)
+
+    @property
     def looks(self) -> int:
         """How often arms are judged, at most."""
-        return max(1, self.max_seeds - FIRST_LOOK + 1)
+        return self.max_seeds - self.first_look + 1
 
 
 @dataclass
@@ -167,7 +171,7 @@ def run_parity(
     report.steps, report.margin = plan.steps, plan.margin
     for seed in range(plan.max_seeds):
         # The first look is worth waiting for, up to a point.
-        patience = plan.budget_s * (2 if seed < min(FIRST_LOOK, plan.max_seeds) else 1)
+        patience = plan.budget_s * (2 if seed < plan.first_look else 1)
         if not undecided or (seed and time.monotonic() - started > patience):
             break
         for policy in [baseline, *undecided]:
@@ -178,7 +182,7 @@ def run_parity(
                 _choose_metric(task, plan.metric, run.metrics, report)
         report.seeds = seed + 1
         _fill(task, runs, untrained, plan, report)
-        if report.seeds >= min(FIRST_LOOK, plan.max_seeds):
+        if report.seeds >= plan.first_look:
             undecided = [each for each in undecided if _decision(report, each) == "undecided"]
 
 
@@ -198,7 +202,7 @@ def _train(
     arm = Arm(task, policy, dataclasses.replace(settings, seed=settings.seed + seed))
     if len(untrained) == seed:
         untrained.append(arm.held_out())
-    batches, error, total = _endless(task), "", steps * settings.accumulate
+    batches, error, total = endless(task), "", steps * settings.accumulate
     rates = [float(group["lr"]) for group in arm.optimizer.param_groups]
     try:
         for index in range(total):
@@ -273,14 +277,13 @@ def _fill(
     finals = {name: [_final(run, report.metric) for run in runs[name]] for name in names}
     losses = {name: [_final(run, "loss") for run in runs[name]] for name in names}
     report.finals = finals
-    looks = plan.looks if plan.max_seeds > FIRST_LOOK else 1
-    early = report.seeds < min(FIRST_LOOK, plan.max_seeds)
+    early = report.seeds < plan.first_look
 
     def judged(values: Mapping[str, Sequence[float]], *, relative: bool) -> dict[str, Parity]:
         differences = {
             name: _differences(values[baseline], values[name], relative=relative) for name in others
         }
-        found = decide(differences, plan.margin, looks)
+        found = decide(differences, plan.margin, plan.looks)
         if early:  # before the first look nothing is decided
             found = {n: dataclasses.replace(p, decision="undecided") for n, p in found.items()}
         return found
@@ -291,7 +294,7 @@ def _fill(
         name: needed
         for name, parity in report.arms.items()
         if parity.decision == "undecided"
-        and (needed := seeds_needed(parity, plan.margin, looks * len(others))) is not None
+        and (needed := seeds_needed(parity, plan.margin, plan.looks * len(others))) is not None
     }
     report.errors = {name: run.error for name in others for run in runs[name] if run.error}
     report.curves = {name: _curve([run.losses for run in runs[name]]) for name in names}
@@ -377,7 +380,3 @@ def _scale_of(run: Run) -> dict[str, list[float]]:
 
 def _all_finite(values: Sequence[float]) -> bool:
     return all(map(math.isfinite, values))
-
-
-def _endless(task: Task) -> Iterator[Any]:
-    return itertools.chain.from_iterable(trained_on(task.batches) for _ in itertools.count())

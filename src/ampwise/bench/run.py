@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -30,12 +30,12 @@ from ampwise.bench.race import FAILURES, Race, in_one_line, run_race, speedups
 from ampwise.bench.requirements import Thresholds, judge
 from ampwise.bench.result import BenchReport, PrecisionResult
 from ampwise.bench.stats import typical
-from ampwise.bench.trial import HOPELESS, limit_from, slow, try_first_step
+from ampwise.bench.trial import limit_from, reference_step, slow, try_first_step
 from ampwise.bench.verdict import verdict
 from ampwise.capability import DeviceCapability, probe
 from ampwise.policy import PRESETS, Policy
 from ampwise.tasks import Task
-from ampwise.tasks.checks import first_batch, samples_in, trained_on
+from ampwise.tasks.checks import endless, first_batch, samples_in, trained_on
 from ampwise.telemetry.environment import environment
 
 MEMORY_STEPS = 3
@@ -84,6 +84,11 @@ class BenchConfig:
     levers_s: float = 0.0
     compiled: bool = False
     thresholds: Thresholds = field(default_factory=Thresholds)
+
+    @property
+    def settings(self) -> Settings:
+        """What every arm shares."""
+        return Settings(self.device, self.seed, self.accumulate, self.max_grad_norm)
 
 
 class Progress(Protocol):
@@ -191,7 +196,7 @@ def _measure(
     progress: Progress,
 ) -> None:
     """Fill the report's precisions, stage by stage."""
-    settings = Settings(config.device, config.seed, config.accumulate, config.max_grad_norm)
+    settings = config.settings
     batches = list(itertools.islice(trained_on(task.batches), MEMORY_STEPS))
     makers = {each.text: _maker(task, each, settings) for each in policies}
     results = {each.name: each for each in report.precisions}
@@ -239,7 +244,7 @@ def _race(
     try:
         run_race(
             [arms[0], control, *arms[1:]],
-            _endless(task),
+            endless(task),
             race,
             max_rounds=config.max_rounds,
             budget_s=config.budget_s,
@@ -266,7 +271,6 @@ def _levers(
     """Levers beside precision, in the fastest precision that may be used."""
     assert report.levers is not None
     results = {each.name: each for each in report.precisions}
-    settings = Settings(config.device, config.seed, config.accumulate, config.max_grad_norm)
 
     def speed(policy: Policy) -> float:
         found = results[policy.text].speedup
@@ -276,7 +280,7 @@ def _levers(
     measure_levers(
         task,
         policy,
-        settings,
+        config.settings,
         batches,
         report.levers,
         compiled=config.compiled,
@@ -287,7 +291,9 @@ def _levers(
     limit = results[BASELINE].peak_memory_bytes
     if smallest.autocast and limit:
         progress.stage("the batch that fits into fp32's memory")
-        report.levers.refit = refit(task, smallest, settings, batches[0], limit, config.levers_s)
+        report.levers.refit = refit(
+            task, smallest, config.settings, batches[0], limit, config.levers_s
+        )
 
 
 def _plan(config: BenchConfig, results: Sequence[PrecisionResult]) -> ParityPlan:
@@ -343,17 +349,15 @@ def _first_steps(
     baseline, *others = policies
     if device.type != "cpu":
         return
-    reference = try_first_step(makers[baseline.text], batch, limit_s=600.0)
+    reference = reference_step(makers[baseline.text], batch)
     results[baseline.text].resident_bytes = reference.resident_bytes
-    if reference.error:
-        makers[baseline.text]().run(batch)  # fails here too, with the task's own traceback
     for policy in others:
         result = results[policy.text]
         trial = try_first_step(makers[policy.text], batch, limit_from(reference))
         result.resident_bytes = trial.resident_bytes
         if trial.error:
             result.status, result.reason = "failed", f"{policy.text}: {trial.error}"
-        elif trial.seconds > HOPELESS * reference.seconds:
+        elif trial.hopeless(reference):
             result.status = "cut short"
             result.reason = f"{policy.text}: {slow(trial, reference)}"
             if result.note:
@@ -416,8 +420,3 @@ def _compare(result: PrecisionResult, baseline: PrecisionResult) -> None:
 
 def _maker(task: Task, policy: Policy, settings: Settings) -> Callable[[], Arm]:
     return lambda: Arm(task, policy, settings)
-
-
-def _endless(task: Task) -> Iterator[Any]:
-    while True:
-        yield from trained_on(task.batches)

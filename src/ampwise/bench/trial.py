@@ -55,6 +55,10 @@ class Trial:
     error: str = ""
     resident_bytes: int | None = None
 
+    def hopeless(self, reference: Trial) -> bool:
+        """Whether it is not worth waiting for, beside float32's own trial."""
+        return self.seconds > HOPELESS * reference.seconds
+
 
 def try_first_step(make: Callable[[], Arm], batch: Any, limit_s: float) -> Trial:
     """Build an arm and make its first step in a child, for at most `limit_s` seconds."""
@@ -72,6 +76,14 @@ def try_first_step(make: Callable[[], Arm], batch: Any, limit_s: float) -> Trial
         seconds, grown = words[1].split()
         return Trial(float(seconds), finished=True, resident_bytes=int(grown) or None)
     return Trial(0.0, finished=False, error=words[1] if len(words) > 1 else "the process died")
+
+
+def reference_step(make: Callable[[], Arm], batch: Any) -> Trial:
+    """Float32's own trial; one that fails is made again here, for the task's own traceback."""
+    reference = try_first_step(make, batch, limit_s=600.0)
+    if reference.error:
+        make().run(batch)
+    return reference
 
 
 def limit_from(reference: Trial) -> float:

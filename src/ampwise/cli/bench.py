@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ampwise.cli.options import Common, Gate, positive, write_json
+from ampwise.cli.options import Common, Gate, check_seeds, positive, write_json
 from ampwise.errors import EXIT_GATE, EXIT_INTERRUPTED, EXIT_OK, RunError, UsageError
 
 if TYPE_CHECKING:
@@ -76,8 +76,7 @@ def run(options: Options) -> int:
     positive("accumulate", options.accumulate)
     positive("max-grad-norm", options.max_grad_norm)
     positive("parity-steps", options.parity_steps)
-    if options.seeds < 0 or options.seeds == 1:
-        raise UsageError(f"seeds: expected 0 (no parity) or at least 2, got {options.seeds}")
+    check_seeds(options.seeds)
 
     # The profiler's library announces each start on stderr, in the middle of our progress.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")

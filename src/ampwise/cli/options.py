@@ -74,6 +74,12 @@ def positive(name: str, value: float | None) -> None:
         raise UsageError(f"{name}: expected a positive {kind}, got {value}")
 
 
+def check_seeds(seeds: int) -> None:
+    """Refuse one seed: it has no partner to be compared with."""
+    if seeds < 0 or seeds == 1:
+        raise UsageError(f"seeds: expected 0 (no parity) or at least 2, got {seeds}")
+
+
 def write_json(text: str, target: str | None) -> None:
     """Write a result where ``--json`` says; None: nowhere."""
     if target is None:

@@ -10,8 +10,8 @@ from typing import Annotated
 
 import tyro
 
-from ampwise.cli.options import Common, Gate, positive, write_json
-from ampwise.errors import EXIT_GATE, EXIT_INTERRUPTED, EXIT_OK, UsageError
+from ampwise.cli.options import Common, Gate, check_seeds, positive, write_json
+from ampwise.errors import EXIT_GATE, EXIT_INTERRUPTED, EXIT_OK
 
 
 @dataclass
@@ -43,8 +43,7 @@ class Options(Common):
 def run(options: Options) -> int:
     """Check, print, write ``verify.json``; the exit code."""
     positive("parity-steps", options.parity_steps)
-    if options.seeds < 0 or options.seeds == 1:
-        raise UsageError(f"seeds: expected 0 (no parity) or at least 2, got {options.seeds}")
+    check_seeds(options.seeds)
 
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     from rich.console import Console

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from ampwise.bench.memory import PARTS
@@ -156,20 +156,6 @@ def scale(report: BenchReport) -> str:
         axes.legend()
 
     return _svg("scale", draw, height=2.4)
-
-
-def lines(name: str, series: Mapping[str, Sequence[float]], xs: Sequence[float], label: str) -> str:
-    """Any series over steps."""
-
-    def draw(axes: Any) -> None:
-        for index, (title, values) in enumerate(series.items()):
-            axes.plot(xs, values, label=title, color=COLOURS[1 + index % (len(COLOURS) - 1)])
-        axes.set_xlabel("step")
-        axes.set_ylabel(label)
-        if len(series) > 1:
-            axes.legend()
-
-    return _svg(name, draw, height=2.6)
 
 
 def _colour(report: BenchReport, name: str) -> str:

@@ -211,6 +211,12 @@ def higher_is_better(task: Task, metric: str) -> bool:
     return task.higher_is_better.get(metric, not any(word in metric.lower() for word in words))
 
 
+def endless(task: Task) -> Iterator[Any]:
+    """Batches of epoch after epoch, as `trained_on` gives them."""
+    while True:
+        yield from trained_on(task.batches)
+
+
 def trained_on(batches: Callable[[], Iterable[Any]]) -> Iterator[Any]:
     """Batches of one epoch, with the loader's errors marked as the task's own.
 

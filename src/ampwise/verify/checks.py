@@ -29,7 +29,7 @@ from ampwise.errors import SkippedStepsError
 from ampwise.policy import PRESETS, Policy, Resolution, resolve
 from ampwise.step import LossScale, StepRecord, TrainStep
 from ampwise.tasks import Task
-from ampwise.tasks.checks import build, checked_loss, trained_on
+from ampwise.tasks.checks import build, checked_loss, endless
 from ampwise.telemetry.names import LOSS_SCALE
 from ampwise.telemetry.run import read_steps
 from ampwise.training import checkpoint
@@ -76,9 +76,7 @@ class Subject:
     def batches(self) -> Iterator[Any]:
         """Batches on the device, epoch after epoch, the same ones each time."""
         torch.manual_seed(self.settings.seed)
-        for batch in itertools.chain.from_iterable(
-            trained_on(self.task.batches) for _ in itertools.count()
-        ):
+        for batch in endless(self.task):
             yield to_device(batch, self.settings.device)
 
     def loss(self, factor: float = 1.0) -> Callable[[Any, Any], Tensor]:

@@ -9,7 +9,7 @@ import torch
 
 from ampwise.bench.arm import Arm, Settings
 from ampwise.bench.run import BenchConfig, Progress, run_bench
-from ampwise.bench.trial import HOPELESS, limit_from, try_first_step
+from ampwise.bench.trial import limit_from, reference_step, try_first_step
 from ampwise.capability import probe
 from ampwise.errors import AmpwiseError, UsageError
 from ampwise.policy import PRESETS, Policy, decide
@@ -99,9 +99,7 @@ def _scaled(task: Task, settings: Settings, batch: object) -> Policy:
     def maker(policy: Policy) -> Callable[[], Arm]:
         return lambda: Arm(task, policy, settings)
 
-    reference = try_first_step(maker(PRESETS["fp32"]), batch, limit_s=600.0)
-    if reference.error:
-        maker(PRESETS["fp32"])().run(batch)  # fails here too, with the task's own traceback
+    reference = reference_step(maker(PRESETS["fp32"]), batch)
     trial = try_first_step(maker(PRESETS["fp16"]), batch, limit_from(reference))
-    works = trial.finished and trial.seconds <= HOPELESS * reference.seconds
+    works = trial.finished and not trial.hopeless(reference)
     return PRESETS["fp16"] if works else Policy.parse("bf16:scaling=on")
