@@ -17,7 +17,7 @@ from ampwise.bench.memory import PARTS, measure
 from ampwise.bench.race import Race, run_race, speedups
 from ampwise.bench.requirements import Thresholds, judge
 from ampwise.bench.result import BenchReport, PrecisionResult
-from ampwise.bench.run import BenchConfig, choose, run_bench
+from ampwise.bench.run import CONTROL, BenchConfig, choose, run_bench
 from ampwise.bench.stats import Interval, paired_speedup
 from ampwise.bench.trial import Trial, try_first_step
 from ampwise.bench.verdict import verdict
@@ -223,6 +223,23 @@ def test_an_arm_that_only_skips_falls_out_and_the_others_go_on(monkeypatch):
     assert bf16.reason.startswith("bf16: SkippedStepsError: ")
     assert bf16.speedup is None
     assert report.rounds == 70
+
+
+def test_a_control_that_falls_out_costs_the_noise_floor_and_nothing_else(monkeypatch):
+    run = Arm.run
+
+    def without_control(self, batch):
+        if self.name == CONTROL:
+            raise RuntimeError("out of something")
+        run(self, batch)
+
+    monkeypatch.setattr(Arm, "run", without_control)
+    report = bench(small_task(), "bf16", max_rounds=20)
+    assert report.noise is None
+    assert report.precisions[1].speedup is not None
+    assert any(
+        "fp32 again fell out" in note and "out of something" in note for note in report.notes
+    )
 
 
 def test_an_arm_that_fails_in_the_middle_of_the_race(monkeypatch):
