@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import tempfile
 
 import pytest
 import torch
 
-os.environ["AMPWISE_CACHE"] = tempfile.mkdtemp(prefix="ampwise-cache-")
+_CACHE = os.environ["AMPWISE_CACHE"] = tempfile.mkdtemp(prefix="ampwise-cache-")
+atexit.register(shutil.rmtree, _CACHE, ignore_errors=True)
 os.environ["WANDB_MODE"] = "offline"
 os.environ["WANDB_SILENT"] = "true"
 

@@ -285,13 +285,13 @@ def test_what_cannot_be_shown_is_one_line(stored, tmp_path, capsys):
     (tmp_path / "torn.json").write_text('{"schema": "ampwise.be')
     (tmp_path / "list.json").write_text("[]")
     (tmp_path / "trained").mkdir()
-    (tmp_path / "trained" / "run.json").write_text("{}")
+    (tmp_path / "trained" / "run.json").write_text('{"command": "bench"}')
     cases = {
         (str(tmp_path / "trained"),): "holds no finished bench run",
-        ("nowhere",): "No such file or directory; expected the folder of a bench run",
+        ("nowhere",): "No such file or directory; expected the folder of a run",
         (): "expected one RUN, or two to compare, got 0",
         (str(tmp_path / "torn.json"),): "is no JSON",
-        (str(tmp_path / "list.json"),): "expected a bench report, got a list",
+        (str(tmp_path / "list.json"),): "expected the result of a run, got a list",
         (str(stored("a", report())), "--format", "pdf"): "expected one of terminal, json, markdown",
         (str(tmp_path / "a"), "--format", "html", "--out", "no/where.html"): "cannot write",
     }

@@ -25,7 +25,7 @@ from ampwise.errors import AmpwiseError, UsageError, nearest
 COMMANDS = {
     "bench": "every precision side by side: speed, memory, verdict (the main job)",
     "verify": "every requirement of mixed precision on a task: measured, score, PASS or BLOCK",
-    "report": "show a stored bench run again (terminal, JSON, Markdown, HTML), or compare two",
+    "report": "show a stored run again (terminal, JSON, Markdown, HTML), or compare two",
     "train": "train a task with a precision policy: checkpoints, resume, trackers",
     "advise": "what this machine's devices do in each format, measured, and what to pick",
 }

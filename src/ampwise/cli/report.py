@@ -1,4 +1,4 @@
-"""``ampwise report``: show a stored bench run again, in any form, or compare two."""
+"""``ampwise report``: show a stored run again, in any form, or compare two bench runs."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from ampwise.cli.options import Gate, Shared, write_json
 from ampwise.errors import EXIT_GATE, EXIT_OK, UsageError
 
 if TYPE_CHECKING:
-    from ampwise.bench.result import BenchReport
+    from ampwise.report.stored import Run
 
 Format = Literal["terminal", "json", "markdown", "html"]
 
 
 @dataclass
 class Options(Shared):
-    """Show a stored bench run again, or compare two of one task, the older first."""
+    """Show a stored run again, or compare two bench runs of one task, the older first."""
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN]")] = ()
-    """Run folder, or its bench.json."""
+    """Folder of a bench, verify or train run, or its result file."""
 
     format: Format = "terminal"
     """What to write; html goes to report.html in the run folder unless --out says otherwise."""
@@ -38,46 +38,63 @@ class Options(Shared):
 
 def run(options: Options) -> int:
     """Load, render; the exit code."""
+    from ampwise.report.stored import forms_of, load
+    from ampwise.telemetry.run import plain
+
     if len(options.runs) not in (1, 2):
         raise UsageError(
             f"expected one RUN, or two to compare, got {len(options.runs)}; for example "
             "ampwise report runs/bench-digits-1"
         )
-    reports = [_load(each) for each in options.runs]
-    if len(reports) == 2:
-        return _compare(options, reports[0], reports[1])
-    report, text = reports[0], None
+    runs = [load(each) for each in options.runs]
+    if len(runs) == 2:
+        return _compare(options, runs[0], runs[1])
+    found, text = runs[0], None
+    forms = forms_of(found)
+    values = json.dumps(plain(found.to_json()), indent=2, allow_nan=False)
     if options.format == "html":
-        from ampwise.report.html import to_html
-
-        _save(to_html(report), options.out or _folder(options.runs[0]) / "report.html")
+        _save(forms.to_html(found), options.out or _folder(options.runs[0]) / "report.html")
     elif options.format == "markdown":
-        from ampwise.report.markdown import to_markdown
-
-        text = to_markdown(report).rstrip("\n")
+        text = forms.to_markdown(found).rstrip("\n")
     elif options.format == "json":
-        text = json.dumps(report.to_json(), indent=2, allow_nan=False)
+        text = values
     elif options.json != "-":
         from rich.console import Console
 
-        from ampwise.report.bench import render
-
-        render(report, Console())
+        forms.render(found, Console())
     if text is not None and options.out is not None:
         _save(text + "\n", options.out)
     elif text is not None:
         print(text)
-    write_json(json.dumps(report.to_json(), indent=2, allow_nan=False), options.json)
-    from ampwise.cli.bench import gate_exit_code
-
-    return gate_exit_code(report, options.gate)
+    write_json(values, options.json)
+    return _gate(found, options.gate)
 
 
-def _compare(options: Options, before: BenchReport, after: BenchReport) -> int:
+def _gate(found: Run, gate: Gate) -> int:
+    from ampwise.bench.result import BenchReport
+    from ampwise.report.train import TrainedRun
+
+    if isinstance(found, BenchReport):
+        from ampwise.cli.bench import gate_exit_code
+
+        return gate_exit_code(found, gate)
+    if isinstance(found, TrainedRun):
+        if gate != "off":
+            raise UsageError("gate: a train run has no requirements; name a bench or verify run")
+        return EXIT_OK
+    from ampwise.cli.verify import gate_exit_code as verified
+
+    return verified(found, gate)
+
+
+def _compare(options: Options, before: Run, after: Run) -> int:
     from rich.console import Console
 
+    from ampwise.bench.result import BenchReport
     from ampwise.report.compare import compare, render
 
+    if not (isinstance(before, BenchReport) and isinstance(after, BenchReport)):
+        raise UsageError("expected two bench runs to compare; other runs are shown one by one")
     if options.format not in ("terminal", "json"):
         raise UsageError(f"format {options.format}: two runs compare as terminal or json")
     found = compare(before, after, (str(options.runs[0]), str(options.runs[1])))
@@ -88,36 +105,6 @@ def _compare(options: Options, before: BenchReport, after: BenchReport) -> int:
         render(found, Console())
     write_json(text, options.json)
     return EXIT_GATE if options.gate != "off" and found.regressions else EXIT_OK
-
-
-def _load(path: Path) -> BenchReport:
-    """A stored report.
-
-    Raises
-    ------
-    UsageError
-        When there is none, or it is damaged.
-    """
-    from ampwise.bench.result import BenchReport
-
-    file = path / "bench.json" if path.is_dir() else path
-    if (path / "run.json").exists() and not file.exists():
-        raise UsageError(f"{path} holds no finished bench run, and only those can be shown")
-    try:
-        content = json.loads(file.read_text())
-    except OSError as error:
-        raise UsageError(
-            f"{file}: {error.strerror}; expected the folder of a bench run, such as "
-            "runs/bench-digits-1"
-        ) from None
-    except ValueError as error:
-        raise UsageError(f"{file} is no JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise UsageError(f"{file}: expected a bench report, got a {type(content).__name__}")
-    try:
-        return BenchReport.from_json(content)  # pyright: ignore[reportUnknownArgumentType]
-    except UsageError as error:
-        raise UsageError(f"{file}: {error}") from None
 
 
 def _folder(path: Path) -> Path:

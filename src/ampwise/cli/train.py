@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from ampwise.cli.options import Common, positive, write_json
@@ -104,5 +106,17 @@ def run(options: Options) -> int:
         result = train(task, config, progress)
     if options.json != "-":
         render(result, Console())
+    _write_page(result.folder)
     write_json(json.dumps(plain(result.to_json()), indent=2, allow_nan=False), options.json)
     return EXIT_INTERRUPTED if result.status == "interrupted" else EXIT_OK
+
+
+def _write_page(folder: Path) -> None:
+    """Write ``report.html``; a disk that is full by now is said, and no reason to fail."""
+    from ampwise.report.train import TrainedRun, to_html
+    from ampwise.telemetry.files import atomic_write_text
+
+    try:
+        atomic_write_text(folder / "report.html", to_html(TrainedRun.load(folder)))
+    except OSError as error:
+        print(f"ampwise: report.html: {error.strerror}", file=sys.stderr)

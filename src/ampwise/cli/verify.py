@@ -6,12 +6,15 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from ampwise.cli.options import Common, Gate, check_seeds, positive, write_json
 from ampwise.errors import EXIT_GATE, EXIT_INTERRUPTED, EXIT_OK
+
+if TYPE_CHECKING:
+    from ampwise.verify.result import Verification
 
 
 @dataclass
@@ -53,7 +56,7 @@ def run(options: Options) -> int:
     from ampwise.cli.bench import device_of
     from ampwise.cli.progress import bench_progress
     from ampwise.policy import Policy
-    from ampwise.report.verify import render, to_markdown
+    from ampwise.report.verify import render, to_html, to_markdown
     from ampwise.tasks import load_task
     from ampwise.telemetry.files import atomic_write_text
     from ampwise.telemetry.run import RunFolder, plain
@@ -83,18 +86,24 @@ def run(options: Options) -> int:
     text = json.dumps(plain(found.to_json()), indent=2, allow_nan=False)
     atomic_write_text(folder.path / "verify.json", text + "\n")
     atomic_write_text(folder.path / "verify.md", to_markdown(found))
+    atomic_write_text(folder.path / "report.html", to_html(found))
     folder.write({"command": "verify", "task": found.task, "decision": found.decision})
     folder.close()
     if options.markdown is not None:
         atomic_write_text(options.markdown, to_markdown(found))
     if options.json != "-":
         render(found, Console())
-        print(f"\nreport: {folder.path / 'verify.json'} and verify.md")
+        print(f"\nreport: {folder.path / 'verify.json'}, verify.md and report.html")
     write_json(text, options.json)
     if found.interrupted:
         return EXIT_INTERRUPTED
+    return gate_exit_code(found, options.gate)
+
+
+def gate_exit_code(found: Verification, gate: Gate) -> int:
+    """1 on BLOCK, and on what ``--gate`` asks for."""
     statuses = {each.status for each in found.findings}
-    bad = {"off": set[str](), "fail": {"fail"}, "strict": {"fail", "not measured"}}[options.gate]
+    bad = {"off": set[str](), "fail": {"fail"}, "strict": {"fail", "not measured"}}[gate]
     return EXIT_GATE if found.decision == "BLOCK" or statuses & bad else EXIT_OK
 
 

@@ -1,39 +1,13 @@
-"""Figures of a bench report as SVG text, drawn by matplotlib.
-
-Text stays text, and whatever is black becomes ``currentColor``, so that one figure reads on light
-and dark pages alike. Series keep their colour from figure to figure; they are told apart by colours
-that the colour-blind can tell apart (Okabe and Ito), and by direct labels.
-"""
+"""Figures of a bench report; a series keeps its colour from figure to figure."""
 
 from __future__ import annotations
 
-import io
 import math
-import re
-from collections.abc import Callable
 from typing import Any
 
 from ampwise.bench.memory import PARTS
 from ampwise.bench.result import BenchReport
-
-COLOURS = ("#8a8f98", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-_INK = "#010101"
-_STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none",
-    "font.family": "sans-serif",
-    "font.size": 10,
-    "text.color": _INK,
-    "axes.labelcolor": _INK,
-    "axes.edgecolor": _INK,
-    "xtick.color": _INK,
-    "ytick.color": _INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.color": _INK,
-    "grid.alpha": 0.12,
-    "legend.frameon": False,
-}
+from ampwise.report.canvas import COLOURS, INK, svg
 
 
 def speed(report: BenchReport) -> str:
@@ -49,15 +23,15 @@ def speed(report: BenchReport) -> str:
             reach = [[found.median - found.low], [found.high - found.median]]
             colour = _colour(report, each.name)
             axes.barh(place, found.median, color=colour, alpha=0.85, height=0.55)
-            axes.errorbar(found.median, place, xerr=reach, color=_INK, capsize=4, linewidth=1.2)
+            axes.errorbar(found.median, place, xerr=reach, color=INK, capsize=4, linewidth=1.2)
             axes.annotate(
                 f"{found.median:.2f}x", (found.high, place), (6, 0), textcoords="offset points",
                 va="center",
             )  # fmt: skip
             threshold = each.requirements.get("speedup")
             if threshold is not None:
-                axes.axvline(threshold.threshold, color=_INK, linestyle=":", linewidth=1)
-        axes.axvline(1.0, color=_INK, linewidth=1)
+                axes.axvline(threshold.threshold, color=INK, linestyle=":", linewidth=1)
+        axes.axvline(1.0, color=INK, linewidth=1)
         if report.noise is not None:
             axes.axvspan(report.noise.low, report.noise.high, color=COLOURS[0], alpha=0.35)
         axes.set_yticks(range(len(rows)), [each.name for each in reversed(rows)])
@@ -66,7 +40,7 @@ def speed(report: BenchReport) -> str:
         furthest = [1.0, *asked, *(each.speedup.high for each in rows if each.speedup)]
         axes.set_xlim(0, max(furthest) * 1.15)
 
-    return _svg("speed", draw, height=0.9 + 0.5 * len(rows))
+    return svg("speed", draw, height=0.9 + 0.5 * len(rows))
 
 
 def memory(report: BenchReport) -> str:
@@ -93,7 +67,7 @@ def memory(report: BenchReport) -> str:
         axes.set_xlim(0, max(starts) * 1.18)
         axes.legend(ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0), fontsize=9)
 
-    return _svg("memory", draw, height=1.5 + 0.5 * len(rows))
+    return svg("memory", draw, height=1.5 + 0.5 * len(rows))
 
 
 def losses(report: BenchReport) -> str:
@@ -112,7 +86,7 @@ def losses(report: BenchReport) -> str:
         axes.set_ylabel("training loss (mean, range over seeds)")
         axes.legend()
 
-    return _svg("losses", draw, height=3.2)
+    return svg("losses", draw, height=3.2)
 
 
 def parity(report: BenchReport) -> str:
@@ -128,13 +102,13 @@ def parity(report: BenchReport) -> str:
             axes.errorbar(each.difference, place, xerr=reach, fmt="o", capsize=5,
                           color=_colour(report, name), linewidth=2)  # fmt: skip
         axes.axvspan(-found.margin, found.margin, color=COLOURS[3], alpha=0.15)
-        axes.axvline(0, color=_INK, linewidth=1)
+        axes.axvline(0, color=INK, linewidth=1)
         axes.set_yticks(range(len(rows)), list(reversed(rows)))
         axes.set_ylim(-0.6, len(rows) - 0.4)
         relative = "relative " if found.relative else ""
         axes.set_xlabel(f"{relative}difference of {found.metric} from fp32 (band: the margin)")
 
-    return _svg("parity", draw, height=1.0 + 0.5 * len(rows))
+    return svg("parity", draw, height=1.0 + 0.5 * len(rows))
 
 
 def scale(report: BenchReport) -> str:
@@ -155,29 +129,9 @@ def scale(report: BenchReport) -> str:
         axes.set_ylabel("loss scale")
         axes.legend()
 
-    return _svg("scale", draw, height=2.4)
+    return svg("scale", draw, height=2.4)
 
 
 def _colour(report: BenchReport, name: str) -> str:
     names = [each.name for each in report.precisions]
     return COLOURS[names.index(name) % len(COLOURS)] if name in names else COLOURS[0]
-
-
-def _svg(name: str, draw: Callable[[Any], None], *, height: float) -> str:
-    """One figure, 7 inches wide, that scales with the page."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    # The salt makes ids the same in every run, and different in every figure of a page.
-    with mpl.rc_context({**_STYLE, "svg.hashsalt": name}):
-        figure = Figure(figsize=(7, height), layout="constrained")
-        figure.patch.set_alpha(0)
-        axes: Any = figure.add_subplot()
-        axes.patch.set_alpha(0)
-        draw(axes)
-        text = io.StringIO()
-        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
-    drawn = text.getvalue()
-    drawn = drawn[drawn.index("<svg") :].replace(_INK, "currentColor")
-    # matplotlib numbers its ids from 1 in every figure; on one page they must differ.
-    return re.sub(r'(id="|url\(#|href="#)', rf"\g<1>{name}-", drawn)

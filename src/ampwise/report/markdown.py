@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ampwise.bench.result import BenchReport
 from ampwise.report.bench import asked, remarks
-from ampwise.report.html import number
+from ampwise.report.page import number
 
 
 def to_markdown(report: BenchReport) -> str:

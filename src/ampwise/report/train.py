@@ -1,13 +1,113 @@
-"""Draws a `TrainResult` on a terminal."""
+"""A training run on a terminal, as Markdown and as a page, at its end or from its folder."""
 
 from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from ampwise.data.feed import SLOW_LOADER, slow_loader
+from ampwise.errors import UsageError
+from ampwise.report.canvas import COLOURS, svg
+from ampwise.report.markdown import cell
+from ampwise.report.page import figure, page
+from ampwise.step import Activity
+from ampwise.telemetry import names
+from ampwise.telemetry.run import read_steps
 from ampwise.training.config import TrainResult
+
+_POINTS = 600
+"""Points of a curve; more than that cannot be told apart on a page."""
+
+
+@dataclass
+class TrainedRun:
+    """A run as its folder tells it.
+
+    Attributes
+    ----------
+    record
+        Content of ``run.json``.
+    steps
+        Lines of ``steps.jsonl``.
+    """
+
+    result: TrainResult
+    record: dict[str, Any] = field(default_factory=dict[str, Any])
+    steps: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+
+    @classmethod
+    def load(cls, folder: Path) -> TrainedRun:
+        """The run in a folder, finished or not.
+
+        Raises
+        ------
+        UsageError
+            When there is none, or its files are damaged.
+        """
+        try:
+            record = json.loads((folder / "run.json").read_text())
+            return cls(_result(record["result"]), record, read_steps(folder))
+        except OSError as error:
+            raise UsageError(f"{error.filename}: {error.strerror}") from None
+        except (KeyError, TypeError, ValueError) as error:
+            raise UsageError(
+                f"{folder}: its run.json or steps.jsonl is damaged ({type(error).__name__}: "
+                f"{error}); expected what ampwise train writes"
+            ) from None
+
+    @property
+    def task(self) -> str:
+        """Name of the task."""
+        return self.result.task
+
+    @property
+    def precision(self) -> str:
+        """The policy, as text."""
+        return self.result.precision
+
+    @property
+    def outcome(self) -> str:
+        """How it ended, in a sentence."""
+        result = self.result
+        return f"{result.status}: {result.steps} steps, {result.skipped_steps} of them skipped"
+
+    @property
+    def rows(self) -> list[tuple[str, str]]:
+        """What is to be said about it, by name."""
+        return _rows(self.result)
+
+    @property
+    def messages(self) -> list[str]:
+        """What was said during the run, and what its figures say."""
+        waited = self.result.data_wait_fraction
+        return [*self.result.messages, *([slow_loader(waited)] if waited >= SLOW_LOADER else [])]
+
+    @property
+    def environment(self) -> Mapping[str, Any]:
+        """Machine and versions."""
+        return self.record.get("environment", {})
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """Settings of the run, and facts about its task."""
+        return {**self.record.get("config", {}), **self.record.get("task", {})}
+
+    @property
+    def reasons(self) -> Sequence[str]:
+        """Why it trained in this precision."""
+        return self.record.get("policy", {}).get("reasons", [])
+
+    def to_json(self) -> dict[str, Any]:
+        """``run.json``, with the steps."""
+        return {**self.record, "steps": self.steps}
 
 
 def render(result: TrainResult, console: Console) -> None:
@@ -15,11 +115,39 @@ def render(result: TrainResult, console: Console) -> None:
     console.print()
     console.print(Text(f"{result.task} in {result.precision}: {result.status}", style="bold"))
     table = Table.grid(padding=(0, 2))
+    table.add_column()
+    table.add_column(overflow="fold")  # a path is shown whole
     for name, value in _rows(result):
         table.add_row(name, value)
     console.print(table)
     if result.data_wait_fraction >= SLOW_LOADER:
         console.print(Text(slow_loader(result.data_wait_fraction), style="yellow"))
+
+
+def render_run(run: TrainedRun, console: Console) -> None:
+    """`render` of a run read back."""
+    render(run.result, console)
+
+
+def to_markdown(run: TrainedRun) -> str:
+    """Outcome and figures as a table."""
+    lines = [f"# {cell(run.task)} in {cell(run.precision)}", "", cell(run.outcome), ""]
+    lines += ["| | |", "| --- | --- |"]
+    lines += [f"| {cell(name)} | {cell(value)} |" for name, value in run.rows]
+    lines += ["", *(f"- {cell(each)}" for each in (*run.messages, *run.reasons))]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def to_html(run: TrainedRun) -> str:
+    """The page: outcome, curves of loss, loss scale and grad norm, settings, environment."""
+    figures: dict[str, Callable[[TrainedRun], str]] = {
+        "loss": _loss_figure,
+        "scale": _scale_figure,
+        "norm": _norm_figure,
+    }
+    return page(
+        "train.html", run=run, figure=lambda name, caption: figure(figures[name](run), caption)
+    )
 
 
 def _rows(result: TrainResult) -> list[tuple[str, str]]:
@@ -35,3 +163,86 @@ def _rows(result: TrainResult) -> list[tuple[str, str]]:
         rows.append(("rate", f"{result.samples_per_s:,.0f} samples/s"))
     rows.append(("folder", str(result.folder)))
     return rows
+
+
+def _result(data: Mapping[str, Any]) -> TrainResult:
+    """What `TrainResult.to_json` wrote."""
+    values = {name: each for name, each in data.items() if name != "schema"}
+    activity = values.get("activity")
+    values["activity"] = None if activity is None else Activity(**activity)
+    values["folder"] = Path(values["folder"])
+    if values.get("loss") is not None:
+        values["loss"] = float(values["loss"])  # NaN is stored as a string
+    values["metrics"] = {name: float(value) for name, value in values["metrics"].items()}
+    return TrainResult(**values)
+
+
+# -- figures ---------------------------------------------------------------------------------------
+
+
+def _loss_figure(run: TrainedRun) -> str:
+    held_out = [name for each in run.steps for name in each if name.startswith("eval/")]
+    losses = [each for each in dict.fromkeys(held_out) if "loss" in each]
+
+    def draw(axes: Any) -> None:
+        _curve(axes, _series(run, names.LOSS), COLOURS[1], "training")
+        for index, name in enumerate(losses):
+            points = _series(run, name)
+            axes.plot(*zip(*points, strict=True), "o-", color=COLOURS[2 + index], label=name)
+        axes.set_xlabel("step")
+        axes.set_ylabel("loss")
+        axes.legend()
+
+    return svg("loss", draw, height=3.2) if _series(run, names.LOSS) else ""
+
+
+def _scale_figure(run: TrainedRun) -> str:
+    scales = _series(run, names.LOSS_SCALE)
+    if len({scale for _, scale in scales}) < 2 and all(scale == 1 for _, scale in scales):
+        return ""
+    skipped = [each["step"] for each in run.steps if each.get(names.FOUND_INF)]
+
+    def draw(axes: Any) -> None:
+        axes.step(*zip(*scales, strict=True), where="post", color=COLOURS[1], label="loss scale")
+        for index, step in enumerate(skipped[:_POINTS]):
+            label = f"skipped ({len(skipped)})" if index == 0 else None
+            axes.axvline(step, color=COLOURS[2], alpha=0.5, linewidth=1, label=label)
+        axes.set_yscale("log", base=2)
+        axes.set_xlabel("step")
+        axes.set_ylabel("loss scale")
+        axes.legend()
+
+    return svg("scale", draw, height=2.4)
+
+
+def _norm_figure(run: TrainedRun) -> str:
+    norms = [(step, norm) for step, norm in _series(run, names.GRAD_NORM) if norm > 0]
+    if not norms:
+        return ""
+
+    def draw(axes: Any) -> None:
+        _curve(axes, norms, COLOURS[3], "grad norm")
+        axes.set_yscale("log")
+        axes.set_xlabel("step")
+        axes.set_ylabel("grad norm")
+
+    return svg("norm", draw, height=2.4)
+
+
+def _series(run: TrainedRun, name: str) -> list[tuple[int, float]]:
+    """Step and value of a metric, where it is finite."""
+    points = ((each["step"], float(each[name])) for each in run.steps if name in each)
+    return [(step, value) for step, value in points if math.isfinite(value)]
+
+
+def _curve(axes: Any, points: Sequence[tuple[int, float]], colour: str, label: str) -> None:
+    """Mean and range of neighbouring steps, at most `_POINTS` of them."""
+    width = math.ceil(len(points) / _POINTS)
+    groups = [points[start : start + width] for start in range(0, len(points), width)]
+    steps = [group[-1][0] for group in groups]
+    values = [[value for _, value in group] for group in groups]
+    if width > 1:
+        low, high = [min(each) for each in values], [max(each) for each in values]
+        axes.fill_between(steps, low, high, color=colour, alpha=0.2, linewidth=0)
+    means = [sum(each) / len(each) for each in values]
+    axes.plot(steps, means, color=colour, linewidth=1.4, label=label)

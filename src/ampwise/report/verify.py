@@ -1,4 +1,4 @@
-"""Draws a `Verification` on a terminal, and as Markdown."""
+"""A `Verification` on a terminal, as Markdown and as a page."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from rich.text import Text
 
 from ampwise.report.bench import new_table
 from ampwise.report.markdown import cell
+from ampwise.report.page import css, page
 from ampwise.verify.result import Verification
 
 _STYLES = {"pass": "green", "fail": "red", "not measured": "yellow", "not applicable": "dim"}
@@ -51,3 +52,8 @@ def to_markdown(found: Verification) -> str:
         cells = (each.requirement, critical, each.how, each.status, each.evidence)
         lines.append(f"| {' | '.join(map(cell, cells))} |")
     return "\n".join(lines) + "\n"
+
+
+def to_html(found: Verification) -> str:
+    """The same as a page."""
+    return page("verify.html", found=found, decision=decision(found), css=css)

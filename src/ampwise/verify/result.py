@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
+
+from ampwise.errors import UsageError
 
 SCHEMA = "ampwise.verify/1"
 
@@ -85,3 +88,25 @@ class Verification:
             "applicable": len(self.applicable),
             "decision": self.decision,
         }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Verification:
+        """What `to_json` wrote.
+
+        Raises
+        ------
+        UsageError
+            When `data` is something else, or of another version.
+        """
+        if data.get("schema") != SCHEMA:
+            raise UsageError(
+                f"expected a verification of schema {SCHEMA}, got {data.get('schema')!r}"
+            )
+        names = ("task", "device", "precision", "scaled", "environment", "interrupted")
+        try:
+            findings = [Finding(**each) for each in data["findings"]]
+            return cls(**{name: data[name] for name in names}, findings=findings)
+        except (KeyError, TypeError) as error:
+            raise UsageError(
+                f"the verification is damaged: {type(error).__name__}: {error}"
+            ) from None

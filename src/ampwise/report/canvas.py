@@ -1,0 +1,51 @@
+"""Drawing for the pages: SVG as text, by matplotlib.
+
+Text stays text, and whatever is black becomes ``currentColor``, so that one figure reads on light
+and dark pages alike. Colours are those that the colour-blind can tell apart (Okabe and Ito).
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable
+from typing import Any
+
+COLOURS = ("#8a8f98", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+INK = "#010101"
+_STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "font.family": "sans-serif",
+    "font.size": 10,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": INK,
+    "grid.alpha": 0.12,
+    "legend.frameon": False,
+}
+
+
+def svg(name: str, draw: Callable[[Any], None], *, height: float) -> str:
+    """One figure, 7 inches wide, that scales with the page."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    # The salt makes ids the same in every run, and different in every figure of a page.
+    with mpl.rc_context({**_STYLE, "svg.hashsalt": name}):
+        figure = Figure(figsize=(7, height), layout="constrained")
+        figure.patch.set_alpha(0)
+        axes: Any = figure.add_subplot()
+        axes.patch.set_alpha(0)
+        draw(axes)
+        text = io.StringIO()
+        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+    drawn = text.getvalue()
+    drawn = drawn[drawn.index("<svg") :].replace(INK, "currentColor")
+    # matplotlib numbers its ids from 1 in every figure; on one page they must differ.
+    return re.sub(r'(id="|url\(#|href="#)', rf"\g<1>{name}-", drawn)

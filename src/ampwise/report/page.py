@@ -1,0 +1,45 @@
+"""What the HTML pages share: the template, figures with their captions, and how values are put."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any
+
+
+def page(template: str, **values: Any) -> str:
+    """A page from a template of this package. Everything from outside is escaped."""
+    return _environment().get_template(template).render(**values)
+
+
+def number(value: float | None, style: str) -> str:
+    """A value in a format; empty where there is none."""
+    if value is None or (isinstance(value, float) and not math.isfinite(value)):
+        return ""
+    return format(value, style)
+
+
+def css(status: str) -> str:
+    """Class of a status: its colour."""
+    return {"pass": "pass", "equivalent": "pass", "fail": "fail", "different": "fail"}.get(
+        status, "open"
+    )
+
+
+def figure(svg: str, caption: str) -> Any:
+    """A drawing of ours with its caption; nothing where nothing was drawn."""
+    from markupsafe import Markup, escape
+
+    if not svg:
+        return Markup("")
+    return Markup(
+        '<figure><div role="img" aria-label="{0}">{1}</div><figcaption>{0}</figcaption></figure>'
+    ).format(escape(caption), Markup(svg))  # noqa: S704 - matplotlib escapes what it draws
+
+
+@cache
+def _environment() -> Any:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    loader = PackageLoader("ampwise.report")
+    return Environment(loader=loader, autoescape=True, undefined=StrictUndefined)

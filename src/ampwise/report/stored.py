@@ -1,0 +1,94 @@
+"""A run read back from its folder, and the forms it can be shown in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+
+from ampwise.bench.result import BenchReport
+from ampwise.errors import UsageError
+from ampwise.report import bench, html, markdown, train, verify
+from ampwise.report.train import TrainedRun
+from ampwise.verify.result import Verification
+
+Run = BenchReport | TrainedRun | Verification
+
+
+class Forms(NamedTuple):
+    """How one kind of run is shown; each takes the run."""
+
+    render: Callable[[Any, Console], None]
+    to_markdown: Callable[[Any], str]
+    to_html: Callable[[Any], str]
+
+
+_FORMS: Mapping[type[Run], Forms] = {
+    BenchReport: Forms(bench.render, markdown.to_markdown, html.to_html),
+    TrainedRun: Forms(train.render_run, train.to_markdown, train.to_html),
+    Verification: Forms(verify.render, verify.to_markdown, verify.to_html),
+}
+
+_FILES: Mapping[str, Callable[[Mapping[str, Any]], Run]] = {
+    "bench.json": BenchReport.from_json,
+    "verify.json": Verification.from_json,
+}
+"""Result files that a run's folder may hold, and how each is read."""
+
+
+def load(path: Path) -> Run:
+    """The run in a folder, or in one of its files.
+
+    Raises
+    ------
+    UsageError
+        When there is none, or it is damaged.
+    """
+    file = _result_file(path) if path.is_dir() else path
+    if file.name == "run.json":
+        return TrainedRun.load(file.parent)
+    content = _content(file)
+    schema = str(content.get("schema"))
+    read = _FILES.get(f"{schema.removeprefix('ampwise.').partition('/')[0]}.json")
+    try:
+        return (read or BenchReport.from_json)(content)
+    except UsageError as error:
+        raise UsageError(f"{file}: {error}") from None
+
+
+def forms_of(run: Run) -> Forms:
+    """How to show a run."""
+    return _FORMS[type(run)]
+
+
+def _result_file(folder: Path) -> Path:
+    for name in _FILES:
+        if (folder / name).exists():
+            return folder / name
+    record = folder / "run.json"
+    if not record.exists():
+        raise UsageError(
+            f"{folder} holds no run: expected the folder of a bench, verify or train run, such as "
+            "runs/bench-digits-1"
+        )
+    command = _content(record).get("command")
+    if command != "train":
+        raise UsageError(f"{folder} holds no finished {command} run: its result is not there")
+    return record
+
+
+def _content(file: Path) -> Mapping[str, Any]:
+    try:
+        content = json.loads(file.read_text())
+    except OSError as error:
+        raise UsageError(
+            f"{file}: {error.strerror}; expected the folder of a run, such as runs/bench-digits-1"
+        ) from None
+    except ValueError as error:
+        raise UsageError(f"{file} is no JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise UsageError(f"{file}: expected the result of a run, got a {type(content).__name__}")
+    return content  # pyright: ignore[reportUnknownVariableType]

@@ -1,0 +1,91 @@
+"""A run of each kind, read back from its folder and shown in every form."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from ampwise.cli.main import main
+from ampwise.report.stored import load
+from ampwise.report.train import TrainedRun, to_html, to_markdown
+from ampwise.report.verify import to_html as verify_html
+from ampwise.verify.result import Finding, Verification
+from tests.report.test_report import HOSTILE, Page
+
+
+@pytest.fixture
+def trained(tmp_path):
+    folder = tmp_path / "trained"
+    arguments = ["train", "digits", "--precision", "fp16", "--allow-emulated", "--steps", "4"]
+    assert main([*arguments, "--quiet", "--out", str(folder)]) == 0
+    return folder
+
+
+def test_a_trained_run_leaves_a_page_and_shows_again(trained, capsys):
+    page = (trained / "report.html").read_text()
+    assert "digits in fp16" in page
+    assert len(Page(page).labels) == 3  # loss, loss scale, grad norm
+    assert main(["report", str(trained)]) == 0
+    shown = capsys.readouterr().out
+    assert "digits in fp16: finished" in shown
+    assert str(trained) in shown.replace("\n", "").replace(" ", "")
+    assert main(["report", str(trained), "--format", "json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [each["step"] for each in told["steps"] if "train/loss" in each] == [1, 2, 3, 4]
+    assert main(["report", str(trained), "--format", "markdown"]) == 0
+    assert capsys.readouterr().out == to_markdown(TrainedRun.load(trained))
+    assert main(["report", str(trained), "--format", "html"]) == 0
+    assert (trained / "report.html").read_text() == page
+    assert main(["report", str(trained), "--gate"]) == 2
+    assert "no requirements" in capsys.readouterr().err
+
+
+def test_skipped_steps_are_in_the_figure_and_a_torn_run_is_one_line(trained, capsys):
+    run = TrainedRun.load(trained)
+    assert "skipped (" not in to_html(run)
+    run.steps[1].update({"amp/found_inf": True, "train/loss": "nan", "amp/grad_norm": "inf"})
+    assert "skipped (1)" in to_html(run)
+    run.result.loss = math.nan
+    run.steps = []
+    assert "<svg" not in to_html(run)
+    (trained / "run.json").write_text('{"command": "train", "result": {"task": "x"}}')
+    assert main(["report", str(trained)]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "is damaged" in said
+
+
+def verification(task: str = "small") -> Verification:
+    return Verification(
+        task, "cpu", "bf16", "fp16", {"device_name": "a", "architecture": "b", "threads": 1,
+                                      "torch": "2", "ampwise": "0"},
+        [
+            Finding("loss_scale", "loss scaling", "one overflow", "pass", "halved", critical=True),
+            Finding("speedup", "speed", "bench", "not measured", "left out", critical=False),
+        ],
+    )  # fmt: skip
+
+
+def test_a_verification_shows_again_and_keeps_its_gate(tmp_path, capsys):
+    folder = tmp_path / "verified"
+    folder.mkdir()
+    (folder / "verify.json").write_text(json.dumps(verification().to_json()))
+    assert load(folder) == verification()
+    assert main(["report", str(folder), "--gate"]) == 0
+    assert "PASS: 1 of 2" in capsys.readouterr().out
+    assert main(["report", str(folder), "--gate", "strict"]) == 1
+    assert main(["report", str(folder), "--format", "html"]) == 0
+    rows = Page((folder / "report.html").read_text()).tables["requirements"]
+    assert [row[2] for row in rows[1:]] == ["pass", "not measured"]
+    assert main(["report", str(folder), str(folder)]) == 2
+    assert "expected two bench runs" in capsys.readouterr().err
+
+
+def test_hostile_names_stay_text(trained):
+    run = TrainedRun.load(trained)
+    run.result.task = HOSTILE
+    for page in (to_html(run), verify_html(verification(HOSTILE))):
+        assert "<script>" not in page
+        assert "&lt;script&gt;" in page
