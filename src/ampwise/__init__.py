@@ -22,6 +22,8 @@ if TYPE_CHECKING:
         TaskError,
         UsageError,
     )
+    from ampwise.numerics.diagnose import diagnose
+    from ampwise.numerics.result import Diagnosis
     from ampwise.policy import Policy, Resolution, resolve
     from ampwise.step import Activity, LossScale, StepRecord, TrainStep
     from ampwise.tasks import Task, load_task
@@ -33,6 +35,8 @@ _HOMES = {
         "AmpwiseError", "CheckpointError", "GateError", "InactivePolicyError", "MissingExtraError",
         "PolicyError", "RunError", "SkippedStepsError", "TaskError", "UsageError",
     ),
+    "ampwise.numerics.diagnose": ("diagnose",),
+    "ampwise.numerics.result": ("Diagnosis",),
     "ampwise.policy": ("Policy", "Resolution", "resolve"),
     "ampwise.step": ("Activity", "LossScale", "StepRecord", "TrainStep"),
     "ampwise.tasks": ("Task", "load_task"),
@@ -43,6 +47,7 @@ __all__ = [
     "Activity",
     "AmpwiseError",
     "CheckpointError",
+    "Diagnosis",
     "GateError",
     "InactivePolicyError",
     "LossScale",
@@ -58,6 +63,7 @@ __all__ = [
     "TrainStep",
     "UsageError",
     "__version__",
+    "diagnose",
     "load_task",
     "resolve",
 ]

@@ -23,7 +23,7 @@ class Options(Shared):
     """Show a stored run again, or compare two bench runs of one task, the older first."""
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN]")] = ()
-    """Folder of a bench, verify or train run, or its result file."""
+    """Folder of a bench, verify, diagnose or train run, or its result file."""
 
     format: Format = "terminal"
     """What to write; html goes to report.html in the run folder unless --out says otherwise."""
@@ -72,12 +72,15 @@ def run(options: Options) -> int:
 
 def _gate(found: Run, gate: Gate) -> int:
     from ampwise.bench.result import BenchReport
+    from ampwise.numerics.result import Diagnosis
     from ampwise.report.train import TrainedRun
 
     if isinstance(found, BenchReport):
         from ampwise.cli.bench import gate_exit_code
 
         return gate_exit_code(found, gate)
+    if isinstance(found, Diagnosis):
+        return EXIT_GATE if gate != "off" and found.status == "fault" else EXIT_OK
     if isinstance(found, TrainedRun):
         if gate != "off":
             raise UsageError("gate: a train run has no requirements; name a bench or verify run")

@@ -11,11 +11,12 @@ from rich.console import Console
 
 from ampwise.bench.result import BenchReport
 from ampwise.errors import UsageError
-from ampwise.report import bench, html, markdown, train, verify
+from ampwise.numerics.result import Diagnosis
+from ampwise.report import bench, diagnosis, html, markdown, train, verify
 from ampwise.report.train import TrainedRun
 from ampwise.verify.result import Verification
 
-Run = BenchReport | TrainedRun | Verification
+Run = BenchReport | Diagnosis | TrainedRun | Verification
 
 
 class Forms(NamedTuple):
@@ -28,12 +29,14 @@ class Forms(NamedTuple):
 
 _FORMS: Mapping[type[Run], Forms] = {
     BenchReport: Forms(bench.render, markdown.to_markdown, html.to_html),
+    Diagnosis: Forms(diagnosis.render, diagnosis.to_markdown, diagnosis.to_html),
     TrainedRun: Forms(train.render_run, train.to_markdown, train.to_html),
     Verification: Forms(verify.render, verify.to_markdown, verify.to_html),
 }
 
 _FILES: Mapping[str, Callable[[Mapping[str, Any]], Run]] = {
     "bench.json": BenchReport.from_json,
+    "diagnosis.json": Diagnosis.from_json,
     "verify.json": Verification.from_json,
 }
 """Result files that a run's folder may hold, and how each is read."""
@@ -71,8 +74,8 @@ def _result_file(folder: Path) -> Path:
     record = folder / "run.json"
     if not record.exists():
         raise UsageError(
-            f"{folder} holds no run: expected the folder of a bench, verify or train run, such as "
-            "runs/bench-digits-1"
+            f"{folder} holds no run: expected the folder of a bench, verify, diagnose or train "
+            "run, such as runs/bench-digits-1"
         )
     command = _content(record).get("command")
     if command != "train":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from types import TracebackType
@@ -108,11 +109,12 @@ def keep_islands(module: nn.Module, patterns: tuple[str, ...], device_type: str)
             )
         islands += [layer for layer in matching if layer not in islands]
     for island in islands:
-        _make_island(island, device_type)
+        make_island(island, device_type)
     return islands
 
 
-def _make_island(module: nn.Module, device_type: str) -> None:
+def make_island(module: nn.Module, device_type: str) -> Callable[[], None]:
+    """Keep one module in float32; returns what takes that back."""
     entered: list[ExitStack] = []  # a stack: a module may call itself
 
     def enter(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -124,8 +126,16 @@ def _make_island(module: nn.Module, device_type: str) -> None:
     def leave(*_: Any) -> None:
         entered.pop().close()
 
-    module.register_forward_pre_hook(enter, with_kwargs=True)
-    module.register_forward_hook(leave, always_call=True)
+    handles = (
+        module.register_forward_pre_hook(enter, with_kwargs=True),
+        module.register_forward_hook(leave, always_call=True),
+    )
+
+    def undo() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return undo
 
 
 def _raise_precision(value: Any) -> Any:

@@ -39,6 +39,7 @@ from ampwise.step.loss_scale import LossScale, UnitLossScale
 from ampwise.step.master import MasterWeights
 from ampwise.step.patience import Patience, explain
 from ampwise.step.precision import Float32Mode, Forward, keep_islands
+from ampwise.step.recorder import Recorder
 from ampwise.step.samples import samples_in
 from ampwise.step.window import Weight, Window, divide
 from ampwise.telemetry.ring import COLUMNS, Ring, StepRecord
@@ -99,6 +100,8 @@ class TrainStep:
         The loss scale, its state on the device.
     activity
         What the first forward really ran in; None before it.
+    recorder
+        Flight recorder; None when nobody armed one.
 
     Raises
     ------
@@ -136,6 +139,7 @@ class TrainStep:
         self.steps = 0
         self.boundary = False
         self.activity: Activity | None = None
+        self.recorder: Recorder | None = None
 
         self._strict = strict
         self._samples = samples or samples_in
@@ -475,11 +479,15 @@ class TrainStep:
         self, loss_fn: Callable[[Any, Batch], Tensor], batch: Batch, weight: Weight | None
     ) -> Tensor:
         """Forward, loss and backward; the loss, detached."""
+        if self.recorder is not None:
+            self.recorder.micro_batch(self, loss_fn, batch, weight)
         with self._float32_mode:
             with self.autocast():
                 loss = loss_fn(self.model, batch)
             if weight is None and self._window.accumulate > 1:
                 weight = self._samples(batch)
+            if self.recorder is not None:
+                self.recorder.loss(loss.detach())
             self.backward(loss, weight=weight)
         return loss.detach()
 
@@ -528,6 +536,8 @@ class TrainStep:
         self._window.close()
         self.steps += 1
         self.boundary = True
+        if self.recorder is not None:
+            self.recorder.close()
         self._follow(self._outcomes.settle(found_inf))
 
     def _follow(self, known: list[bool]) -> None:

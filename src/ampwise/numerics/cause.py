@@ -1,0 +1,288 @@
+"""Why an operation broke, found by experiment on its captured inputs.
+
+Three results of one operation are compared: the actual one, the *local* one (float64 on the actual
+inputs) and the *shadow's* (float64 on what the inputs would be without rounding).
+
+    actual  local           shadow
+    bad     finite          any       beyond the format's range          RANGE_OVERFLOW
+    bad     bad             finite    the inputs were damaged:
+                a constant that should keep them from 0 was lost         EPS_UNDERFLOW
+                an argument is 0 and should not be                       UNDERFLOW
+                an argument left the function's domain                   CANCELLATION
+    bad     bad             bad       wrong in any precision             DOMAIN_ERROR
+                in backward, where forward was finite                    BACKWARD_SINGULARITY
+                softmax of a row of -inf                                 FULLY_MASKED_ROW
+                a reduction over nothing                                 EMPTY_REDUCTION
+
+A constant of the code beyond the format is a MASK_CONSTANT, and a backward that is clean under a
+lower loss scale is SCALE_TOO_HIGH.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampwise import formats
+from ampwise.numerics.shadow import UnsupportedError, exact, shadow
+from ampwise.numerics.trace import Root, _tensors, bad_bits
+from ampwise.step.recorder import Stash
+from ampwise.step.train_step import TrainStep
+
+_SOFTMAX = ("_softmax", "_log_softmax", "_safe_softmax", "softmax", "log_softmax")
+_REDUCTIONS = ("mean", "var", "std", "sum", "amax", "amin", "max", "min", "div", "logsumexp",
+               "nll_loss_forward", "cross_entropy")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A cause, and the two sentences that explain it."""
+
+    cause: str
+    explanation: str
+
+
+def explain(step: TrainStep, stash: Stash, root: Root) -> Finding:
+    """Cause of a root, by experiment."""
+    if root.func is None:
+        return _from_outside(root)
+    for experiment in (_attention_inside, _empty, _masked_row, _beyond_range):
+        found = experiment(root)
+        if found is not None:
+            return found
+    return _damaged_inputs(step, stash, root)
+
+
+def format_of(root: Root) -> formats.FloatFormat:
+    """Format of a root's result."""
+    dtype = root.outputs[0].dtype if root.outputs else torch.float32
+    return formats.lookup(dtype)
+
+
+def _from_outside(root: Root) -> Finding:
+    kind = root.name
+    what = "NaN" if root.bits & 1 else "inf"
+    if kind == "batch":
+        return Finding(
+            "BAD_INPUT",
+            f"{root.source.removeprefix('batch ')} holds {what} before the model sees it. No "
+            "precision can train on it.",
+        )
+    return Finding(
+        "BAD_PARAMETER" if kind == "parameter" else "BAD_BUFFER",
+        f"The {root.source} holds {what} at the start of the step. It was damaged before: by an "
+        "update, a checkpoint, or initialisation.",
+    )
+
+
+def _local(root: Root) -> list[Tensor] | None:
+    """The operation in float64 on the actual inputs; None where it has no such form."""
+    try:
+        return exact(root.func, root.args, root.kwargs)
+    except UnsupportedError:
+        return None
+
+
+def _beyond_range(root: Root) -> Finding | None:
+    """Local result finite: the format could not hold it, or an intermediate of it."""
+    local = _local(root)
+    if local is None or any(map(bad_bits, local)):
+        return None
+    fmt = format_of(root)
+    peak = max((float(each.abs().max()) for each in local if each.numel()), default=0.0)
+    constant = _constant_beyond(root, fmt)
+    if constant is not None and peak >= fmt.max:
+        return Finding(
+            "MASK_CONSTANT",
+            f"The constant {constant:g} is beyond {fmt}, which ends at {fmt.max:,.0f}, and becomes "
+            f"{'-inf' if constant < 0 else 'inf'}. In float32 it is finite.",
+        )
+    if peak > fmt.max:
+        return Finding(
+            "RANGE_OVERFLOW",
+            f"The result of {root.name} would be {_figure(peak)}; {fmt} ends at "
+            f"{_figure(fmt.max)}. Its inputs are finite, the largest {_figure(_amax(root))}.",
+        )
+    return Finding(
+        "RANGE_OVERFLOW",
+        f"Inside {root.name} an intermediate went beyond {fmt}, which ends at {_figure(fmt.max)}. "
+        f"The result itself, {_figure(peak)}, would fit.",
+    )
+
+
+def _constant_beyond(root: Root, fmt: formats.FloatFormat) -> float | None:
+    scalars = [each for each in (*root.args, *root.kwargs.values()) if isinstance(each, float)]
+    # A constant tensor of one element is a scalar, too.
+    scalars += [
+        float(each)
+        for each in _tensors(root.args)
+        if each.numel() == 1 and each.is_floating_point() and root.name in ("masked_fill", "where")
+    ]
+    return next((each for each in scalars if math.isfinite(each) and abs(each) > fmt.max), None)
+
+
+def _masked_row(root: Root) -> Finding | None:
+    if root.name not in _SOFTMAX or not isinstance(root.args[0], Tensor):
+        return None
+    scores, dim = root.args[0], int(root.args[1])
+    rows = torch.isneginf(scores).all(dim=dim)
+    count = int(rows.sum())
+    if not count:
+        return None
+    return Finding(
+        "FULLY_MASKED_ROW",
+        f"{count} of {rows.numel()} rows of the softmax are masked completely: every score is "
+        "-inf. Their softmax is 0/0 in any precision.",
+    )
+
+
+def _empty(root: Root) -> Finding | None:
+    tensors = _tensors((root.args, root.kwargs))
+    floats = [each for each in tensors if each.is_floating_point()]
+    nothing = any(each.numel() == 0 for each in floats)
+    counted = root.name == "nll_loss_forward" and len(root.outputs) > 0 and _all_ignored(root)
+    if not counted and not (nothing and root.name in _REDUCTIONS):
+        return None
+    return Finding(
+        "EMPTY_REDUCTION",
+        f"{root.name} reduces over no elements: 0 divided by 0. Nothing was selected, or every "
+        "target is ignored.",
+    )
+
+
+def _all_ignored(root: Root) -> bool:
+    target, ignored = root.args[1], root.args[4]
+    return bool((target == ignored).all())
+
+
+def _attention_inside(root: Root) -> Finding | None:
+    """Scaled dot-product attention is one operation: look inside by its definition."""
+    if "scaled_dot_product" not in root.name or "backward" in root.name:
+        return None
+    query, key = root.args[0], root.args[1]
+    mask = root.kwargs.get("attn_mask")
+    if isinstance(mask, Tensor) and mask.is_floating_point():
+        rows = torch.isneginf(mask).all(dim=-1)
+        if bool(rows.any()):
+            return Finding(
+                "FULLY_MASKED_ROW",
+                f"{int(rows.sum())} of {rows.numel()} rows of the attention mask are -inf "
+                "throughout. Their softmax is 0/0 in any precision.",
+            )
+    scores = query.double() @ key.double().transpose(-2, -1)
+    peak, fmt = float(scores.abs().max()), format_of(root)
+    if peak > fmt.max:
+        return Finding(
+            "RANGE_OVERFLOW",
+            f"Inside attention, query times key would be {_figure(peak)}; {fmt} ends at "
+            f"{_figure(fmt.max)}. Scale the query before the product.",
+        )
+    return None
+
+
+def _damaged_inputs(step: TrainStep, stash: Stash, root: Root) -> Finding:
+    """Local result bad as well: would it be, had nothing been rounded before?"""
+    at = (root.name, root.place, root.occurrence)
+    run = shadow(step, stash, errors=False, at=at)
+    ideal = None
+    if run.inputs is not None:
+        try:
+            ideal = exact(root.func, *run.inputs)
+        except UnsupportedError:
+            ideal = None
+    if ideal is None or any(map(bad_bits, ideal)):
+        return _wrong_anyway(root)
+    assert run.inputs is not None
+    return _lost(root, run.inputs, run.scalars)
+
+
+def _wrong_anyway(root: Root) -> Finding:
+    if root.place.phase == "backward":
+        return Finding(
+            "BACKWARD_SINGULARITY",
+            f"Forward is finite here, but its derivative is not: {root.name} in backward divides "
+            "by zero, or multiplies zero by infinity, in any precision. A branch that `where` does "
+            "not take is differentiated all the same.",
+        )
+    return Finding(
+        "DOMAIN_ERROR",
+        f"{root.name} has no finite value for these inputs {_domain(root)}. float64 gives none "
+        "either: the fault is in the model or loss, not in the precision.",
+    )
+
+
+def _domain(root: Root) -> str:
+    floats = [each for each in _tensors(root.args) if each.is_floating_point() and each.numel()]
+    if not floats:
+        return ""
+    low, high = torch.aminmax(floats[-1].double())
+    return f"(from {float(low):.4g} to {float(high):.4g})"
+
+
+def _lost(root: Root, ideal: tuple[Any, Any], scalars: set[float]) -> Finding:
+    """The inputs are not what they should be: how?"""
+    pairs = [
+        (actual.double(), wanted)
+        for actual, wanted in zip(_tensors(root.args), _tensors(ideal[0]), strict=True)
+        if actual.is_floating_point()
+    ]
+    fmt = formats.lookup(next(each.dtype for each in _tensors(root.args)
+                              if each.is_floating_point()))  # fmt: skip
+    for actual, wanted in reversed(pairs):  # the last is a divisor, if there is one
+        flushed = (actual == 0) & (wanted != 0)
+        if bool(flushed.any()):
+            least = float(wanted[flushed].abs().min())
+            most = float(wanted[flushed].abs().max())
+            return _flushed(root, fmt, (least, most), int(flushed.sum()), scalars)
+        outside = (actual < 0) & (wanted >= 0)
+        if bool(outside.any()):
+            return Finding(
+                "CANCELLATION",
+                f"An argument of {root.name} is {float(actual[outside].min()):.4g} and should be "
+                f"{float(wanted[outside][actual[outside].argmin()]):.4g}: a difference of nearly "
+                f"equal numbers lost its digits before. {fmt} keeps {fmt.mantissa_bits + 1} bits.",
+            )
+    return Finding(
+        "PRECISION_LOSS",
+        f"The inputs of {root.name} lost so much that it has no finite value for them. In float64 "
+        "the same computation is finite throughout.",
+    )
+
+
+def _flushed(
+    root: Root, fmt: formats.FloatFormat, wanted: tuple[float, float], count: int,
+    scalars: set[float],
+) -> Finding:  # fmt: skip
+    """Zeros where small numbers should be: a constant that was lost, or small values."""
+    least, most = wanted
+    where = f"{count} value{'s' if count > 1 else ''} that {root.name} needs"
+    for eps in sorted(each for each in scalars if 0 < each < 0.1):
+        for part in (eps, math.sqrt(eps)):
+            if 0.5 * least <= part <= 1.001 * least:
+                return Finding(
+                    "EPS_UNDERFLOW",
+                    f"{where} {'are' if count > 1 else 'is'} 0: the constant {eps:g}, which should "
+                    f"keep them away from 0, is lost. The smallest number of {fmt} is "
+                    f"{fmt.min_subnormal:.2g}, and it keeps {fmt.mantissa_bits + 1} bits.",
+                )
+    span = f"{least:.3g}" if most <= 1.001 * least else f"{least:.3g} to {most:.3g}"
+    return Finding(
+        "UNDERFLOW",
+        f"{where} {'are' if count > 1 else 'is'} 0 and should be {span}. The smallest number of "
+        f"{fmt} is {fmt.min_subnormal:.2g}.",
+    )
+
+
+def _amax(root: Root) -> float:
+    floats = [each for each in _tensors((root.args, root.kwargs))
+              if each.is_floating_point() and each.numel()]  # fmt: skip
+    peaks = [float(each.detach().abs().max()) for each in floats]
+    return max((each for each in peaks if math.isfinite(each)), default=0.0)
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if 100 <= value < 1e9 else f"{value:.4g}"

@@ -1,0 +1,190 @@
+"""Changes to a computation that a replay can try out: what a fix would do to the code.
+
+A line or a function of the user's is changed by a torch-function mode, which sees every call of the
+torch API together with the frame that made it; a module by hooks; what happens inside the library's
+own kernels by a dispatch mode. None of them touches the model or its code.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from ampwise.numerics.places import is_internal
+from ampwise.step.precision import make_island
+
+_SINGULAR = {
+    "sqrt": 0.0, "rsqrt": 0.0, "log": 0.0, "log2": 0.0, "log10": 0.0, "reciprocal": 0.0,
+    "pow": 0.0, "__pow__": 0.0, "div": 0.0, "true_divide": 0.0, "__truediv__": 0.0,
+    "norm": 0.0, "vector_norm": 0.0, "linalg_vector_norm": 0.0, "acos": 1.0, "asin": 1.0,
+}  # fmt: skip
+"""Functions and where their derivative is infinite."""
+
+Change = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+class Scope:
+    """Which calls are meant: those of one line, or of one function."""
+
+    def __init__(self, file: str, line: int, *, function: bool = False) -> None:
+        self.file, self.line, self.function = file, line, function
+
+    def holds(self) -> bool:
+        """Whether the call that is being made comes from here."""
+        frame: Any = sys._getframe(2)
+        while frame is not None and is_internal(frame.f_code.co_filename):
+            frame = frame.f_back
+        if frame is None or frame.f_code.co_filename != self.file:
+            return False
+        if not self.function:
+            return frame.f_lineno == self.line
+        lines = [line for *_, line in frame.f_code.co_lines() if line is not None]
+        return min(lines) <= self.line <= max(lines)
+
+
+class InScope(TorchFunctionMode):
+    """Torch calls of a scope are made through `change`."""
+
+    def __init__(self, scope: Scope, change: Change) -> None:
+        super().__init__()
+        self._scope, self._change = scope, change
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in _ACCESS or not self._scope.holds():
+            return func(*args, **kwargs)
+        return self._change(func, args, kwargs)
+
+
+_ACCESS = frozenset(["__get__", "__set__", "size", "dim", "stride", "numel", "is_floating_point"])
+
+
+def raised(device_type: str, dtype: torch.dtype = torch.float32) -> Change:
+    """Run in `dtype` (float32 or float64): inputs raised to it, autocast off."""
+    below = (torch.float16, torch.bfloat16, torch.float32)
+    below = below[:2] if dtype == torch.float32 else below
+
+    def up(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.to(dtype) if value.dtype in below else value
+        return dtype if isinstance(value, torch.dtype) and value in below else value
+
+    def change(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if getattr(func, "__name__", "") in ("half", "bfloat16", "float"):
+            return up(args[0])
+        with torch.autocast(device_type, enabled=False):
+            return func(*tree_map(up, args), **tree_map(up, kwargs))
+
+    return change
+
+
+def constants(least: float, most: float) -> Change:
+    """Run with constants that the format holds: none between 0 and `least`, none beyond `most`."""
+
+    def fit(value: Any) -> Any:
+        if isinstance(value, bool) or not isinstance(value, float):
+            return value
+        if 0 < value < least and value < 1e-3:
+            return least
+        return max(-most, min(most, value))
+
+    def change(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return func(*map(fit, args), **{name: fit(each) for name, each in kwargs.items()})
+
+    return change
+
+
+def small_constants(least: float, names: Sequence[str]) -> Change:
+    """Give library functions a larger `eps`, which they otherwise have as a default."""
+    larger = constants(least, float("inf"))
+
+    def change(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if getattr(func, "__name__", "") in names and "eps" not in kwargs:
+            kwargs = {**kwargs, "eps": least}
+        return larger(func, args, kwargs)
+
+    return change
+
+
+def away_from_singularities() -> Change:
+    """Replace arguments at which a derivative is infinite, before the function sees them."""
+
+    def change(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = getattr(func, "__name__", "")
+        if name not in _SINGULAR:
+            return func(*args, **kwargs)
+        at = 1 if "div" in name and len(args) > 1 else 0
+        value = args[at]
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return func(*args, **kwargs)
+        singular = (value.detach() - _SINGULAR[name]).abs() <= torch.finfo(value.dtype).tiny
+        if name in ("log", "log2", "log10", "sqrt", "rsqrt"):
+            singular = value.detach() <= torch.finfo(value.dtype).tiny
+        if "norm" in name:
+            # All of a row at zero: nudge one side of it, which moves the norm by nothing.
+            safe = value + torch.where(singular, torch.finfo(value.dtype).eps, 0.0)
+        else:
+            safe = torch.where(singular, torch.ones_like(value) / 2, value)
+        return func(*args[:at], safe, *args[at + 1 :], **kwargs)
+
+    return change
+
+
+def zero_for_nothing() -> Change:
+    """A reduction over no elements gives 0."""
+
+    def change(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = func(*args, **kwargs)
+        return torch.nan_to_num(result) if isinstance(result, Tensor) else result
+
+    return change
+
+
+class FiniteScores(TorchDispatchMode):
+    """Softmax sees the most negative finite number where scores are -inf."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func._overloadpacket.__name__ in ("_softmax", "_log_softmax", "_safe_softmax"):
+            scores = args[0]
+            least = torch.finfo(scores.dtype).min
+            args = (scores.masked_fill(torch.isneginf(scores), least), *args[1:])
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def islands(modules: Sequence[nn.Module], device_type: str) -> Generator[None]:
+    """Some modules in float32, for a while."""
+    undo = [make_island(each, device_type) for each in modules]
+    try:
+        yield
+    finally:
+        for each in undo:
+            each()
+
+
+@contextmanager
+def fresh_statistics(models: Sequence[nn.Module]) -> Generator[None]:
+    """Buffers with NaN or inf as after construction: means 0, variances 1."""
+    with torch.no_grad():
+        for model in models:
+            for name, buffer in model.named_buffers():
+                if buffer.is_floating_point() and not bool(torch.isfinite(buffer).all()):
+                    buffer.fill_(1.0 if name.rpartition(".")[2].endswith("var") else 0.0)
+    yield
+
+
+def on(scope: Scope, change: Change) -> Callable[[], AbstractContextManager[Any]]:
+    """Makes the context of a change in a scope."""
+    return lambda: InScope(scope, change)

@@ -1,0 +1,209 @@
+"""What a diagnosis says, as plain values; schema ``ampwise.diagnosis/1``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from ampwise.errors import UsageError
+
+SCHEMA = "ampwise.diagnosis/1"
+
+Status = Literal["fault", "clean", "benign", "not_reproduced"]
+Phase = Literal["data", "forward", "backward", "optimizer"]
+
+
+@dataclass(frozen=True)
+class Values:
+    """What a tensor holds.
+
+    Attributes
+    ----------
+    amax
+        Largest finite magnitude.
+    min_nonzero
+        Smallest magnitude that is not zero.
+    zero, subnormal, non_finite
+        Shares of the elements, 0 to 1.
+    """
+
+    name: str
+    dtype: str
+    shape: list[int]
+    amax: float | None
+    min_nonzero: float | None
+    zero: float
+    subnormal: float
+    non_finite: float
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The operation where it began, on the user's own line.
+
+    Attributes
+    ----------
+    op
+        Its aten name.
+    module
+        FQN of the module it ran in; "" for the root and the loss.
+    call
+        Which call of that module in the step, from 0.
+    library
+        ``file:line`` inside a library, where the innermost code is one's.
+    """
+
+    op: str
+    module: str
+    file: str
+    line: int
+    source: str
+    dtype: str
+    call: int = 0
+    library: str = ""
+    inputs: list[Values] = field(default_factory=list[Values])
+    outputs: list[Values] = field(default_factory=list[Values])
+
+
+@dataclass(frozen=True)
+class Fix:
+    """Something to try.
+
+    Attributes
+    ----------
+    what, how
+        In a few words, and what to write.
+    verified
+        Whether the failing step, replayed with it, was clean and close to the reference.
+    cost
+        What it costs, measured; or why it was not verified.
+    step_time_ratio
+        Time of the replayed step with it over that without it; None where not measured.
+    """
+
+    what: str
+    how: str
+    verified: bool
+    cost: str
+    step_time_ratio: float | None = None
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A further problem, silent or smaller."""
+
+    cause: str
+    explanation: str
+    phase: Phase = "forward"
+    origin: Origin | None = None
+    fixes: list[Fix] = field(default_factory=list[Fix])
+
+
+@dataclass(frozen=True)
+class OpError:
+    """Errors of one operation against float64, in dB of SQNR (None: exact)."""
+
+    op: str
+    module: str
+    file: str
+    line: int
+    phase: Phase
+    dtype: str
+    local_db: float | None
+    propagated_db: float | None
+    bias: float
+
+
+@dataclass
+class Diagnosis:
+    """Where a step went wrong, why, and what mends it.
+
+    Attributes
+    ----------
+    step
+        Number of the optimizer step, from 1; of a clean run the last one looked at.
+    path
+        Modules, or lines, that the first bad value went through, as far as a loss or gradient.
+    worst_ops
+        Operations with the largest errors of their own; no faults, only a ranking.
+    histograms
+        Of each module's result: share of the non-zero values by binary exponent.
+    notes
+        What a reader should know of how it was found.
+    """
+
+    status: Status
+    task: str
+    precision: str
+    device: str
+    step: int
+    phase: Phase | None = None
+    origin: Origin | None = None
+    cause: str | None = None
+    explanation: str = ""
+    fixes: list[Fix] = field(default_factory=list[Fix])
+    findings: list[Finding] = field(default_factory=list[Finding])
+    path: list[str] = field(default_factory=list[str])
+    target: str = ""
+    loss: float | None = None
+    loss_scale: float | None = None
+    worst_ops: list[OpError] = field(default_factory=list[OpError])
+    histograms: dict[str, dict[str, float]] = field(default_factory=dict[str, dict[str, float]])
+    notes: list[str] = field(default_factory=list[str])
+    environment: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; NaN and inf become null."""
+        return {"schema": SCHEMA, **_finite(asdict(self))}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Diagnosis:
+        """What `to_json` wrote.
+
+        Raises
+        ------
+        UsageError
+            When `data` is something else, or of another version.
+        """
+        if data.get("schema") != SCHEMA:
+            raise UsageError(f"expected a diagnosis of schema {SCHEMA}, got {data.get('schema')!r}")
+        try:
+            values = {each.name: data[each.name] for each in dataclasses.fields(cls)}
+            values["origin"] = _origin(values["origin"])
+            values["fixes"] = [Fix(**each) for each in values["fixes"]]
+            values["findings"] = [_finding(each) for each in values["findings"]]
+            values["worst_ops"] = [OpError(**each) for each in values["worst_ops"]]
+            return cls(**values)
+        except (KeyError, TypeError) as error:
+            raise UsageError(f"the diagnosis is damaged: {type(error).__name__}: {error}") from None
+
+
+def _origin(data: Mapping[str, Any] | None) -> Origin | None:
+    if data is None:
+        return None
+    values: dict[str, Any] = dict(data)
+    for name in ("inputs", "outputs"):
+        values[name] = [Values(**each) for each in data[name]]
+    return Origin(**values)
+
+
+def _finding(data: Mapping[str, Any]) -> Finding:
+    return Finding(
+        data["cause"],
+        data["explanation"],
+        data["phase"],
+        _origin(data["origin"]),
+        [Fix(**each) for each in data["fixes"]],
+    )
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return None
+    return value

@@ -1,0 +1,213 @@
+"""Faults without NaN: values flushed to zero, lost in rounding, or swallowed by an infinity.
+
+The step is compared with its float64 shadow. As long as loss and gradients are what they should be,
+nothing is said: a rounding error that does not matter is no fault. Where they are not, the first
+operation whose result is wrong although its inputs were right is where the value was lost.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ampwise import formats
+from ampwise.numerics.places import NOWHERE, Place
+from ampwise.numerics.shadow import OperationError, ShadowRun, compare, shadow
+from ampwise.numerics.trace import Root, Trace
+from ampwise.step.recorder import Stash
+from ampwise.step.train_step import TrainStep
+
+GRADIENT_DB = 10.0
+"""SQNR of the whole gradient below which a step is wrong: an error of 30 % of its norm."""
+
+LOSS_WITHIN = 0.02
+"""Relative error of the loss above which a step is wrong."""
+
+FLUSHED = 0.5
+"""Share of a parameter's gradient (by norm) that underflow may take before it is a fault."""
+
+_NEGLIGIBLE = 1e-6
+"""Gradients this small beside the largest (root mean square) are zero in exact arithmetic."""
+
+_RIGHT_DB, _WRONG_DB = 20.0, 15.0
+_DIFFERENCES = ("sub", "add", "mean", "sum", "var", "addmm", "rsub", "native_layer_norm",
+                "native_batch_norm", "var_mean")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """Where a value was lost, why, and what is to be said."""
+
+    cause: str
+    explanation: str
+    place: Place
+    op: str
+    dtype: str
+    severe: bool
+    root: Root | None = None
+    scale: float | None = None
+
+
+def silent_faults(step: TrainStep, stash: Stash, trace: Trace) -> tuple[list[Lost], ShadowRun]:
+    """What is silently wrong in a window, the gravest first, and the shadow run."""
+    run = shadow(step, stash)
+    found: list[Lost] = []
+    damage = _damage(run)
+    if damage:
+        found += _culprits(trace, run, damage)
+    if not any(each.severe for each in found):  # else they follow from it
+        found += _underflow(step, stash, run)
+    found += _rounded_integers(run)
+    if damage and not any(each.severe for each in found):
+        found.append(_unexplained(run, damage))
+    return sorted(found, key=lambda each: not each.severe), run
+
+
+def _damage(run: ShadowRun) -> str:
+    """How loss and gradients differ from what they should be; empty where they do not."""
+    for loss, ideal in zip(run.replayed.losses, run.losses, strict=False):
+        off = abs(float(loss) - float(ideal)) / max(abs(float(ideal)), 1e-12)
+        if off > LOSS_WITHIN:
+            return f"the loss is {float(loss):.4g} and should be {float(ideal):.4g}"
+    quality = gradient_db(run)
+    if quality < GRADIENT_DB:
+        return f"the gradient has an SQNR of {quality:.0f} dB against float64"
+    return ""
+
+
+def gradient_db(run: ShadowRun) -> float:
+    """SQNR of all gradients as one vector, in dB."""
+    pairs = [
+        (run.replayed.gradients[name].double().flatten(), ideal.flatten())
+        for name, ideal in run.gradients.items()
+    ]
+    if not pairs:
+        return math.inf
+    actual, ideal = (torch.cat(each) for each in zip(*pairs, strict=True))
+    return compare(actual, ideal).sqnr_db
+
+
+def _culprits(trace: Trace, run: ShadowRun, damage: str) -> list[Lost]:
+    """The operations at which values went wrong."""
+    for root in trace.roots.values():
+        if root.func is None or root.swallowed_by is None:
+            continue
+        later = [e for e in run.errors if e.index > root.index
+                 and (e.name, e.place) == root.swallowed_by[:2]]  # fmt: skip
+        if later and later[0].propagated.sqnr_db < _RIGHT_DB:
+            op, place, _ = root.swallowed_by
+            note = f"{op} on line {place.line} makes finite, wrong values of it: {damage}."
+            return [Lost("", note, root.place, root.name, "", severe=True, root=root)]
+    for each in (error for error in run.errors if error.place.phase == "forward"):
+        if each.inputs_db >= _RIGHT_DB and each.propagated.sqnr_db < _WRONG_DB:
+            return [_lost_at(each, damage)]
+    return []
+
+
+def _lost_at(error: OperationError, damage: str) -> Lost:
+    fmt = formats.lookup(error.dtype)
+    own = error.local.sqnr_db < _RIGHT_DB
+    if own and error.local.flushed > 0.5:
+        cause = "UNDERFLOW"
+        words = (
+            f"{error.name} flushes {error.local.zeros:.0%} of its values to zero: they should be "
+            f"up to {error.exact_amax:.3g}, and {fmt} ends at {fmt.min_subnormal:.2g} downwards"
+        )
+    elif not own and any(word in error.name for word in _DIFFERENCES):
+        cause = "CANCELLATION"
+        words = (
+            f"{error.name} subtracts nearly equal numbers: its result, about {error.exact_amax:.3g}"
+            f", keeps {error.propagated.sqnr_db:.0f} dB, its inputs had {error.inputs_db:.0f} dB"
+        )
+    else:
+        cause = "PRECISION_LOSS"
+        words = (
+            f"{error.name} in {error.dtype} keeps {error.propagated.sqnr_db:.0f} dB of its result "
+            f"({error.inputs_db:.0f} dB in its inputs)"
+        )
+    return Lost(cause, f"{words}. Silently wrong: {damage}.", error.place, error.name,
+                error.dtype, severe=True)  # fmt: skip
+
+
+def _underflow(step: TrainStep, stash: Stash, run: ShadowRun) -> list[Lost]:
+    """Parameters whose gradients became zero on the way."""
+    sizes = {name: _rms(each) for name, each in run.gradients.items()}
+    largest = max(sizes.values(), default=0.0)
+    lost: dict[str, float] = {}
+    for name, ideal in run.gradients.items():
+        if sizes[name] > _NEGLIGIBLE * largest:
+            share = compare(run.replayed.gradients[name], ideal).flushed
+            if share > FLUSHED:
+                lost[name] = share
+    if not lost:
+        return []
+    scale = _scale_for(step, stash, [run.gradients[name] for name in lost])
+    named = ", ".join(f"{name} {share:.0%}" for name, share in list(lost.items())[:6])
+    more = f" and {len(lost) - 6} more" if len(lost) > 6 else ""
+    first = next(iter(lost))
+    fmt = formats.lookup(step.policy.compute_dtype)
+    explanation = (
+        f"Gradients underflow in {fmt}: of {len(lost)} of {len(run.gradients)} parameters most of "
+        f"the gradient became zero ({named}{more}). A loss scale of {scale:g} lifts them above "
+        f"{fmt.min_subnormal:.2g}."
+    )
+    place = _maker_of(first, run)
+    return [Lost("UNDERFLOW", explanation, place, "", fmt.name, severe=True, scale=scale)]
+
+
+def _scale_for(step: TrainStep, stash: Stash, gradients: list[Tensor]) -> float:
+    """Power of two that lifts 99 % of the non-zero gradients into the normal numbers."""
+    fmt = formats.lookup(step.policy.compute_dtype)
+    least = math.inf
+    for each in gradients:
+        held = each.abs().flatten()
+        held = held[held > 0]
+        if held.numel():
+            kept = held[torch.randperm(held.numel())[:100_000]] if held.numel() > 100_000 else held
+            least = min(least, float(torch.quantile(kept, 0.01)))
+    if not math.isfinite(least) or least <= 0:
+        return float(stash.scale)
+    power = math.ceil(math.log2(fmt.min_normal / least)) + math.log2(float(stash.scale))
+    return 2.0 ** max(0, min(24, power))
+
+
+def _rms(tensor: Tensor) -> float:
+    return float(tensor.square().mean().sqrt()) if tensor.numel() else 0.0
+
+
+def _maker_of(parameter: str, run: ShadowRun) -> Place:
+    """Where a parameter is used: the first forward operation of its module."""
+    module = parameter.rpartition(".")[0]
+    for each in run.errors:
+        if each.place.phase == "forward" and each.place.module == module:
+            place = each.place
+            return Place("backward", module, place.call, place.file, place.line, place.library)
+    return NOWHERE
+
+
+def _rounded_integers(run: ShadowRun) -> list[Lost]:
+    """Positions or counters beyond the integers that the format holds."""
+    for each in run.errors:
+        if each.integers and each.place.phase == "forward":
+            fmt = formats.lookup(each.dtype)
+            most = 2 ** (fmt.mantissa_bits + 1)
+            text = (
+                f"Integers up to {each.exact_amax:,.0f} are kept in {fmt}, which holds every "
+                f"integer only up to {most:,}. Neighbouring positions or counts become one."
+            )
+            return [Lost("PRECISION_LOSS", text, each.place, each.name, each.dtype,
+                         severe=True)]  # fmt: skip
+    return []
+
+
+def _unexplained(run: ShadowRun, damage: str) -> Lost:
+    """Wrong in the end, but at no single operation: the worst of them."""
+    worst = min(run.errors, key=lambda each: each.local.sqnr_db)
+    text = (
+        f"No single operation loses the value; errors add up: {damage}. The least exact is "
+        f"{worst.name} in {worst.dtype}, {worst.local.sqnr_db:.0f} dB."
+    )
+    return Lost("PRECISION_LOSS", text, worst.place, worst.name, worst.dtype, severe=True)

@@ -1,0 +1,431 @@
+"""A watched replay: which operation first turned clean values into inf or NaN.
+
+Every operation of forward and backward passes a dispatch mode. Each floating-point result that is
+no view is read once (`torch.aminmax`, which carries NaN along); what is known of it is kept by
+storage, so views, in-place operations and saved tensors need no bookkeeping of their own. An
+operation whose inputs are clean and whose output is not is a **root**. From a non-finite loss or
+gradient the bad values are followed back through their producers to the roots they come from; the
+earliest is the origin.
+
+Not every infinity is a fault. One that the code writes on purpose (a fill or mask with inf) is
+deliberate, and stays so while operations carry it along without making NaN of it; softmax turns it
+into zeros and all is well. Uninitialised memory says nothing. Roots whose infinity some later
+operation swallowed (``1 / inf``) are kept too: values may be silently wrong there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from ampwise.data import leaves
+from ampwise.numerics.places import NOWHERE, Place, Places, placing
+from ampwise.step.recorder import Replayed, Stash, replay
+from ampwise.step.train_step import TrainStep
+
+NAN, POSITIVE, NEGATIVE = 1, 2, 4
+"""What is wrong with a tensor, as bits: it holds NaN, +inf, -inf."""
+
+_CAPTURED = 8
+"""Roots whose inputs are kept."""
+
+_EMPTY = frozenset(["empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"])
+_FILLS = frozenset(
+    ["full", "full_like", "new_full", "fill", "fill_", "masked_fill", "masked_fill_", "where",
+     "scalar_tensor", "lift_fresh", "lift_fresh_copy", "index_fill", "index_fill_", "index_put",
+     "index_put_", "constant_pad_nd"]
+)  # fmt: skip
+
+
+@dataclass(slots=True)
+class Root:
+    """An operation with clean inputs and a non-finite output.
+
+    Attributes
+    ----------
+    index
+        Its number among the operations of the replay.
+    occurrence
+        How many operations of the same name at the same place came before it.
+    func, args, kwargs
+        The call, with copies of its inputs; `func` is None for a tensor that was bad from the
+        start.
+    outputs
+        Copies of its floating-point results.
+    source
+        What the bad tensor was, if it came from outside: ``batch[0]``, ``parameter w``, ...
+    swallowed_by
+        Name, place and occurrence of the operation that made finite values of it; None if none did.
+    """
+
+    index: int
+    name: str
+    place: Place
+    bits: int
+    occurrence: int = 0
+    func: Any = None
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
+    outputs: list[Tensor] = field(default_factory=list[Tensor])
+    source: str = ""
+    swallowed_by: tuple[str, Place, int] | None = None
+
+
+@dataclass(slots=True)
+class _State:
+    """What is known of a storage's values."""
+
+    keep: Any  # keeps the address from being used again
+    bits: int
+    deliberate: bool = False
+    maker: int = -1  # root or carrier that made it bad
+
+
+@dataclass(slots=True)
+class _Carrier:
+    """An operation that passed bad values on."""
+
+    name: str
+    place: Place
+    parents: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Trace:
+    """What a watched replay showed.
+
+    Attributes
+    ----------
+    replayed
+        Losses and gradients.
+    operations
+        Number of operations.
+    roots
+        By index, in order.
+    origin
+        The earliest root that the non-finite loss or gradient comes from; None without one.
+    path
+        Modules (or lines) that the first bad value went through.
+    target
+        What is not finite in the end: ``loss`` or a parameter's name; empty when all is.
+    failed
+        The operation that raised, with its place.
+    """
+
+    replayed: Replayed
+    operations: int = 0
+    roots: dict[int, Root] = field(default_factory=dict[int, Root])
+    origin: Root | None = None
+    path: list[str] = field(default_factory=list[str])
+    target: str = ""
+    failed: Root | None = None
+
+
+def watch(
+    step: TrainStep, stash: Stash, *, scale: float | None = None, capture: int | None = None
+) -> Trace:
+    """Replay a window under watch.
+
+    Parameters
+    ----------
+    capture
+        Index of a root whose inputs must be kept, beside the first ones.
+    """
+    with placing(step._models) as places:
+        watcher = Watcher(places, capture)
+        for name, tensor, kind in sources(step._models, stash):
+            watcher.source(name, tensor, kind)
+        replayed = replay(step, stash, around=lambda: watcher, scale=scale)
+    trace = Trace(replayed, watcher.count, watcher.roots, failed=watcher.failed)
+    watcher.conclude(trace)
+    if trace.origin is not None and trace.origin.func is None and not trace.origin.source:
+        return watch(step, stash, scale=scale, capture=trace.origin.index)
+    return trace
+
+
+def sources(models: Sequence[nn.Module], stash: Stash) -> Iterator[tuple[str, Tensor, str]]:
+    """Tensors that come from outside, with their names and kinds."""
+    for each in stash.micro_batches:
+        for path, tensor in leaves(each.batch):
+            yield path, tensor, "batch"
+    for model in models:
+        for name, tensor in model.named_parameters():
+            yield name, tensor.detach(), "parameter"
+        for name, tensor in model.named_buffers():
+            yield name, tensor, "buffer"
+
+
+def bad_bits(tensor: Tensor) -> int:
+    """`NAN`, `POSITIVE`, `NEGATIVE` of a floating-point tensor; 0 if every value is finite."""
+    if tensor.is_sparse:
+        tensor = tensor._values()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    if not tensor.is_floating_point() or not tensor.numel():
+        return 0
+    if tensor.element_size() == 1:
+        tensor = tensor.float()
+    low, high = (each.item() for each in torch.aminmax(tensor))
+    if math.isnan(low) or math.isnan(high):
+        return NAN
+    return (POSITIVE if high == math.inf else 0) | (NEGATIVE if low == -math.inf else 0)
+
+
+class Watcher(TorchDispatchMode):
+    """The dispatch mode of `watch`."""
+
+    def __init__(self, places: Places, capture: int | None = None) -> None:
+        super().__init__()
+        self.count = 0
+        self.roots: dict[int, Root] = {}
+        self.failed: Root | None = None
+        self._places = places
+        self._capture = capture
+        self._states: dict[int, _State] = {}
+        self._carriers: dict[int, _Carrier] = {}
+        self._seen: dict[tuple[str, Place], int] = {}
+
+    def source(self, name: str, tensor: Tensor, kind: str) -> None:
+        """Look at a tensor from outside."""
+        bits = bad_bits(tensor)
+        if not bits:
+            return
+        index = -2 - len(self.roots)
+        deliberate = bits == NEGATIVE and kind != "parameter"  # an additive mask
+        self.roots[index] = Root(index, kind, NOWHERE, bits, source=f"{kind} {name}")
+        self._set(tensor, _State(None, bits, deliberate, index))
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        operation = _operation(func)
+        place = self._places.here()
+        index, self.count = self.count, self.count + 1
+        before = None
+        if operation.mutates:
+            before = tree_map(_copy, (args, kwargs))
+        inputs = self._inputs(args, kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except Exception:
+            self.failed = Root(index, operation.name, place, 0, 0, func, *_copies(args, kwargs))
+            raise
+        if not operation.empty:
+            written = _written(operation, args, kwargs, result)
+            if written:
+                self._look(index, operation, place, args, kwargs, before, inputs, written)
+        return result
+
+    def _look(
+        self, index: int, operation: _Operation, place: Place, args: Any, kwargs: Any,
+        before: Any, inputs: list[_State], written: list[Tensor],
+    ) -> None:  # fmt: skip
+        """Judge the results of one operation."""
+        key = (operation.name, place)
+        occurrence = self._seen.get(key, 0)
+        self._seen[key] = occurrence + 1
+        own = {_key(each) for each in _tensors((args, kwargs))}
+        bits = 0
+        bad: list[Tensor] = []
+        for tensor in written:
+            found = bad_bits(tensor)
+            bits |= found
+            if found:
+                bad.append(tensor)
+            elif _key(tensor) in self._states and (_key(tensor) not in own or _whole(tensor)):
+                del self._states[_key(tensor)]
+        faulty = [each for each in inputs if not each.deliberate]
+        if not bits:
+            for root in (root for each in faulty for root in self._roots_behind(each.maker)):
+                root.swallowed_by = root.swallowed_by or (operation.name, place, occurrence)
+            return
+        if not faulty and _deliberate(operation, args, kwargs, inputs, bits):
+            state = _State(None, bits, deliberate=True)
+        elif faulty:
+            parents = tuple(dict.fromkeys(each.maker for each in faulty))
+            self._carriers[index] = _Carrier(operation.name, place, parents)
+            state = _State(None, bits, maker=index)
+        else:
+            self.roots[index] = self._root(
+                index, operation, place, bits, occurrence, args, kwargs, before, bad
+            )
+            # Infinities from outside that this operation made NaN of: they are where it began.
+            state = _State(None, bits, maker=index)
+        for tensor in bad:
+            self._set(tensor, state)
+
+    def _root(
+        self, index: int, operation: _Operation, place: Place, bits: int, occurrence: int,
+        args: Any, kwargs: Any, before: Any, bad: list[Tensor],
+    ) -> Root:  # fmt: skip
+        root = Root(index, operation.name, place, bits, occurrence)
+        if sum(each.func is not None for each in self.roots.values()) < _CAPTURED or (
+            index == self._capture
+        ):
+            root.func = operation.func
+            root.args, root.kwargs = before or _copies(args, kwargs)
+            root.outputs = [each.detach().clone() for each in bad]
+        return root
+
+    def _roots_behind(self, maker: int) -> list[Root]:
+        """Roots that a bad value comes from."""
+        found: dict[int, Root] = {}
+        queue, met = [maker], {maker}
+        while queue:
+            index = queue.pop()
+            if index in self.roots:
+                found[index] = self.roots[index]
+            for parent in self._carriers[index].parents if index in self._carriers else ():
+                if parent not in met:
+                    met.add(parent)
+                    queue.append(parent)
+        return list(found.values())
+
+    def _inputs(self, args: Any, kwargs: Any) -> list[_State]:
+        """States of the bad tensors among the inputs."""
+        if not self._states:
+            return []
+        found: list[_State] = []
+        for tensor in _tensors((args, kwargs)):
+            state = self._states.get(_key(tensor))
+            if state is not None and (tensor.numel() < 2 or bad_bits(tensor)):
+                found.append(state)
+        return found
+
+    def _set(self, tensor: Tensor, state: _State) -> None:
+        kept = _State(tensor.untyped_storage(), state.bits, state.deliberate, state.maker)
+        self._states[_key(tensor)] = kept
+
+    def conclude(self, trace: Trace) -> None:
+        """From what is not finite in the end, back to the earliest root."""
+        ends = [("loss", each) for each in trace.replayed.losses]
+        ends += list(trace.replayed.gradients.items())
+        starts: list[tuple[str, int]] = []
+        for name, tensor in ends:
+            if bad_bits(tensor):
+                state = self._states.get(_key(tensor))
+                starts.append((name, -1 if state is None else state.maker))
+        if not starts:
+            return
+        trace.target = starts[0][0]
+        makers = [maker for name, maker in starts if name == "loss" or trace.target != "loss"]
+        links: dict[int, int] = {}
+        queue, roots = list(makers), list[int]()
+        while queue:
+            maker = queue.pop()
+            if maker in self.roots:
+                roots.append(maker)
+            for parent in self._carriers[maker].parents if maker in self._carriers else ():
+                if parent not in links and parent != maker:
+                    links[parent] = maker
+                    queue.append(parent)
+        if roots:
+            # What was bad from the start comes before every operation.
+            first = min(roots)
+            trace.origin = self.roots[first]
+            trace.path = self._path(first, links)
+
+    def _path(self, root: int, links: dict[int, int]) -> list[str]:
+        path: list[str] = []
+        index: int | None = root
+        while index is not None and len(path) < 200:
+            step = self.roots.get(index) or self._carriers[index]
+            place = step.place
+            word = place.module or (f"line {place.line}" if place.line else step.name)
+            word = f"{word} (backward)" if place.phase == "backward" else word
+            if not path or path[-1] != word:
+                path.append(word)
+            index = links.get(index)
+        return path
+
+
+@dataclass(frozen=True, slots=True)
+class _Operation:
+    """What an overload's schema says."""
+
+    name: str
+    func: Any
+    mutates: bool
+    empty: bool
+
+
+@cache
+def _operation(func: Any) -> _Operation:
+    name = func._overloadpacket.__name__ if hasattr(func, "_overloadpacket") else str(func)
+    schema = func._schema
+    mutates = any(each.alias_info is not None and each.alias_info.is_write
+                  for each in schema.arguments)  # fmt: skip
+    return _Operation(name, func, mutates, name in _EMPTY)
+
+
+def _written(operation: _Operation, args: Any, kwargs: Any, result: Any) -> list[Tensor]:
+    """Results that are no views of the inputs, and inputs that were written."""
+    found: list[Tensor] = []
+    own: set[int] = set()
+    if operation.mutates:
+        for place, argument in enumerate(operation.func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[place] if place < len(args) else kwargs.get(argument.name)
+                found += _tensors(value)
+    own = {_key(each) for each in _tensors((args, kwargs))}
+    found += [each for each in _tensors(result) if _key(each) not in own]
+    return [each for each in found if each.is_floating_point() or each.is_complex()]
+
+
+def _deliberate(
+    operation: _Operation, args: Any, kwargs: Any, inputs: list[_State], bits: int
+) -> bool:
+    """Whether infinities were written on purpose, or only carried along."""
+    if bits & NAN:
+        return False
+    carried = 0
+    for each in inputs:
+        carried |= each.bits
+    if inputs and not bits & ~carried:
+        return True
+    if operation.name not in _FILLS:
+        return False
+    scalars = [each for each in (*args, *kwargs.values()) if isinstance(each, float)]
+    return any(math.isinf(each) for each in scalars)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [tensor for each in value for tensor in _tensors(each)]
+    if isinstance(value, dict):
+        return [tensor for each in value.values() for tensor in _tensors(each)]
+    return []
+
+
+def _key(tensor: Tensor) -> int:
+    """Identity of the memory."""
+    if tensor.is_sparse:
+        tensor = tensor._values()
+    try:
+        return tensor.untyped_storage()._cdata
+    except NotImplementedError:
+        return id(tensor)
+
+
+def _whole(tensor: Tensor) -> bool:
+    """Whether a tensor covers all of its memory."""
+    return tensor.numel() * tensor.element_size() >= tensor.untyped_storage().nbytes()
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _copies(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    return tree_map(_copy, args), tree_map(_copy, kwargs)

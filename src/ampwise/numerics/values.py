@@ -1,0 +1,107 @@
+"""Tensors as the figures that a diagnosis shows."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampwise import formats
+from ampwise.numerics.places import Place
+from ampwise.numerics.result import Origin, Values
+from ampwise.numerics.trace import Root
+
+
+def origin_of(root: Root) -> Origin:
+    """A root as plain values."""
+    place = root.place
+    inputs = [
+        values_of(name, each)
+        for name, value in _named(root)
+        for each in ([value] if isinstance(value, Tensor) else value)
+    ]
+    dtype = root.outputs[0].dtype if root.outputs else None
+    return Origin(
+        op=root.name if root.func is not None else root.source,
+        module=place.module,
+        file=place.file,
+        line=place.line,
+        source=place.source,
+        dtype="" if dtype is None else str(dtype).removeprefix("torch."),
+        call=place.call,
+        library=place.library,
+        inputs=inputs[:8],
+        outputs=[values_of("result", each) for each in root.outputs[:4]],
+    )
+
+
+def at(place: Place, op: str, dtype: str = "") -> Origin:
+    """An origin of which only the place is known."""
+    return Origin(op, place.module, place.file, place.line, place.source, dtype, place.call,
+                  place.library)  # fmt: skip
+
+
+def _named(root: Root) -> list[tuple[str, Any]]:
+    """Tensor arguments with their schema names."""
+    if root.func is None:
+        return []
+    names = [each.name for each in root.func._schema.arguments]
+    pairs = [*zip(names, root.args, strict=False), *root.kwargs.items()]
+    return [
+        (name, value)
+        for name, value in pairs
+        if _floating(value)
+        or (isinstance(value, list | tuple) and value and all(map(_floating, value)))
+    ]
+
+
+def _floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def values_of(name: str, tensor: Tensor) -> Values:
+    """Range and shares of a floating-point tensor."""
+    tensor = tensor.detach()
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    fmt = formats.lookup(dtype)
+    flat = tensor.double().abs().flatten()
+    count = max(1, flat.numel())
+    finite = flat[torch.isfinite(flat)]
+    nonzero = finite[finite > 0]
+    return Values(
+        name=name,
+        dtype=dtype,
+        shape=list(tensor.shape),
+        amax=float(finite.max()) if finite.numel() else None,
+        min_nonzero=float(nonzero.min()) if nonzero.numel() else None,
+        zero=float((flat == 0).sum()) / count,
+        subnormal=float((nonzero < fmt.min_normal).sum()) / count,
+        non_finite=1 - finite.numel() / count if flat.numel() else 0.0,
+    )
+
+
+def exponents(tensor: Tensor) -> dict[str, float]:
+    """Share of the non-zero finite values in each binade, by its exponent; "inf" beside them."""
+    flat = tensor.detach().double().abs().flatten()
+    bad = ~torch.isfinite(flat)
+    held = flat[~bad]
+    held = held[held > 0]
+    counts: Counter[str] = Counter()
+    if held.numel():
+        powers = torch.floor(torch.log2(held)).to(torch.int64)
+        values, times = torch.unique(powers, return_counts=True)
+        counts.update(dict(zip(map(str, values.tolist()), times.tolist(), strict=True)))
+    if bool(bad.any()):
+        counts["inf"] = int(bad.sum())
+    total = sum(counts.values())
+    return {power: count / total for power, count in counts.items()} if total else {}
+
+
+def loss_of(losses: list[Tensor]) -> float | None:
+    """Mean loss of the micro-batches; None where it is not finite or there is none."""
+    values = [float(each) for each in losses]
+    mean = sum(values) / len(values) if values else math.nan
+    return mean if math.isfinite(mean) else None

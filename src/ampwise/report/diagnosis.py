@@ -1,0 +1,186 @@
+"""A `Diagnosis` on a terminal, as Markdown and as a page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from ampwise import formats
+from ampwise.numerics.result import Diagnosis, Fix, Origin, Values
+from ampwise.policy import Policy
+from ampwise.report.bench import new_table
+from ampwise.report.canvas import COLOURS, INK, svg
+from ampwise.report.markdown import cell
+from ampwise.report.page import figure, number, page
+
+_STYLES = {"fault": "bold red", "clean": "bold green", "benign": "bold yellow"}
+_MOST_ROWS = 24
+_FAR = 60
+
+
+def headline(found: Diagnosis) -> str:
+    """The cause, and where, in one line."""
+    if found.status == "clean":
+        return f"No fault in {found.step} steps of {found.task} in {found.precision}"
+    if found.status == "not_reproduced":
+        return f"Step {found.step} of {found.task} in {found.precision}: not reproduced"
+    return f"{found.cause} at step {found.step}, {found.phase}: {_where(found.origin)}"
+
+
+def render(found: Diagnosis, console: Console) -> None:
+    """Print cause, evidence, findings and fixes."""
+    render_cause(found, console)
+    render_fixes(found, console)
+
+
+def render_cause(found: Diagnosis, console: Console) -> None:
+    """Print what is known before fixes are tried: the cause line, then the evidence."""
+    console.print()
+    console.print(Text(headline(found), style=_STYLES.get(found.status, "bold")))
+    if found.explanation:
+        console.print(Text(found.explanation))
+    origin = found.origin
+    if origin is not None and origin.source:
+        console.print(Text(f"  {origin.file}:{origin.line}", style="dim"))
+        console.print(Text(f"    {origin.source}"))
+    if origin is not None and origin.library:
+        console.print(Text(f"  inside {origin.library}", style="dim"))
+    if origin is not None and origin.inputs:
+        table = new_table()
+        for name in ("tensor", "dtype", "shape", "largest", "smallest", "zero", "not finite"):
+            table.add_column(name, no_wrap=True, justify="left" if name == "tensor" else "right")
+        for each in (*origin.inputs[:6], *origin.outputs[:2]):
+            table.add_row(*_cells(each))
+        console.print(table)
+    if len(found.path) > 1:
+        console.print(Text(f"The bad value went {_path(found)}.", style="dim"))
+
+
+def render_fixes(found: Diagnosis, console: Console) -> None:
+    """Print the fixes, the verified first, and what else was found."""
+    if found.fixes:
+        console.print(Text("\nFixes, each tried on the failing step", style="bold"))
+        _print_fixes(found.fixes, console)
+    for each in found.findings:
+        console.print(Text(f"\nAlso {each.cause}: {_where(each.origin)}", style="bold yellow"))
+        console.print(Text(each.explanation))
+        _print_fixes(each.fixes[:3], console)
+    for note in found.notes:
+        console.print(Text(note, style="dim"))
+
+
+def _print_fixes(fixes: list[Fix], console: Console) -> None:
+    for each in fixes:
+        sign, style = ("verified", "green") if each.verified else ("not verified", "dim")
+        console.print(Text.assemble((f"  {sign}: ", style), (each.what, "bold"), f" ({each.cost})"))
+        console.print(Text(f"    {each.how}", style="" if each.verified else "dim"))
+
+
+def to_markdown(found: Diagnosis) -> str:
+    """Headline, explanation, origin, fixes and findings."""
+    lines = [f"# {cell(headline(found))}", "", cell(found.explanation), ""]
+    if found.origin is not None and found.origin.source:
+        lines += [f"{cell(found.origin.file)}:{found.origin.line}", "", "```"]
+        lines += [found.origin.source.replace("```", "'''"), "```", ""]
+    if found.fixes:
+        lines += ["| fix | how | verified | cost |", "| --- | --- | --- | --- |"]
+        lines += [
+            f"| {cell(each.what)} | {cell(each.how)} | {'yes' if each.verified else 'no'} | "
+            f"{cell(each.cost)} |"
+            for each in found.fixes
+        ]
+    lines += [f"- {cell(each.cause)}: {cell(each.explanation)}" for each in found.findings]
+    lines += [f"- {cell(each)}" for each in found.notes]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def to_html(found: Diagnosis) -> str:
+    """The page: cause, evidence, fixes, path, exponents by module, errors by operation."""
+    return page(
+        "diagnosis.html",
+        found=found,
+        headline=headline(found),
+        where=_where,
+        path=_path(found),
+        number=number,
+        tensors=[*found.origin.inputs, *found.origin.outputs] if found.origin else [],
+        histogram=figure(
+            _histogram(found),
+            "Exponents of what each module returns, by share of its values; lines: the limits of "
+            "the format",
+        ),
+    )
+
+
+def _where(origin: Origin | None) -> str:
+    if origin is None:
+        return "nowhere in particular"
+    op = origin.op or "gradients"
+    place = f" in {origin.module}" if origin.module else ""
+    call = f" (call {origin.call + 1})" if origin.call else ""
+    line = f", line {origin.line}" if origin.line else ""
+    return f"{op}{place}{call}{line}"
+
+
+def _path(found: Diagnosis) -> str:
+    shown = found.path if len(found.path) <= 7 else [*found.path[:4], "...", *found.path[-2:]]
+    target = "the loss" if found.target == "loss" else f"the gradient of {found.target}"
+    return f"{' -> '.join(shown)}, as far as {target}"
+
+
+def _cells(each: Values) -> tuple[str, ...]:
+    return (
+        each.name,
+        each.dtype,
+        "x".join(map(str, each.shape)) or "scalar",
+        number(each.amax, ",.4g"),
+        number(each.min_nonzero, ".3g"),
+        f"{each.zero:.0%}",
+        f"{each.non_finite:.0%}",
+    )
+
+
+def _histogram(found: Diagnosis) -> str:
+    """A row for each module, an exponent for each column, darker where more values are."""
+    rows = dict(list(found.histograms.items())[:_MOST_ROWS])
+    powers = [int(power) for each in rows.values() for power in each if power != "inf"]
+    if not powers:
+        return ""
+    fmt = formats.lookup(_compute_dtype(found.precision))
+    limits = {"max": fmt.max, "min normal": fmt.min_normal, "min": fmt.min_subnormal}
+    exponents = {name: math.frexp(value)[1] - 1 for name, value in limits.items()}
+    shown = [power for power in exponents.values() if abs(power) < _FAR]  # float32's are far away
+    low, high = max(min(powers + shown) - 1, -50), min(max(powers + shown) + 2, 40)
+
+    def draw(axes: Any) -> None:
+        for place, (_, shares) in enumerate(reversed(rows.items())):
+            for power, share in _within(shares, low, high):
+                axes.barh(place, 1, left=power, height=0.8, color=COLOURS[1],
+                          alpha=min(1.0, 0.08 + share * 3))  # fmt: skip
+            if "inf" in shares:
+                axes.annotate(f"inf or NaN {shares['inf']:.0%}", (high, place), color=COLOURS[2],
+                              va="center")  # fmt: skip
+        for name, power in exponents.items():
+            if low <= power <= high:
+                axes.axvline(power, color=INK, linestyle=":", linewidth=1)
+                axes.annotate(name, (power, len(rows) - 0.4), fontsize=8, ha="center")
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.set_yticks(range(len(rows)), list(reversed(rows)))
+        axes.set_xlim(low, high + 4)
+        axes.set_xlabel(f"binary exponent of the values (limits of {fmt})")
+
+    return svg("exponents", draw, height=1.2 + 0.28 * len(rows))
+
+
+def _within(shares: dict[str, float], low: int, high: int) -> Iterator[tuple[int, float]]:
+    for power, share in shares.items():
+        if power != "inf" and low <= int(power) <= high:
+            yield int(power), share
+
+
+def _compute_dtype(precision: str) -> str:
+    return Policy.parse(precision).compute_dtype

@@ -1,0 +1,261 @@
+"""The flight recorder: what it takes to run a window again, exactly, and the replay itself.
+
+A skipped step leaves parameters and buffers as they were, so a window is replayed from its
+micro-batches (kept by reference), the random state before each of them, and the loss scale. That
+costs no copy of data or weights, and no host sync. Batches whose memory the loader uses again, or a
+loss that depends on anything else, show as a replay that does not reproduce.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ampwise.policy import Policy
+from ampwise.step.activity import Activity
+from ampwise.step.loss_scale import LossScale, UnitLossScale
+from ampwise.step.precision import Float32Mode, Forward
+from ampwise.step.window import Weight, Window
+
+if TYPE_CHECKING:
+    from ampwise.step.train_step import TrainStep
+
+
+@dataclass(frozen=True, slots=True)
+class RandomState:
+    """State of every generator that a forward may draw from."""
+
+    python: tuple[Any, ...]
+    numpy: Any
+    torch: Tensor
+    device: Tensor | None
+
+    @classmethod
+    def now(cls, device: torch.device) -> RandomState:
+        """The state at this moment; of `device` beside the CPU's."""
+        of_device = None
+        if device.type not in ("cpu", "meta"):
+            of_device = torch.get_device_module(device).get_rng_state(device)
+        return cls(random.getstate(), np.random.get_state(), torch.get_rng_state(), of_device)
+
+    def restore(self, device: torch.device) -> None:
+        """Put the generators back."""
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+        torch.set_rng_state(self.torch)
+        if self.device is not None:
+            torch.get_device_module(device).set_rng_state(self.device, device)
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """One micro-batch, and the random state its forward began with."""
+
+    loss_fn: Callable[[Any, Any], Tensor]
+    batch: Any
+    weight: Weight | None
+    random_state: RandomState
+
+
+@dataclass(slots=True)
+class Stash:
+    """A window as it was recorded.
+
+    Attributes
+    ----------
+    step
+        Number of its optimizer step, from 1.
+    scale
+        Loss scale of the window, a scalar on the device.
+    micro_batches
+        What it consists of, in order.
+    losses
+        Loss of each, detached; empty for a window that has not run yet.
+    """
+
+    step: int
+    scale: Tensor
+    micro_batches: list[MicroBatch] = field(default_factory=list[MicroBatch])
+    losses: list[Tensor] = field(default_factory=list[Tensor])
+
+
+@dataclass(slots=True)
+class Replayed:
+    """What a replay gave.
+
+    Attributes
+    ----------
+    losses
+        Unscaled loss of each micro-batch, detached.
+    gradients
+        Gradients by parameter name, still scaled.
+    poisoned
+        Buffers that forward left with inf or NaN in them, and that had none before.
+    error
+        What forward or backward raised, if it did; the rest is then what came before.
+    """
+
+    losses: list[Tensor] = field(default_factory=list[Tensor])
+    gradients: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    poisoned: list[str] = field(default_factory=list[str])
+    error: Exception | None = None
+
+    @property
+    def clean(self) -> bool:
+        """Whether it ran to its end and every loss and gradient is finite."""
+        return self.error is None and all(map(finite, (*self.losses, *self.gradients.values())))
+
+
+def finite(tensor: Tensor) -> bool:
+    """Whether every value is (waits for the device)."""
+    if tensor.is_sparse:
+        tensor = tensor._values()
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    low, high = torch.aminmax(tensor.detach())  # carries NaN along, and is one pass
+    return bool(torch.isfinite(low) & torch.isfinite(high))
+
+
+class Recorder:
+    """Keeps the open window, and the one before it until its outcome is known."""
+
+    def __init__(self) -> None:
+        self.open: Stash | None = None
+        self.closed: Stash | None = None
+
+    def micro_batch(
+        self, step: TrainStep, loss_fn: Callable[..., Tensor], batch: Any, weight: Weight | None
+    ) -> None:
+        """A forward is about to begin."""
+        if self.open is None:
+            self.open = stash_for(step)
+        self.open.micro_batches.append(
+            MicroBatch(loss_fn, batch, weight, RandomState.now(step.device))
+        )
+
+    def loss(self, loss: Tensor) -> None:
+        """The forward of the last micro-batch gave this (detached)."""
+        if self.open is not None:
+            self.open.losses.append(loss)
+
+    def close(self) -> None:
+        """The window's step was made or skipped."""
+        self.closed, self.open = self.open, None
+
+
+def stash_for(step: TrainStep) -> Stash:
+    """An empty stash for the step that comes next."""
+    return Stash(step.steps + 1, step.loss_scale.scale.clone())
+
+
+def rehearsal(
+    step: TrainStep, loss_fn: Callable[[Any, Any], Tensor], batches: Sequence[Any]
+) -> Stash:
+    """A window that has not run: to look at a step without making it."""
+    stash = stash_for(step)
+    state = RandomState.now(step.device)
+    stash.micro_batches = [MicroBatch(loss_fn, batch, None, state) for batch in batches]
+    return stash
+
+
+def replay(
+    step: TrainStep,
+    stash: Stash,
+    *,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    policy: Policy | None = None,
+    scale: float | None = None,
+    change: Callable[[Any], Any] | None = None,
+) -> Replayed:
+    """Run a window again, forward and backward; nothing about the step or the model changes.
+
+    Parameters
+    ----------
+    around
+        Makes a context to run forward and backward in.
+    policy
+        Another policy of the same parameter dtype; its islands are not installed.
+    scale
+        Another loss scale.
+    change
+        Applied to each batch first.
+    """
+    result = Replayed()
+    named = [pair for model in step._models for pair in model.named_buffers()]
+    good = [(name, buffer) for name, buffer in named if finite(buffer)]
+    with _undisturbed(step), _swapped(step, policy, stash.scale if scale is None else scale):
+        try:
+            with around():
+                for each in stash.micro_batches:
+                    each.random_state.restore(step.device)
+                    batch = each.batch if change is None else change(each.batch)
+                    result.losses.append(step._micro_batch(each.loss_fn, batch, each.weight))
+        except Exception as error:  # noqa: BLE001 - the caller wants to know what it is
+            result.error = error
+        held = ((name, step._master.of(each)) for name, each in step._names.items())
+        result.gradients = {name: each.grad for name, each in held if each.grad is not None}
+        result.poisoned = [name for name, buffer in good if not finite(buffer)]
+    return result
+
+
+_UNWATCHED = Activity({}, {}, loss_scale_live=False, watched=False)
+
+
+@contextmanager
+def _swapped(step: TrainStep, policy: Policy | None, scale: Tensor | float) -> Generator[None]:
+    """Another policy and loss scale, for a while."""
+    before = (step._forward, step._float32_mode, step.policy, step.loss_scale)
+    if policy is not None:
+        step._float32_mode = Float32Mode(policy, step.device.type)
+        step._forward = Forward(policy, step.device.type, step._float32_mode)
+        step.policy = policy
+    value = float(scale)
+    scaled = step.loss_scale.enabled or value != 1
+    loss_scale = UnitLossScale()
+    if scaled:
+        loss_scale = LossScale(value, floor=min(value, 1.0), ceiling=max(value, 1.0))
+    step.loss_scale = loss_scale.to(step.device)
+    try:
+        yield
+    finally:
+        step._forward, step._float32_mode, step.policy, step.loss_scale = before
+
+
+@contextmanager
+def _undisturbed(step: TrainStep) -> Generator[None]:
+    """Gradients, buffers, window and random state as they were, whatever happens inside."""
+    random_state = RandomState.now(step.device)
+    held = [step._master.of(each) for each in step._names.values()]
+    tensors = {id(each): each for each in (*step._names.values(), *held)}.values()
+    gradients = [each.grad for each in tensors]
+    for each in tensors:
+        each.grad = None
+    buffers = [each for model in step._models for each in model.buffers()]
+    copies = [each.clone() for each in buffers]
+    window, remembered, boundary = step._window, step._buffers._copies, step.boundary
+    activity, recorder, true = step.activity, step.recorder, step._true
+    # Of an open window, forward has written the buffers already: replay from where it began.
+    for buffer, copy in remembered or ():
+        buffer.copy_(copy)
+    step._window, step._buffers._copies = Window(window.accumulate), []
+    step.recorder, step._true = None, set()
+    if activity is None:  # a window that never ran: the replay is no proof of activity
+        step.activity = _UNWATCHED
+    try:
+        yield
+    finally:
+        step._window, step._buffers._copies, step.boundary = window, remembered, boundary
+        step.activity, step.recorder, step._true = activity, recorder, true
+        with torch.no_grad():
+            for buffer, copy in zip(buffers, copies, strict=True):
+                buffer.copy_(copy)
+        for each, gradient in zip(tensors, gradients, strict=True):
+            each.grad = gradient
+        random_state.restore(step.device)
