@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from ampwise.cli.options import Common, positive, write_json
-from ampwise.errors import EXIT_INTERRUPTED, EXIT_OK
+from ampwise.errors import EXIT_INTERRUPTED, EXIT_OK, RunError
+
+if TYPE_CHECKING:
+    from ampwise.numerics.result import Diagnosis
 
 DEFAULT_EPOCHS = 1
 
@@ -53,6 +57,10 @@ class Options(Common):
 
     resume: bool = False
     """Continue the run in --out from its last checkpoint."""
+
+    on_fault: Literal["off", "diagnose", "stop"] = "off"
+    """At the first step skipped for more than its loss scale: write diagnosis.json and
+    diagnosis.html into the run's folder and go on, or stop there (exit code 3)."""
 
     track: str | None = None
     """Comma-separated trackers: wandb, tensorboard, mlflow, csv."""
@@ -99,6 +107,7 @@ def run(options: Options) -> int:
         resume=options.resume,
         track=tuple(each for each in (options.track or "").split(",") if each),
         strict=options.strict,
+        on_fault=None if options.on_fault == "off" else _diagnosed(options.on_fault == "stop"),
     )
     task = load_task(options.task, options.settings())
     with train_progress(quiet=options.quiet) as progress:
@@ -109,6 +118,22 @@ def run(options: Options) -> int:
     _write_page(result.folder)
     write_json(json.dumps(plain(result.to_json()), indent=2, allow_nan=False), options.json)
     return EXIT_INTERRUPTED if result.status == "interrupted" else EXIT_OK
+
+
+def _diagnosed(stop: bool) -> Callable[[Diagnosis, Path], None]:
+    """What is done with the diagnosis of a skipped step."""
+
+    def write(found: Diagnosis, folder: Path) -> None:
+        from ampwise.report.diagnosis import headline, to_html
+        from ampwise.telemetry.files import atomic_write_text
+
+        text = json.dumps(found.to_json(), indent=2, allow_nan=False)
+        atomic_write_text(folder / "diagnosis.json", text + "\n")
+        atomic_write_text(folder / "diagnosis.html", to_html(found))
+        if stop:
+            raise RunError(f"{headline(found)}; {folder / 'diagnosis.html'} says more")
+
+    return write
 
 
 def _write_page(folder: Path) -> None:

@@ -15,7 +15,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -45,6 +45,8 @@ _LEAST_STEPS = 3
 _WORST = 10
 _MODULES = 48
 _HALF_BYTES = 2
+_SETTLED = 4096.0
+"""How far below the loss scale a backward is looked at that fails under lower ones, too."""
 
 
 class Progress(Protocol):
@@ -204,6 +206,11 @@ class Examiner:
         assert stash is not None
         return self.failure(stash)
 
+    def settling(self, stash: Stash) -> bool:
+        """Whether only the loss scale of a skipped window was too high."""
+        losses = stash.losses or replay(self.step, stash).losses
+        return self._only_the_scale(stash, losses)
+
     def failure(self, stash: Stash) -> Diagnosis:
         """A window with a non-finite loss or gradient."""
         step = self.step
@@ -214,6 +221,9 @@ class Examiner:
             return _not_reproduced(found)
         if plain.error is None and self._only_the_scale(stash, plain.losses):
             return self._benign(found, stash)
+        if step.loss_scale.enabled and found.loss is not None:
+            # Backward fails under any scale; one that may itself be too high would hide where.
+            stash = replace(stash, scale=(stash.scale / _SETTLED).clamp(min=1.0))
         trace = watch(step, stash)
         root = trace.origin
         if root is None:

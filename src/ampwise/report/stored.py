@@ -68,10 +68,12 @@ def forms_of(run: Run) -> Forms:
 
 
 def _result_file(folder: Path) -> Path:
-    for name in _FILES:
+    record = folder / "run.json"
+    # A train run may hold the diagnosis of one of its steps, too.
+    trained = record.exists() and _content(record).get("command") == "train"
+    for name in () if trained else _FILES:
         if (folder / name).exists():
             return folder / name
-    record = folder / "run.json"
     if not record.exists():
         raise UsageError(
             f"{folder} holds no run: expected the folder of a bench, verify, diagnose or train "

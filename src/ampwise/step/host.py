@@ -64,6 +64,17 @@ class Outcomes:
         self._pending.append((pinned, event))
         return known
 
+    def last_skipped(self) -> bool:
+        """Whether the last step was skipped, if that is not known yet.
+
+        Called once the device has the next backward to work on, so that nothing stalls.
+        """
+        if not self._pending:
+            return False
+        pinned, event = self._pending[-1]
+        event.synchronize()
+        return bool(pinned.numpy())
+
     def drain(self) -> list[bool]:
         """Every outcome still on its way; waits for their copies, not for later work."""
         known: list[bool] = []

@@ -15,6 +15,8 @@ waits for the device; with fused optimizers it nowhere does.
 
 from __future__ import annotations
 
+import importlib
+import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -85,6 +87,11 @@ class TrainStep:
         Skipped steps in a row after which training aborts.
     strict
         Fail, rather than warn, if the asked precision was not active in the first forward.
+    on_fault
+        At the first skipped step that a lower loss scale would not mend: ``diagnose`` finds out
+        why, warns, and keeps the result in `diagnosis`; a function is given the `Diagnosis`
+        instead of the warning, and stops training by raising. Training goes on otherwise. Needs
+        steps of the form ``step(loss_fn, batch)``.
 
     Attributes
     ----------
@@ -102,6 +109,8 @@ class TrainStep:
         What the first forward really ran in; None before it.
     recorder
         Flight recorder; None when nobody armed one.
+    diagnosis
+        What `on_fault` found; None before.
 
     Raises
     ------
@@ -124,8 +133,11 @@ class TrainStep:
         skip: Literal["all", "each"] = "all",
         max_skips: int = 50,
         strict: bool = False,
+        on_fault: Literal["diagnose"] | Callable[[Any], object] | None = None,
     ) -> None:
         _check_settings(accumulate, max_grad_norm, skip, max_skips)
+        if not (on_fault is None or on_fault == "diagnose" or callable(on_fault)):
+            raise UsageError(f"on_fault: expected 'diagnose' or a function, got {on_fault!r}")
         self.model = model
         self.optimizer = optimizer
         self._models = (model,) if isinstance(model, nn.Module) else tuple(model)
@@ -139,9 +151,11 @@ class TrainStep:
         self.steps = 0
         self.boundary = False
         self.activity: Activity | None = None
-        self.recorder: Recorder | None = None
+        self.recorder: Recorder | None = None if on_fault is None else Recorder()
+        self.diagnosis: Any = None
 
         self._strict = strict
+        self._on_fault = on_fault
         self._samples = samples or samples_in
         self._scheduler = scheduler
         self._ema = ema
@@ -346,6 +360,10 @@ class TrainStep:
         """
         if not self._window.position:
             raise UsageError("update() without a backward() before it: there is nothing to step on")
+        if self._on_fault is not None and self._outcomes.last_skipped():
+            # An accelerator's last step, known while it works on this one's backward; nothing has
+            # changed since, so it can still be replayed.
+            self._examine()
         self._decide(optimizers, last=update_scale)
         if update_scale:
             self._close_on_host(self._close_on_device(self._ring.row))
@@ -538,7 +556,24 @@ class TrainStep:
         self.boundary = True
         if self.recorder is not None:
             self.recorder.close()
+        if self._on_fault is not None and found_inf.on_host and found_inf.read():
+            self._examine()
         self._follow(self._outcomes.settle(found_inf))
+
+    def _examine(self) -> None:
+        """Ask why the last window was skipped; the first abnormal answer is the last question."""
+        # In the layer above this one, and loaded only when a step fails.
+        numerics = importlib.import_module("ampwise.numerics.fault")
+        on_fault, self._on_fault = self._on_fault, None
+        found = numerics.examine(self)
+        if found is None:  # the loss scale settling
+            self._on_fault = on_fault
+            return
+        self.diagnosis, self.recorder = found, None
+        if callable(on_fault):
+            on_fault(found)
+        else:
+            warnings.warn(numerics.summary(found), stacklevel=3)
 
     def _follow(self, known: list[bool]) -> None:
         """Scheduler and EMA make a step, unless one was skipped; too many skips abort."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -44,6 +44,9 @@ class TrainConfig:
         Trackers to log to.
     strict
         Fail if the precision was not active.
+    on_fault
+        Given the diagnosis of the first abnormal skipped step and the run's folder; stops training
+        by raising.
     """
 
     resolution: Resolution
@@ -60,6 +63,7 @@ class TrainConfig:
     resume: bool = False
     track: tuple[str, ...] = ()
     strict: bool = False
+    on_fault: Callable[[Any, Path], None] | None = None
 
     def __post_init__(self) -> None:
         if self.steps is None and self.epochs is None:

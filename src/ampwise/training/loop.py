@@ -117,6 +117,7 @@ class _Run:
             scheduler=scheduler,
             samples=task.samples,
             strict=config.strict,
+            on_fault=None if config.on_fault is None else self._on_fault,
         )
         self.trained = Trained(model, optimizer, step, scheduler)
         self.loss = checked_loss(task)
@@ -148,6 +149,11 @@ class _Run:
         if hasattr(self, "result"):
             self.result.messages.append(text)
         self.progress.message(text)
+
+    def _on_fault(self, diagnosis: Any) -> None:
+        assert self.config.on_fault is not None
+        self.say(f"step {diagnosis.step} was skipped: {diagnosis.cause}; {diagnosis.explanation}")
+        self.config.on_fault(diagnosis, self.folder.path)
 
     # -- the loop ----------------------------------------------------------------------------------
 

@@ -1,0 +1,39 @@
+"""A diagnosis in the middle of training, at a step that was skipped."""
+
+from __future__ import annotations
+
+from ampwise.errors import AmpwiseError
+from ampwise.numerics.diagnose import Examiner
+from ampwise.numerics.result import Diagnosis
+from ampwise.step.train_step import TrainStep
+
+
+def examine(step: TrainStep) -> Diagnosis | None:
+    """Why the last window of a step was skipped; None if only the loss scale was too high.
+
+    Nothing about the training changes: parameters, gradients, buffers, random state and loss scale
+    are as they were.
+
+    Raises
+    ------
+    AmpwiseError
+        When the window was not recorded, as in loops that call `backward` themselves.
+    """
+    stash = None if step.recorder is None else step.recorder.closed
+    if stash is None:
+        raise AmpwiseError(
+            "on_fault: the skipped step cannot be replayed; it needs steps of the form "
+            "step(loss_fn, batch)"
+        )
+    examiner = Examiner(step, "training")
+    return None if examiner.settling(stash) else examiner.failure(stash)
+
+
+def summary(found: Diagnosis) -> str:
+    """A diagnosis in a few sentences."""
+    where = ""
+    if found.origin is not None and found.origin.line:
+        where = f" at {found.origin.file}:{found.origin.line}, {found.origin.source!r}"
+    fixes = [f"{each.what} ({each.how})" for each in found.fixes if each.verified]
+    mended = f" Verified fix: {fixes[0]}." if fixes else ""
+    return f"step {found.step} was skipped: {found.cause}{where}. {found.explanation}{mended}"
