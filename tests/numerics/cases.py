@@ -346,6 +346,16 @@ class CausalSdpa(Causal):
         return F.scaled_dot_product_attention(h, h, h, attn_mask=self.mask.to(h.dtype))
 
 
+class MaskedRowInSdpa(Causal):
+    """A row of -inf is zeros in the fused kernel, which knows what is meant."""
+
+    def forward(self, x):
+        h = self.project(x).unsqueeze(1)
+        mask = torch.zeros(6, 6, dtype=h.dtype)
+        mask[2] = float("-inf")
+        return F.scaled_dot_product_attention(h, h, h, attn_mask=mask)
+
+
 class FinfoMask(Masked):
     def forward(self, x):
         scores = self.project(x)
@@ -427,6 +437,7 @@ def penalty(model, batch):
 LOOK_ALIKES = {
     "causal mask": lambda: task(Causal, square, data(2, 6, 16)),
     "causal mask in sdpa": lambda: task(CausalSdpa, square, data(2, 6, 16)),
+    "masked row in sdpa": lambda: task(MaskedRowInSdpa, square, data(2, 6, 16)),
     "finfo mask": lambda: task(FinfoMask, square, data(8, 8)),
     "rms norm upcast": lambda: task(NormedWell, apart, 9 * data(4, 16)),
     "length with eps": lambda: task(SafeLength, square, zero_row()),

@@ -92,7 +92,7 @@ def run(options: Options) -> int:
     rounds, budget_s, parity_budget_s, levers_s = _BUDGETS["quick" if options.quick else "full"]
     config = BenchConfig(
         device=device_of(options.device),
-        precisions=_policies(options.precisions),
+        precisions=policies(options.precisions),
         seed=options.seed,
         accumulate=options.accumulate,
         max_grad_norm=options.max_grad_norm,
@@ -172,7 +172,8 @@ def gate_exit_code(report: BenchReport, gate: Gate) -> int:
     return EXIT_GATE if against else EXIT_OK
 
 
-def _policies(text: str | None) -> list[Policy] | None:
+def policies(text: str | None) -> list[Policy] | None:
+    """Policies of a comma-separated list; None if none was given."""
     from ampwise.policy import Policy
 
     if text is None:

@@ -50,7 +50,7 @@ def explain(step: TrainStep, stash: Stash, root: Root) -> Finding:
     """Cause of a root, by experiment."""
     if root.func is None:
         return _from_outside(root)
-    for experiment in (_attention_inside, _empty, _masked_row, _beyond_range):
+    for experiment in (_empty, _masked_row, _beyond_range):
         found = experiment(root)
         if found is not None:
             return found
@@ -157,31 +157,6 @@ def _empty(root: Root) -> Finding | None:
 def _all_ignored(root: Root) -> bool:
     target, ignored = root.args[1], root.args[4]
     return bool((target == ignored).all())
-
-
-def _attention_inside(root: Root) -> Finding | None:
-    """Scaled dot-product attention is one operation: look inside by its definition."""
-    if "scaled_dot_product" not in root.name or "backward" in root.name:
-        return None
-    query, key = root.args[0], root.args[1]
-    mask = root.kwargs.get("attn_mask")
-    if isinstance(mask, Tensor) and mask.is_floating_point():
-        rows = torch.isneginf(mask).all(dim=-1)
-        if bool(rows.any()):
-            return Finding(
-                "FULLY_MASKED_ROW",
-                f"{int(rows.sum())} of {rows.numel()} rows of the attention mask are -inf "
-                "throughout. Their softmax is 0/0 in any precision.",
-            )
-    scores = query.double() @ key.double().transpose(-2, -1)
-    peak, fmt = float(scores.abs().max()), format_of(root)
-    if peak > fmt.max:
-        return Finding(
-            "RANGE_OVERFLOW",
-            f"Inside attention, query times key would be {_figure(peak)}; {fmt} ends at "
-            f"{_figure(fmt.max)}. Scale the query before the product.",
-        )
-    return None
 
 
 def _damaged_inputs(step: TrainStep, stash: Stash, root: Root) -> Finding:

@@ -24,13 +24,13 @@ from torch import Tensor, nn
 from ampwise.bench.arm import Arm, Settings
 from ampwise.data import to_device
 from ampwise.errors import UsageError
-from ampwise.numerics import fix
+from ampwise.numerics import compiled, fix
 from ampwise.numerics.cause import explain
 from ampwise.numerics.places import NOWHERE, Phase, Place, is_internal
 from ampwise.numerics.result import Diagnosis, Finding, Fix, OpError
 from ampwise.numerics.shadow import ShadowRun
 from ampwise.numerics.silent import Lost, gradient_db, silent_faults
-from ampwise.numerics.trace import Root, watch
+from ampwise.numerics.trace import Root, watch, watch_update
 from ampwise.numerics.values import at, exponents, loss_of, origin_of
 from ampwise.policy import PRESETS, Policy
 from ampwise.step.recorder import Recorder, Stash, rehearsal, replay
@@ -127,10 +127,15 @@ def diagnose(
 
 def run_diagnosis(task: Task, config: DiagnoseConfig, progress: Progress) -> Diagnosis:
     """`diagnose`, with everything configurable."""
+    return explore(task, config, progress)[1]
+
+
+def explore(task: Task, config: DiagnoseConfig, progress: Progress) -> tuple[Arm, Diagnosis, Stash]:
+    """Train until a step goes wrong: the arm as it then is, the diagnosis, and the window."""
     if config.steps < 1:
         raise UsageError(f"steps: expected 1 or more, got {config.steps}")
     arm = Arm(task, config.policy, config.settings)
-    arm.step.recorder = Recorder()
+    recorder = arm.step.recorder = Recorder()
     examiner = Examiner(arm.step, task.name or "task", progress)
     deadline = time.monotonic() + config.budget_s
     batches = endless(task)
@@ -147,13 +152,40 @@ def run_diagnosis(task: Task, config: DiagnoseConfig, progress: Progress) -> Dia
             if record.skipped or not math.isfinite(record.loss):
                 failure = examiner.skipped()
         if failure is not None and failure.status != "benign":
-            return failure
+            stash = recorder.open or recorder.closed
+            assert stash is not None
+            if failure.cause == "BAD_PARAMETER" and made:
+                in_update(task, config, made, failure)
+            return arm, failure, stash
         found = failure or found
         if last:
             break
     progress.stage("no step failed; comparing the last one with float64")
-    quiet = examiner.quiet(rehearsal(arm.step, arm.loss, window), _stagnant(arm.step, weights))
-    return found if quiet.status == "clean" and found is not None else quiet
+    stash = rehearsal(arm.step, arm.loss, window)
+    quiet = examiner.quiet(stash, _stagnant(arm.step, weights))
+    return arm, found if quiet.status == "clean" and found is not None else quiet, stash
+
+
+def in_update(task: Task, config: DiagnoseConfig, steps: int, found: Diagnosis) -> None:
+    """A parameter went bad in an earlier update: train again up to the last, and watch it.
+
+    Changes phase, origin and explanation of `found` where the update is the culprit.
+    """
+    arm = Arm(task, config.policy, config.settings)
+    batches = endless(task)
+    while arm.step.steps < steps - 1:
+        arm.run(next(batches))
+    while arm.step.position < config.settings.accumulate:
+        batch = to_device(next(batches), arm.step.device)
+        arm.step._micro_batch(arm.loss, batch, None)
+    root, name = watch_update(arm.step)
+    if root is None:
+        return
+    found.phase, found.origin, found.step = "optimizer", origin_of(root), steps
+    found.explanation = (
+        f"{found.explanation} The update of step {steps} made it so: {root.name} turned finite "
+        f"gradients and state into values of {name} that are not."
+    )
 
 
 def _one_step(
@@ -226,8 +258,17 @@ class Examiner:
             stash = replace(stash, scale=(stash.scale / _SETTLED).clamp(min=1.0))
         trace = watch(step, stash)
         root = trace.origin
+        if root is None and compiled.is_compiled(step):
+            found = _not_reproduced(found)
+            found.explanation = compiled.in_words(compiled.stages(step, stash))
+            return found
         if root is None:
-            return _not_reproduced(found)
+            found = _not_reproduced(found)
+            if trace.replayed.error is not None:
+                found.notes.append(f"watching the replay failed: {trace.replayed.error}")
+            return found
+        if compiled.is_compiled(step):
+            found.notes.append("The model is compiled; it fails in eager mode, too, shown here.")
         cause = explain(step, stash, root)
         found.status = "fault"
         found.phase = "data" if root.func is None and root.name == "batch" else root.place.phase

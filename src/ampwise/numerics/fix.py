@@ -29,7 +29,7 @@ from ampwise.numerics import interventions as change
 from ampwise.numerics.interventions import Scope, on
 from ampwise.numerics.places import Place
 from ampwise.numerics.result import Fix
-from ampwise.numerics.shadow import shadow
+from ampwise.numerics.shadow import ShadowRun, missing_gradients, shadow
 from ampwise.policy import PRESETS, Policy
 from ampwise.step.recorder import Replayed, Stash, finite, replay
 from ampwise.step.train_step import TrainStep
@@ -77,15 +77,19 @@ class Reference:
 def reference(step: TrainStep, stash: Stash) -> Reference:
     """Losses and true gradients of a window in float64, or in float32 where that cannot be."""
     run = shadow(step, stash, errors=False)
-    scale = float(stash.scale)
     if run.replayed.error is None:
-        gradients = {name: each / scale for name, each in run.gradients.items()}
-        return Reference([float(each) for each in run.losses], gradients)
+        return reference_from(stash, run)
     plain = replay(step, stash, policy=PRESETS["fp32"], scale=1.0)
     return Reference(
         [float(each) for each in plain.losses],
         {name: each.double() for name, each in plain.gradients.items() if not each.is_sparse},
     )
+
+
+def reference_from(stash: Stash, run: ShadowRun) -> Reference:
+    """Losses and true gradients of a shadow run that came to its end."""
+    gradients = {name: each / float(stash.scale) for name, each in run.gradients.items()}
+    return Reference([float(each) for each in run.losses], gradients)
 
 
 def candidates(step: TrainStep, stash: Stash, cause: str, place: Place) -> list[Candidate]:
@@ -321,6 +325,37 @@ def tried(
     return sorted(fixes, key=lambda fix: not fix.verified)
 
 
+def complaint(
+    step: TrainStep, stash: Stash, candidate: Candidate, wanted: Reference, least_db: float
+) -> str:
+    """Why a step replayed with a candidate is not right; empty if it is.
+
+    Parameters
+    ----------
+    least_db
+        SQNR that the gradients must keep against the reference.
+    """
+    settled, result = _with_settled_scale(step, stash, candidate, _replayed(step, stash, candidate))
+    if wrong := _complaint(stash, settled, result, wanted):
+        return wrong
+    scale = float(stash.scale) if settled.scale is None else settled.scale
+    kept = gradient_sqnr_db(result, wanted, scale)
+    return "" if kept >= least_db else f"its gradients keep {kept:.0f} dB, of {least_db:g} asked"
+
+
+def gradient_sqnr_db(result: Replayed, wanted: Reference, scale: float) -> float:
+    """SQNR of the true gradients of a replay as one vector, in dB."""
+    signal = noise = 0.0
+    for name, ideal in wanted.gradients.items():
+        actual = result.gradients.get(name)
+        if actual is not None and not actual.is_sparse:
+            signal += float(ideal.square().sum())
+            noise += float((actual.double() / scale - ideal).square().sum())
+    if not math.isfinite(noise) or not math.isfinite(signal):
+        return -math.inf
+    return math.inf if noise == 0 else 10 * math.log10(max(signal, 1e-300) / noise)
+
+
 def _try(step: TrainStep, stash: Stash, candidate: Candidate, wanted: Reference | None) -> Fix:
     what, how = candidate.what, candidate.how
     if not candidate.tried:
@@ -331,7 +366,7 @@ def _try(step: TrainStep, stash: Stash, candidate: Candidate, wanted: Reference 
     settled, result = _with_settled_scale(step, stash, candidate, result)
     if complaint := _complaint(stash, settled, result, wanted):
         return Fix(what, how, verified=False, cost=f"tried: {complaint}")
-    ratio = _time_ratio(step, stash, settled) if took < _TIME_LIMIT_S else None
+    ratio = time_ratio(step, stash, settled) if took < _TIME_LIMIT_S else None
     cost = "not timed" if ratio is None else f"{ratio:.2f}x the time of the step"
     if settled.scale is not None and settled.scale < float(stash.scale) and not settled.policy:
         cost += f", under a loss scale of {settled.scale:g}"
@@ -384,6 +419,10 @@ def _complaint(
     cosine = _cosine(result.gradients, wanted.gradients, scale)
     if cosine < _LEAST_COSINE:
         return f"finite, but its gradients are off (cosine {cosine:.2f})"
+    wrong = list(missing_gradients(result.gradients, wanted.gradients, scale))
+    if wrong:
+        more = f" and {len(wrong) - 2} more" if len(wrong) > 2 else ""
+        return f"finite, but most of the gradient of {', '.join(wrong[:2])}{more} is missing"
     return ""
 
 
@@ -403,7 +442,7 @@ def _cosine(gradients: dict[str, Tensor], wanted: dict[str, Tensor], scale: floa
     return dot / math.sqrt(own * other)
 
 
-def _time_ratio(step: TrainStep, stash: Stash, candidate: Candidate) -> float:
+def time_ratio(step: TrainStep, stash: Stash, candidate: Candidate) -> float:
     """Time of a replay with the fix over one without, in turns, medians."""
     # A function mode costs time that the fix in the code would not: give it to both.
     nowhere = on(Scope("", 0), lambda func, args, kwargs: func(*args, **kwargs))

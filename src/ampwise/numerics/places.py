@@ -27,7 +27,7 @@ from torch import nn
 
 import ampwise
 
-Phase = Literal["forward", "backward"]
+Phase = Literal["forward", "backward", "optimizer"]
 
 _AUTOGRAD = str(Path(torch.__file__).parent / "autograd")
 _INTERNAL = (str(Path(torch.__file__).parent) + "/",)

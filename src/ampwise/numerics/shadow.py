@@ -16,7 +16,7 @@ Memory: 8 bytes for every element that the run keeps alive, so 2 to 4 times that
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from ampwise.numerics.places import Place, Places, placing
-from ampwise.numerics.trace import _key, _operation, _tensors, _written, bad_bits, sources
+from ampwise.numerics.trace import _key, _operation, _tensors, _written, hollow, sources
 from ampwise.step.recorder import Replayed, Stash, replay
 from ampwise.step.train_step import TrainStep
 
@@ -61,7 +61,7 @@ def exact(func: Any, args: Any, kwargs: Any, result: Any = None) -> Any:
     name = func._overloadpacket.__name__
     if name in _SPECIAL:
         return _SPECIAL[name](args, kwargs, result)
-    if torch.Tag.nondeterministic_seeded in func.tags or name in _NO_FORM or "foreach" in name:
+    if _draws(func, name, args, kwargs) or name in _NO_FORM or "foreach" in name:
         raise UnsupportedError(name)
     args, kwargs = tree_map(_raise, args), tree_map(_raise, kwargs)
     if name in ("_softmax", "_log_softmax"):
@@ -71,6 +71,16 @@ def exact(func: Any, args: Any, kwargs: Any, result: Any = None) -> Any:
     except (RuntimeError, TypeError, NotImplementedError) as error:
         raise UnsupportedError(name) from error
     return _written(_operation(func), args, kwargs, made)
+
+
+def _draws(func: Any, name: str, args: Any, kwargs: Any) -> bool:
+    """Whether an operation draws random numbers; attention does only with dropout."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    if "scaled_dot_product" not in name:
+        return True
+    given = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | kwargs
+    return float(given.get("dropout_p", 0.0)) > 0
 
 
 def _raise(value: Any) -> Any:
@@ -129,10 +139,12 @@ class Error:
 def compare(actual: Tensor, reference: Tensor) -> Error:
     """Errors of a tensor against its float64 reference of the same shape."""
     actual = actual.detach().double()
-    noise = actual - reference
-    signal = float(reference.square().sum())
+    # Infinities that are meant (masks) are no noise, and no signal.
+    noise = torch.where(actual == reference, 0.0, actual - reference)
+    meant = torch.isinf(reference) & (actual == reference)
+    signal = float(torch.where(meant, 0.0, reference).square().sum())
     power = float(noise.square().sum())
-    magnitude = float(reference.abs().mean()) if reference.numel() else 0.0
+    magnitude = float(torch.where(meant, 0.0, reference).abs().mean()) if reference.numel() else 0.0
     lost = (actual == 0) & (reference != 0)
     flushed = float(torch.where(lost, reference, 0.0).square().sum())
     if not math.isfinite(power):
@@ -264,7 +276,7 @@ class Shadow(TorchDispatchMode):
 
     def of(self, tensor: Tensor) -> Tensor | None:
         """The shadow of a tensor; None where there is none."""
-        if tensor.dtype not in _FLOATS or tensor.is_sparse:
+        if tensor.dtype not in _FLOATS or tensor.is_sparse or hollow(tensor):
             return None
         found = self._twins.get((_key(tensor), tensor.dtype))
         if found is None:
@@ -304,7 +316,8 @@ class Shadow(TorchDispatchMode):
         worst = self._worst(floating) if self._measure else math.inf
         result = func(*args, **kwargs)
         written = [] if operation.empty else [
-            each for each in _written(operation, args, kwargs, result) if each.dtype in _FLOATS
+            each for each in _written(operation, args, kwargs, result)
+            if each.dtype in _FLOATS and not hollow(each)
         ]  # fmt: skip
         if not written:
             return result
@@ -387,6 +400,41 @@ def _kept(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def harmless(actual: Tensor, reference: Tensor, least_db: float = 20.0) -> bool:
-    """Whether values are what they should be, up to `least_db`."""
-    return not bad_bits(actual) and compare(actual, reference).sqnr_db >= least_db
+NEGLIGIBLE = 1e-6
+"""Gradients this small beside the largest (root mean square) are zero in exact arithmetic."""
+
+MISSING = 0.5
+"""Share of a gradient's norm that has to be there."""
+
+
+def missing_gradients(
+    actual: Mapping[str, Tensor], reference: Mapping[str, Tensor], scale: float = 1.0
+) -> dict[str, Error]:
+    """Parameters most of whose gradient is missing, with its errors.
+
+    A gradient that is only inexact is none of them: that of a bias before a normalisation, say, is
+    a sum that cancels, and mostly rounding noise in any precision.
+
+    Parameters
+    ----------
+    actual, reference
+        Gradients by parameter name.
+    scale
+        What `actual` has to be divided by.
+    """
+    sizes = {name: rms(each) for name, each in reference.items()}
+    largest = max(sizes.values(), default=0.0)
+    missing: dict[str, Error] = {}
+    for name, ideal in reference.items():
+        gradient = actual.get(name)
+        if gradient is None or gradient.is_sparse or sizes[name] <= NEGLIGIBLE * largest:
+            continue
+        error = compare(gradient.double() / scale, ideal)
+        if error.flushed > MISSING or rms(gradient.double() / scale) < MISSING * sizes[name]:
+            missing[name] = error
+    return missing
+
+
+def rms(tensor: Tensor) -> float:
+    """Root mean square; 0 of nothing."""
+    return float(tensor.square().mean().sqrt()) if tensor.numel() else 0.0

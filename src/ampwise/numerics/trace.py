@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from ampwise.data import leaves
-from ampwise.numerics.places import NOWHERE, Place, Places, placing
+from ampwise.numerics.places import NOWHERE, Phase, Place, Places, placing
 from ampwise.step.recorder import Replayed, Stash, replay
 from ampwise.step.train_step import TrainStep
 
@@ -151,6 +151,26 @@ def watch(
     return trace
 
 
+def watch_update(step: TrainStep) -> tuple[Root | None, str]:
+    """Make the update of a window whose backward is done, under watch.
+
+    Returns
+    -------
+    tuple
+        The operation that first made a parameter non-finite (None if none did), and which one.
+    """
+    with placing(step._models) as places:
+        watcher = Watcher(places, phase="optimizer")
+        with watcher:
+            step.update()
+    for name, parameter in step._names.items():
+        for tensor in (step._master.of(parameter), parameter):
+            roots = watcher.roots_of(tensor)
+            if roots:
+                return min(roots, key=lambda root: root.index), name
+    return None, ""
+
+
 def sources(models: Sequence[nn.Module], stash: Stash) -> Iterator[tuple[str, Tensor, str]]:
     """Tensors that come from outside, with their names and kinds."""
     for each in stash.micro_batches:
@@ -163,13 +183,18 @@ def sources(models: Sequence[nn.Module], stash: Stash) -> Iterator[tuple[str, Te
             yield name, tensor, "buffer"
 
 
+def hollow(tensor: Tensor) -> bool:
+    """Whether a tensor has no values to look at: autograd's zeros, and shapes without memory."""
+    return tensor._is_zerotensor() or tensor.is_meta
+
+
 def bad_bits(tensor: Tensor) -> int:
     """`NAN`, `POSITIVE`, `NEGATIVE` of a floating-point tensor; 0 if every value is finite."""
     if tensor.is_sparse:
         tensor = tensor._values()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
-    if not tensor.is_floating_point() or not tensor.numel():
+    if not tensor.is_floating_point() or not tensor.numel() or hollow(tensor):
         return 0
     if tensor.element_size() == 1:
         tensor = tensor.float()
@@ -182,8 +207,11 @@ def bad_bits(tensor: Tensor) -> int:
 class Watcher(TorchDispatchMode):
     """The dispatch mode of `watch`."""
 
-    def __init__(self, places: Places, capture: int | None = None) -> None:
+    def __init__(
+        self, places: Places, capture: int | None = None, phase: Phase | None = None
+    ) -> None:
         super().__init__()
+        self._phase = phase
         self.count = 0
         self.roots: dict[int, Root] = {}
         self.failed: Root | None = None
@@ -209,6 +237,8 @@ class Watcher(TorchDispatchMode):
         kwargs = kwargs or {}
         operation = _operation(func)
         place = self._places.here()
+        if self._phase is not None:
+            place = replace(place, phase=self._phase)
         index, self.count = self.count, self.count + 1
         before = None
         if operation.mutates:
@@ -275,6 +305,11 @@ class Watcher(TorchDispatchMode):
             root.args, root.kwargs = before or _copies(args, kwargs)
             root.outputs = [each.detach().clone() for each in bad]
         return root
+
+    def roots_of(self, tensor: Tensor) -> list[Root]:
+        """Roots that a tensor's bad values come from; empty if it is finite."""
+        state = self._states.get(_key(tensor)) if bad_bits(tensor.detach()) else None
+        return [] if state is None else self._roots_behind(state.maker)
 
     def _roots_behind(self, maker: int) -> list[Root]:
         """Roots that a bad value comes from."""

@@ -1,0 +1,86 @@
+"""``ampwise tune``: the fewest modules that must stay in float32, and the fastest policy."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+
+from ampwise.cli.options import Common, check_seeds, positive, write_json
+from ampwise.errors import EXIT_GATE, EXIT_OK
+
+_RACE_S, _PARITY_S = 30.0, 90.0
+
+
+@dataclass
+class Options(Common):
+    """Find the fewest modules that must stay in float32, and the fastest policy that holds."""
+
+    precisions: str = "bf16,fp16"
+    """Comma-separated precisions to make hold."""
+
+    steps: int = 20
+    """Steps of training that a policy must get through."""
+
+    budget: float = 60.0
+    """Seconds that those steps may take, for each precision."""
+
+    least_sqnr: float = 20.0
+    """Decibels of SQNR that gradients must keep against float64; 20 is an error of a tenth."""
+
+    bench: bool = True
+    """Race the policies that hold against fp32, with parity; --no-bench leaves that out."""
+
+    seeds: int = 5
+    """Paired seeds for parity; 0 leaves it out."""
+
+
+def run(options: Options) -> int:
+    """Search, race, print, write ``tune.json``; the exit code."""
+    for name in ("steps", "budget", "least_sqnr"):
+        positive(name.replace("_", "-"), getattr(options, name))
+    check_seeds(options.seeds)
+
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    from rich.console import Console
+
+    from ampwise.bench.arm import Settings
+    from ampwise.bench.run import BenchConfig
+    from ampwise.cli.bench import device_of, policies
+    from ampwise.cli.progress import bench_progress
+    from ampwise.numerics.search import TuneConfig, tune
+    from ampwise.report.tune import render
+    from ampwise.tasks import load_task
+    from ampwise.telemetry.files import atomic_write_text
+    from ampwise.telemetry.run import RunFolder, plain
+
+    settings = Settings(device_of(options.device), options.seed)
+    bench = BenchConfig(
+        settings.device,
+        seed=options.seed,
+        max_rounds=60,
+        budget_s=_RACE_S,
+        max_seeds=options.seeds,
+        parity_budget_s=_PARITY_S,
+    )
+    config = TuneConfig(
+        policies(options.precisions) or [],
+        settings,
+        options.steps,
+        options.budget,
+        options.least_sqnr,
+        bench if options.bench else None,
+    )
+    task = load_task(options.task, options.settings())
+    folder = RunFolder.create(options.out, f"tune-{task.name or 'task'}", print)
+    with bench_progress(quiet=options.quiet) as progress:
+        found = tune(task, config, progress)
+    text = json.dumps(plain(found.to_json()), indent=2, allow_nan=False)
+    atomic_write_text(folder.path / "tune.json", text + "\n")
+    folder.write({"command": "tune", "task": found.task, "choice": found.choice})
+    folder.close()
+    if options.json != "-":
+        render(found, Console())
+        print(f"\nreport: {folder.path / 'tune.json'}")
+    write_json(text, options.json)
+    return EXIT_OK if any(each.policy for each in found.tried) else EXIT_GATE

@@ -1,0 +1,342 @@
+"""The smallest set of modules that must stay in float32, and the fastest policy that holds.
+
+A policy *holds* on a step when the step, replayed under it, is finite, close to the float64
+reference, and its gradients keep a stated SQNR. One that does not is given islands: starting from
+all modules in which something is computed, delta debugging (Zeller and Hildebrandt, 2002) removes
+what is not needed, the least suspicious first, until no module can be left out. Islands of one
+parent are merged where one switch of precision is measured to cost less than several. What was
+found is then held against other batches, and against training on, which may show the next fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Any, Protocol
+
+from ampwise.bench.arm import Arm, Settings
+from ampwise.bench.result import BenchReport
+from ampwise.bench.run import BenchConfig, run_bench
+from ampwise.data import to_device
+from ampwise.numerics import fix
+from ampwise.numerics import interventions as change
+from ampwise.numerics.diagnose import DiagnoseConfig, Silent, explore
+from ampwise.numerics.result import Diagnosis
+from ampwise.numerics.shadow import ShadowRun, shadow
+from ampwise.numerics.trace import watch
+from ampwise.policy import Policy
+from ampwise.step.recorder import Stash, rehearsal
+from ampwise.step.train_step import TrainStep
+from ampwise.tasks import Task
+from ampwise.tasks.checks import endless
+
+SCHEMA = "ampwise.tune/1"
+LEAST_DB = 20.0
+"""SQNR that gradients must keep, by default: an error of a tenth of their norm."""
+
+_OTHER_BATCHES = 3
+_FAULTS = 4
+"""Faults, one after the other, that islands are looked for."""
+
+
+@dataclass
+class Tried:
+    """One precision, and what it took to make it hold.
+
+    Attributes
+    ----------
+    precision, policy
+        As asked, and with the islands it needs; None when no islands make it hold.
+    islands
+        Modules to keep in float32.
+    reason
+        Why it holds or not.
+    replays
+        Steps replayed in the search.
+    gradient_db
+        SQNR of its gradients against float64, the least over the validated batches.
+    speedup
+        Measured against fp32 in turns; None where it was not raced.
+    """
+
+    precision: str
+    policy: str | None = None
+    islands: list[str] = field(default_factory=list[str])
+    reason: str = ""
+    replays: int = 0
+    gradient_db: float | None = None
+    speedup: float | None = None
+
+
+@dataclass
+class Tuned:
+    """What `tune` found.
+
+    Attributes
+    ----------
+    choice
+        The fastest policy that holds, as text; ``fp32`` when none is faster.
+    verdict
+        What to do, in sentences.
+    bench
+        Speed, memory and parity of the policies that hold, against fp32.
+    """
+
+    task: str
+    device: str
+    least_db: float
+    tried: list[Tried] = field(default_factory=list[Tried])
+    choice: str = "fp32"
+    verdict: list[str] = field(default_factory=list[str])
+    bench: BenchReport | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        bench = None if self.bench is None else self.bench.to_json()
+        values = {**asdict(replace(self, bench=None)), "bench": bench}
+        return {"schema": SCHEMA, **values}
+
+
+@dataclass(frozen=True)
+class TuneConfig:
+    """What is asked for.
+
+    Attributes
+    ----------
+    precisions
+        Policies to make hold.
+    bench
+        How the race and parity of those that hold are run; None leaves them out.
+    """
+
+    precisions: Sequence[Policy]
+    settings: Settings
+    steps: int = 20
+    budget_s: float = 60.0
+    least_db: float = LEAST_DB
+    bench: BenchConfig | None = None
+
+
+class Progress(Protocol):
+    """Who wants to know how far a search is."""
+
+    def stage(self, what: str) -> None:
+        """Something begins."""
+
+    def round(self, race: Any) -> None:
+        """A round of the race ended."""
+
+    def seed(self, name: str, seed: int, planned: int) -> None:
+        """A precision starts to train under a seed."""
+
+
+def tune(task: Task, config: TuneConfig, progress: Progress) -> Tuned:
+    """Make precisions hold with as few islands as possible, and choose the fastest."""
+    found = Tuned(task.name or "task", str(config.settings.device), config.least_db)
+    for policy in config.precisions:
+        progress.stage(f"{policy.text}: looking for what it needs")
+        found.tried.append(make_hold(task, policy, config))
+    holding = [each for each in found.tried if each.policy is not None]
+    if config.bench is not None and holding:
+        policies = [Policy.parse(each.policy) for each in holding if each.policy]
+        found.bench = run_bench(task, replace(config.bench, precisions=policies), progress)
+        _choose(found, holding, found.bench)
+    found.verdict = _verdict(found)
+    return found
+
+
+def make_hold(task: Task, policy: Policy, config: TuneConfig) -> Tried:
+    """Islands under which a policy trains without a fault for the given steps."""
+    tried = Tried(policy.text)
+    for _ in range(_FAULTS):
+        arm, diagnosis, stash = explore(
+            task,
+            DiagnoseConfig(policy, config.settings, config.steps, config.budget_s),
+            Silent(),
+        )
+        search = Search(arm.step, _windows(arm, task, stash), config.least_db)
+        needed = search.smallest()
+        tried.replays += search.replays
+        if needed is None:
+            tried.reason = _why_not(diagnosis, search)
+            return tried
+        if not needed:
+            tried.policy, tried.islands = policy.text, list(policy.islands)
+            tried.gradient_db = search.quality_db()
+            tried.reason = f"holds over {arm.step.steps} steps and {len(search.windows)} batches"
+            return tried
+        policy = replace(policy, islands=(*policy.islands, *needed))
+    tried.reason = f"still fails with {', '.join(policy.islands)} in float32"
+    return tried
+
+
+def _windows(arm: Arm, task: Task, stash: Stash) -> list[Stash]:
+    """The step in question, and the same model on other batches."""
+    batches = endless(task)
+    others = (to_device(next(batches), arm.step.device) for _ in range(_OTHER_BATCHES))
+    return [stash, *(rehearsal(arm.step, arm.loss, [each]) for each in others)]
+
+
+def _why_not(diagnosis: Diagnosis, search: Search) -> str:
+    if diagnosis.status == "fault":
+        where = "" if diagnosis.origin is None else f" at line {diagnosis.origin.line}"
+        return (
+            f"{diagnosis.cause}{where}: no set of modules in float32 mends it "
+            f"({search.complaint}); ampwise diagnose says what does"
+        )
+    return f"with every module in float32: {search.complaint}"
+
+
+class Search:
+    """Looks for islands under which some windows are right.
+
+    Attributes
+    ----------
+    replays
+        Steps replayed so far.
+    complaint
+        What was wrong the last time.
+    """
+
+    def __init__(self, step: TrainStep, windows: Sequence[Stash], least_db: float) -> None:
+        self.step = step
+        self.replays = 0
+        self.complaint = ""
+        self._least_db = least_db
+        self._runs = [shadow(step, each, errors=index == 0) for index, each in enumerate(windows)]
+        kept = [(w, r) for w, r in zip(windows, self._runs, strict=True) if _usable(r)]
+        self.windows = [window for window, _ in kept]
+        self._wanted = [fix.reference_from(window, run) for window, run in kept]
+        self._modules = {
+            name: module for model in step._models for name, module in model.named_modules() if name
+        }
+
+    def smallest(self) -> list[str] | None:
+        """Names of the modules to keep, none if none is needed; None if all of them do not help."""
+        if self.holds([]):
+            return []
+        ranked = self._ranked()
+        if not self.holds(ranked):
+            return None
+        return self._merged(minimal(ranked, self.holds))
+
+    def holds(self, names: Sequence[str]) -> bool:
+        """Whether every window is right with these modules in float32."""
+        candidate = self._candidate(names)
+        for window, wanted in zip(self.windows, self._wanted, strict=True):
+            self.replays += 1
+            self.complaint = fix.complaint(self.step, window, candidate, wanted, self._least_db)
+            if self.complaint:
+                return False
+        return True
+
+    def quality_db(self) -> float:
+        """Least SQNR of the gradients over the windows, as the step is."""
+        return min(
+            fix.gradient_sqnr_db(run.replayed, wanted, float(window.scale))
+            for run, window, wanted in zip(self._runs, self.windows, self._wanted, strict=False)
+        )
+
+    def _candidate(self, names: Sequence[str]) -> fix.Candidate:
+        modules = [self._modules[name] for name in names]
+        return fix.Candidate("", "", partial(change.islands, modules, self.step.device.type))
+
+    def _ranked(self) -> list[str]:
+        """Modules in which something is computed, the most suspicious first."""
+        blame: dict[str, float] = {}
+        for error in self._runs[0].errors:
+            name = error.place.module
+            blame[name] = min(blame.get(name, float("inf")), error.local.sqnr_db)
+        trace = watch(self.step, self.windows[0])
+        for root in trace.roots.values():
+            blame[root.place.module] = float("-inf")
+        return [
+            name for name in sorted(blame, key=lambda each: blame[each]) if name in self._modules
+        ]
+
+    def _merged(self, names: list[str]) -> list[str]:
+        """Siblings under one parent as one island, where that is no slower."""
+        for parent, children in _families(names):
+            together = [parent, *(each for each in names if each not in children)]
+            if parent in self._modules and self.holds(together):
+                window = self.windows[0]
+                one = fix.time_ratio(self.step, window, self._candidate([parent]))
+                several = fix.time_ratio(self.step, window, self._candidate(children))
+                if one <= several:
+                    names = together
+        return names
+
+
+def _usable(run: ShadowRun) -> bool:
+    return run.replayed.error is None
+
+
+def _families(names: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    parents = dict.fromkeys(name.rpartition(".")[0] for name in names if "." in name)
+    for parent in parents:
+        children = [name for name in names if name.startswith(f"{parent}.")]
+        if len(children) > 1:
+            yield parent, children
+
+
+def minimal(names: Sequence[str], holds: Callable[[Sequence[str]], bool]) -> list[str]:
+    """A 1-minimal part of `names` that still holds, by delta debugging.
+
+    Parameters
+    ----------
+    names
+        All of them together hold.
+    """
+    kept, parts = list(names), 2
+    while len(kept) > 1:
+        size = max(1, len(kept) // parts)
+        chunks = [kept[i : i + size] for i in range(0, len(kept), size)]
+        for chunk in chunks:
+            if len(chunk) < len(kept) and holds(chunk):
+                kept, parts = chunk, 2
+                break
+        else:
+            for chunk in reversed(chunks):  # the least suspicious go first
+                rest = [each for each in kept if each not in chunk]
+                if rest and holds(rest):
+                    kept, parts = rest, max(parts - 1, 2)
+                    break
+            else:
+                if size == 1:
+                    return kept
+                parts = min(len(kept), parts * 2)
+    return kept
+
+
+def _choose(found: Tuned, holding: Sequence[Tried], report: BenchReport) -> None:
+    """The fastest of those that hold, unless parity says it trains differently."""
+    best = 1.0
+    for each in holding:
+        result = next((p for p in report.precisions if p.name == each.policy), None)
+        if result is None or result.speedup is None:
+            continue
+        each.speedup = result.speedup.median
+        parity = None if report.parity is None else report.parity.arms.get(each.policy or "")
+        different = parity is not None and parity.decision == "different"
+        if result.speedup.low > best and not different:
+            best, found.choice = result.speedup.median, each.policy or found.choice
+
+
+def _verdict(found: Tuned) -> list[str]:
+    sentences: list[str] = []
+    if found.bench is None:
+        holding = [each.policy for each in found.tried if each.policy]
+        sentences.append(
+            f"These hold: {', '.join(holding)}." if holding else "None of the precisions holds."
+        )
+    elif found.choice == "fp32":
+        sentences.append("Keep fp32: no precision that holds is faster here.")
+    else:
+        sentences.append(f"Use --precision {found.choice}, or resolve('{found.choice}').")
+    for each in found.tried:
+        if each.policy is None:
+            sentences.append(f"{each.precision} does not hold: {each.reason}.")
+        elif each.islands:
+            sentences.append(f"{each.precision} holds as {each.policy}.")
+    return sentences

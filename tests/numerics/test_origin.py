@@ -1,0 +1,206 @@
+"""Where an operation comes from, in the places where that is hard to say."""
+
+from __future__ import annotations
+
+import inspect
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ampwise.numerics.diagnose import diagnose
+from ampwise.tasks import Task
+from tests.numerics.cases import data, line_of, square, task
+
+
+class Shared(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(8, 8)
+        nn.init.normal_(self.lin.weight, std=25.0)
+
+    def forward(self, x):
+        h = self.lin(x)
+        h = self.lin(h)
+        return 1e-6 * self.lin(h).float()  # <- here
+
+
+class Reentrant(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def inner(self, h):
+        return torch.sqrt(self.last(h) * 0)  # <- here
+
+    def forward(self, x):
+        return checkpoint(self.inner, self.first(x), use_reentrant=True)
+
+
+class NotReentrant(Reentrant):
+    def inner(self, h):
+        return torch.sqrt(self.last(h) * 0)  # <- here
+
+    def forward(self, x):
+        return checkpoint(self.inner, self.first(x), use_reentrant=False)
+
+
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad * 3 * x.square() / (x - x)  # <- here
+
+
+class Custom(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return Cube.apply(self.lin(x))
+
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+
+    def forward(self, x):
+        return self.layer(x * 1e5)  # <- here
+
+
+class InPlace(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(8, 8)
+
+    def forward(self, x):
+        room = torch.zeros(x.shape, dtype=torch.float16)
+        room[:, :4] = self.lin(x)[:, 4:]
+        room[:, 2:6].mul_(0).add_(6e4).mul_(4)  # <- here
+        return room * self.lin(x)
+
+
+def penalty(model, batch):
+    batch = batch.detach().requires_grad_()
+    out = (model(batch).float().abs() ** 1.5).sum()  # <- here
+    (grad,) = torch.autograd.grad(out, batch, create_graph=True)
+    return grad.square().sum() + out
+
+
+class Lin(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x):
+        return self.lin(x)
+
+
+HARD = {
+    "a module that is called three times": (Shared, square, data(4, 8), "lin", Shared),
+    "a reentrant checkpoint": (Reentrant, square, data(4, 8), "", Reentrant.inner),
+    "a checkpoint that is not": (NotReentrant, square, data(4, 8), "", NotReentrant.inner),
+    "a custom function's backward": (Custom, square, data(4, 8), "", Cube),
+    "an encoder layer": (Encoder, square, data(2, 5, 8), "layer.self_attn", Encoder),
+    "a write through a view": (InPlace, square, data(4, 8), "", InPlace),
+    "a derivative of a derivative": (Lin, penalty, 0 * data(4, 8), "", penalty),
+}
+
+
+@pytest.mark.parametrize("name", HARD)
+def test_the_line_is_found_in(name):
+    torch.manual_seed(0)
+    model, loss, batch, module, code = HARD[name]
+    found = diagnose(task(model, loss, batch), "fp16", steps=3)
+    assert found.status == "fault", found
+    assert found.origin is not None
+    assert found.origin.line == line_of(code), (found.origin, found.explanation)
+    assert found.origin.module == module
+    assert found.origin.file == inspect.getsourcefile(code)
+
+
+def test_the_call_of_a_shared_module_is_said():
+    torch.manual_seed(0)
+    found = diagnose(task(Shared, square, data(4, 8)), "fp16", steps=3)
+    assert found.origin is not None
+    assert found.origin.call == 2
+
+
+class Blows(torch.optim.SGD):
+    """Divides by zero in its third update."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.1)
+        self.count = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.count += 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                nothing = parameter.grad * 0 + (self.count != 3)
+                parameter.sub_(0.01 * parameter.grad / nothing)  # <- here
+
+
+def test_an_optimizer_that_breaks_the_parameters():
+    torch.manual_seed(0)
+    batch = data(4, 8)
+    broken = Task(model=Lin, batches=lambda: [batch] * 9, loss=square, optimizer=lambda m:
+                  Blows(m.parameters()), name="blows")  # fmt: skip
+    found = diagnose(broken, "bf16", steps=8)
+    assert (found.cause, found.phase, found.step) == ("BAD_PARAMETER", "optimizer", 3)
+    assert found.origin is not None
+    assert found.origin.line == line_of(Blows)
+    assert "The update of step 3 made it so" in found.explanation
+
+
+class Unlucky:
+    """A loss that depends on how often it was called: no replay can repeat it."""
+
+    calls = 0
+
+    def __call__(self, model, batch):
+        self.calls += 1
+        return square(model, batch) * (math.nan if self.calls == 2 else 1.0)
+
+
+def test_what_does_not_repeat_is_not_explained():
+    torch.manual_seed(0)
+    found = diagnose(task(Lin, Unlucky(), data(4, 8)), "bf16", steps=4)
+    assert (found.status, found.cause) == ("not_reproduced", "NONDETERMINISTIC")
+
+
+def breaking(graph, inputs):
+    """A compiler backend that makes NaN of everything."""
+
+    def run(*args):
+        return tuple(
+            each * math.nan if isinstance(each, torch.Tensor) and each.requires_grad else each
+            for each in graph.forward(*args)
+        )
+
+    return run
+
+
+def test_a_fault_of_the_compiler_is_told_from_one_of_the_model():
+    torch.manual_seed(0)
+    made = lambda: torch.compile(Lin(), backend=breaking)  # noqa: E731
+    found = diagnose(task(made, square, data(4, 8)), "bf16", steps=2)
+    assert found.status == "not_reproduced"
+    assert "fails compiled and is clean in aot_eager and eager" in found.explanation
+    torch._dynamo.reset()
+    made = lambda: torch.compile(Custom(), backend="aot_eager")  # noqa: E731
+    found = diagnose(task(made, square, data(4, 8)), "fp16", steps=2)
+    assert found.origin is not None
+    assert found.origin.line == line_of(Cube)
+    assert "in eager mode, too" in " ".join(found.notes)
+    torch._dynamo.reset()
