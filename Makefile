@@ -48,7 +48,7 @@ bench: setup  ## Run the side-by-side benchmarks; results go to benchmarks/resul
 
 gpu-check:  ## CUDA tests and GPU benchmarks, with this machine's own Python and torch
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu tests/gpu -p no:cacheprovider
-	for file in guard step charlm memory; do PYTHONPATH=src $(PYTHON) benchmarks/$$file.py || exit 1; done
+	for file in guard step charlm memory diagnose; do PYTHONPATH=src $(PYTHON) benchmarks/$$file.py || exit 1; done
 
 wheel: setup  ## Build the wheel into dist/
 	$(BIN)/python -m build --wheel --no-isolation

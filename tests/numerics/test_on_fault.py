@@ -10,9 +10,10 @@ from torch import nn
 
 from ampwise.cli.main import main
 from ampwise.errors import AmpwiseError, UsageError
-from ampwise.step import LossScale, TrainStep
+from ampwise.step import LossScale, TrainStep, train_step
 from ampwise.step.recorder import Recorder, replay
 from tests.numerics.cases import data
+from tests.step.conftest import as_on_an_accelerator
 
 
 class Net(nn.Module):
@@ -40,12 +41,12 @@ def batches(bad: int | None, count: int = 12):
         yield batch
 
 
-def trained(bad, precision="fp16", accumulate=1, **settings):
+def trained(bad, precision="fp16", accumulate=1, fused=False, **settings):
     torch.manual_seed(0)
     model = Net()
     step = TrainStep(
         model,
-        torch.optim.AdamW(model.parameters(), lr=1e-2),
+        torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused),
         policy=precision,
         accumulate=accumulate,
         loss_scale=LossScale(256.0) if precision == "fp16" else None,
@@ -71,6 +72,38 @@ def test_training_goes_on_bit_for_bit_as_without_a_diagnosis(accumulate):
     assert step.diagnosis.step == 7 // accumulate + 1
     assert same(plain, watched)
     assert step.recorder is None  # asked once: from here on it costs nothing
+
+
+class OneLate:
+    """Outcomes as an accelerator has them: known one step later."""
+
+    def __init__(self):
+        self.pending = []
+
+    def settle(self, flag):
+        known, self.pending = self.pending, [bool(flag.tensor)]
+        return known
+
+    def last_skipped(self):
+        return bool(self.pending and self.pending[-1])
+
+    def drain(self):
+        known, self.pending = self.pending, []
+        return known
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_on_an_accelerator_the_next_step_waits_for_the_diagnosis(accumulate, monkeypatch):
+    as_on_an_accelerator(monkeypatch)
+    monkeypatch.setattr(train_step, "Outcomes", lambda *_, **__: OneLate())
+    told = []
+    plain, _ = trained(7, accumulate=accumulate, fused=True)
+    watched, step = trained(7, accumulate=accumulate, fused=True, on_fault=told.append)
+    assert [each.cause for each in told] == ["RANGE_OVERFLOW"]
+    assert told[0].step == 7 // accumulate + 1
+    assert told[0].fixes[0].verified
+    assert same(plain, watched)
+    assert step.recorder is None
 
 
 def test_the_warning_names_line_cause_and_fix():

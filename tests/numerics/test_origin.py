@@ -203,4 +203,7 @@ def test_a_fault_of_the_compiler_is_told_from_one_of_the_model():
     assert found.origin is not None
     assert found.origin.line == line_of(Cube)
     assert "in eager mode, too" in " ".join(found.notes)
+    # Errors inside compiled code leave autocast regions open; weights would stay as they were cast.
+    assert torch.autocast_increment_nesting() == 1
+    torch.autocast_decrement_nesting()
     torch._dynamo.reset()

@@ -104,12 +104,15 @@ def test_bfloat16_needs_none_and_a_wrong_loss_cannot_be_mended():
 
 
 def test_a_stated_sqnr_is_kept_by_islands():
-    task = load = norms(model=lambda: Net(hot=()))
-    asked = TuneConfig([], CPU, steps=3, least_db=60.0)  # bfloat16 alone gives about 45
-    found = make_hold(task, Policy.parse("bf16"), asked)
-    assert found.policy is None or (found.gradient_db or 0) >= 60
-    assert found.replays > 3
-    del load
+    task = norms(model=lambda: Net(hot=()))
+    plain = make_hold(task, Policy.parse("bf16"), TuneConfig([], CPU, steps=3))
+    assert plain.islands == []
+    assert plain.gradient_db is not None
+    assert plain.gradient_db < 60
+    found = make_hold(task, Policy.parse("bf16"), TuneConfig([], CPU, steps=3, least_db=60.0))
+    assert found.gradient_db is not None
+    assert found.gradient_db >= 60
+    assert 0 < len(found.islands) < 6  # of more than twenty modules
 
 
 def test_the_command_prints_the_policy_and_writes_json(tmp_path, capsys):
@@ -117,9 +120,7 @@ def test_the_command_prints_the_policy_and_writes_json(tmp_path, capsys):
     command = ["tune", str(tmp_path / "norms.py"), "--precisions", "fp16", "--steps", "4"]
     assert main([*command, "--no-bench", "--quiet", "--out", "a"]) == 0
     said = capsys.readouterr().out
-    assert "fp16:islands=blocks.1.norm+blocks.3.norm" in said.replace("\n", "").replace(
-        " ", ""
-    ) or ("fp16:islands=" in said)
+    assert "fp16:islands=" in said
     found = json.loads((tmp_path / "a" / "tune.json").read_text())
     assert found["schema"] == "ampwise.tune/1"
     assert sorted(found["tried"][0]["islands"]) == ["blocks.1.norm", "blocks.3.norm"]

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ampwise.bench.arm import Arm, Settings
 from ampwise.data import to_device
@@ -30,7 +31,7 @@ from ampwise.numerics.places import NOWHERE, Phase, Place, is_internal
 from ampwise.numerics.result import Diagnosis, Finding, Fix, OpError
 from ampwise.numerics.shadow import ShadowRun
 from ampwise.numerics.silent import Lost, gradient_db, silent_faults
-from ampwise.numerics.trace import Root, watch, watch_update
+from ampwise.numerics.trace import Root, Trace, watch, watch_update
 from ampwise.numerics.values import at, exponents, loss_of, origin_of
 from ampwise.policy import PRESETS, Policy
 from ampwise.step.recorder import Recorder, Stash, rehearsal, replay
@@ -228,6 +229,7 @@ class Examiner:
         self.step = step
         self._task = task
         self._progress = progress or Silent()
+        self._step_s = 0.0  # about how long a replay takes
 
     # -- a step that was skipped -------------------------------------------------------------------
 
@@ -247,27 +249,28 @@ class Examiner:
         """A window with a non-finite loss or gradient."""
         step = self.step
         self._progress.stage(f"step {stash.step} is not finite; replaying it")
-        plain = replay(step, stash)
+        # Watched, a compiled model runs eagerly, and perhaps ever after: see first if it fails.
+        eagerly = compiled.is_compiled(step)
+        before = replay(step, stash) if eagerly else None
+        trace, histograms = self._watched(stash)
+        plain = before or trace.replayed
         found = self._new(stash, plain.losses)
-        if not _same(stash.losses, plain.losses) or (plain.clean and plain.error is None):
-            return _not_reproduced(found)
-        if plain.error is None and self._only_the_scale(stash, plain.losses):
-            return self._benign(found, stash)
+        found.histograms = histograms
+        if not _same(stash.losses, plain.losses) or plain.clean or plain.error is not None:
+            return _not_reproduced(found, trace)
+        if self._only_the_scale(stash, plain.losses):
+            return self._benign(found, stash, trace)
         if step.loss_scale.enabled and found.loss is not None:
             # Backward fails under any scale; one that may itself be too high would hide where.
             stash = replace(stash, scale=(stash.scale / _SETTLED).clamp(min=1.0))
-        trace = watch(step, stash)
+            trace = watch(step, stash)
         root = trace.origin
-        if root is None and compiled.is_compiled(step):
-            found = _not_reproduced(found)
-            found.explanation = compiled.in_words(compiled.stages(step, stash))
-            return found
         if root is None:
-            found = _not_reproduced(found)
-            if trace.replayed.error is not None:
-                found.notes.append(f"watching the replay failed: {trace.replayed.error}")
+            found = _not_reproduced(found, trace)
+            if eagerly:
+                found.explanation = compiled.in_words(compiled.stages(step, stash))
             return found
-        if compiled.is_compiled(step):
+        if eagerly:
             found.notes.append("The model is compiled; it fails in eager mode, too, shown here.")
         cause = explain(step, stash, root)
         found.status = "fault"
@@ -279,10 +282,8 @@ class Examiner:
         self._progress.found(found)
         self._progress.stage("trying fixes on the step")
         wanted = fix.reference(step, stash)
-        found.fixes = fix.tried(
-            step, stash, fix.candidates(step, stash, cause.cause, root.place), wanted
-        )
-        found.histograms = self._histograms(stash)
+        mends = fix.candidates(step, stash, cause.cause, root.place)
+        found.fixes = fix.tried(step, stash, mends, wanted, self._step_s)
         return found
 
     def _only_the_scale(self, stash: Stash, losses: Sequence[Tensor]) -> bool:
@@ -296,8 +297,7 @@ class Examiner:
                 return True
         return False
 
-    def _benign(self, found: Diagnosis, stash: Stash) -> Diagnosis:
-        trace = watch(self.step, stash)
+    def _benign(self, found: Diagnosis, stash: Stash, trace: Trace) -> Diagnosis:
         found.status, found.cause = "benign", "SCALE_TOO_HIGH"
         found.target = trace.target
         if trace.origin is not None:
@@ -305,7 +305,11 @@ class Examiner:
             found.path = trace.path
         place = NOWHERE if trace.origin is None else trace.origin.place
         found.fixes = fix.tried(
-            self.step, stash, fix.candidates(self.step, stash, "SCALE_TOO_HIGH", place), None
+            self.step,
+            stash,
+            fix.candidates(self.step, stash, "SCALE_TOO_HIGH", place),
+            None,
+            self._step_s,
         )
         found.explanation = (
             f"Only the loss scale of {found.loss_scale:g} was too high: the gradients of this step "
@@ -348,7 +352,11 @@ class Examiner:
         self._progress.found(found)
         wanted = fix.reference(self.step, stash)
         found.fixes = fix.tried(
-            self.step, stash, fix.candidates(self.step, stash, found.cause, place), wanted
+            self.step,
+            stash,
+            fix.candidates(self.step, stash, found.cause, place),
+            wanted,
+            self._step_s,
         )
         return found
 
@@ -356,9 +364,9 @@ class Examiner:
 
     def quiet(self, stash: Stash, stagnant: Stagnant | None = None) -> Diagnosis:
         """A window that runs without NaN: is it right?"""
-        trace = watch(self.step, stash)
+        trace, histograms = self._watched(stash)
         found = self._new(stash, trace.replayed.losses)
-        found.step = self.step.steps
+        found.step, found.histograms = self.step.steps, histograms
         if trace.target and self.step.loss_scale.enabled:
             stash = _settled(self.step, stash)
             trace = watch(self.step, stash)
@@ -378,7 +386,6 @@ class Examiner:
             self._tell(found, severe.pop(0), stash, wanted)
         found.findings += [self._finding(each, stash, wanted) for each in severe]
         found.findings += _poisoned(trace.replayed.poisoned)
-        found.histograms = self._histograms(stash)
         return found
 
     def _tell(self, found: Diagnosis, lost: Lost, stash: Stash, wanted: fix.Reference) -> None:
@@ -413,7 +420,7 @@ class Examiner:
                 scale=lost.scale,
             )
             found = [scaled, *found]
-        return fix.tried(self.step, stash, found, wanted)
+        return fix.tried(self.step, stash, found, wanted, self._step_s)
 
     def _stagnation_fixes(self) -> list[Fix]:
         """float32 copies of the weights, tried: do they move?"""
@@ -442,8 +449,17 @@ class Examiner:
             environment=environment(self.step.device),
         )
 
-    def _histograms(self, stash: Stash) -> dict[str, dict[str, float]]:
-        """Exponents of what each module returns."""
+    def _watched(self, stash: Stash) -> tuple[Trace, dict[str, dict[str, float]]]:
+        """`watch`, and the exponents of what modules return."""
+        start = time.perf_counter()
+        with self._outputs() as histograms:
+            trace = watch(self.step, stash)
+        self._step_s = time.perf_counter() - start
+        return trace, histograms
+
+    @contextmanager
+    def _outputs(self) -> Generator[dict[str, dict[str, float]]]:
+        """Exponents of what each module returns, the first time in the context."""
         found: dict[str, dict[str, float]] = {}
         names = {id(m): n for model in self.step._models for n, m in model.named_modules() if n}
 
@@ -452,18 +468,14 @@ class Examiner:
             if name is None or name in found or len(found) >= _MODULES:
                 return
             if isinstance(output, Tensor) and output.is_floating_point():
-                found[name] = exponents(output)
+                with _disable_current_modes():
+                    found[name] = exponents(output)
 
-        @contextmanager
-        def watching() -> Any:
-            handle = nn.modules.module.register_module_forward_hook(note)
-            try:
-                yield
-            finally:
-                handle.remove()
-
-        replay(self.step, stash, around=watching)
-        return found
+        handle = nn.modules.module.register_module_forward_hook(note)
+        try:
+            yield found
+        finally:
+            handle.remove()
 
 
 def _same(recorded: Sequence[Tensor], replayed: Sequence[Tensor]) -> bool:
@@ -474,7 +486,9 @@ def _same(recorded: Sequence[Tensor], replayed: Sequence[Tensor]) -> bool:
     )
 
 
-def _not_reproduced(found: Diagnosis) -> Diagnosis:
+def _not_reproduced(found: Diagnosis, trace: Trace) -> Diagnosis:
+    if trace.replayed.error is not None:
+        found.notes.append(f"watching the replay failed: {trace.replayed.error}")
     found.status, found.cause = "not_reproduced", "NONDETERMINISTIC"
     found.explanation = (
         "Replaying the step from its batch, random state and buffers did not fail in the same way. "
@@ -603,15 +617,15 @@ def _worst(run: ShadowRun) -> list[OpError]:
     """Operations by their own error, the worst first; each place once."""
     found: list[OpError] = []
     seen: set[tuple[str, str, int]] = set()
-    for each in sorted(run.errors, key=lambda error: error.local.sqnr_db):
+    for each in sorted(run.errors, key=lambda error: error.local_db):
         key = (each.name, each.place.module, each.place.line)
-        if key in seen or each.local.sqnr_db == float("inf"):
+        if key in seen or each.local_db == float("inf"):
             continue
         seen.add(key)
         found.append(
             OpError(each.name, each.place.module, each.place.file, each.place.line,
-                    each.place.phase, each.dtype, each.local.sqnr_db, each.propagated.sqnr_db,
-                    each.local.bias)
+                    each.place.phase, each.dtype, each.local_db, each.propagated_db,
+                    each.bias)
         )  # fmt: skip
         if len(found) == _WORST:
             break

@@ -23,10 +23,10 @@ from ampwise.numerics import fix
 from ampwise.numerics import interventions as change
 from ampwise.numerics.diagnose import DiagnoseConfig, Silent, explore
 from ampwise.numerics.result import Diagnosis
-from ampwise.numerics.shadow import ShadowRun, shadow
+from ampwise.numerics.shadow import shadow
 from ampwise.numerics.trace import watch
 from ampwise.policy import Policy
-from ampwise.step.recorder import Stash, rehearsal
+from ampwise.step.recorder import Stash, rehearsal, replay
 from ampwise.step.train_step import TrainStep
 from ampwise.tasks import Task
 from ampwise.tasks.checks import endless
@@ -204,10 +204,8 @@ class Search:
         self.replays = 0
         self.complaint = ""
         self._least_db = least_db
-        self._runs = [shadow(step, each, errors=index == 0) for index, each in enumerate(windows)]
-        kept = [(w, r) for w, r in zip(windows, self._runs, strict=True) if _usable(r)]
-        self.windows = [window for window, _ in kept]
-        self._wanted = [fix.reference_from(window, run) for window, run in kept]
+        self.windows = [each for each in windows if replay(step, each).error is None]
+        self._wanted = [fix.reference(step, each) for each in self.windows]
         self._modules = {
             name: module for model in step._models for name, module in model.named_modules() if name
         }
@@ -234,8 +232,8 @@ class Search:
     def quality_db(self) -> float:
         """Least SQNR of the gradients over the windows, as the step is."""
         return min(
-            fix.gradient_sqnr_db(run.replayed, wanted, float(window.scale))
-            for run, window, wanted in zip(self._runs, self.windows, self._wanted, strict=False)
+            fix.gradient_sqnr_db(replay(self.step, window), wanted, float(window.scale))
+            for window, wanted in zip(self.windows, self._wanted, strict=True)
         )
 
     def _candidate(self, names: Sequence[str]) -> fix.Candidate:
@@ -245,9 +243,9 @@ class Search:
     def _ranked(self) -> list[str]:
         """Modules in which something is computed, the most suspicious first."""
         blame: dict[str, float] = {}
-        for error in self._runs[0].errors:
+        for error in shadow(self.step, self.windows[0]).errors:
             name = error.place.module
-            blame[name] = min(blame.get(name, float("inf")), error.local.sqnr_db)
+            blame[name] = min(blame.get(name, float("inf")), error.local_db)
         trace = watch(self.step, self.windows[0])
         for root in trace.roots.values():
             blame[root.place.module] = float("-inf")
@@ -266,10 +264,6 @@ class Search:
                 if one <= several:
                     names = together
         return names
-
-
-def _usable(run: ShadowRun) -> bool:
-    return run.replayed.error is None
 
 
 def _families(names: Sequence[str]) -> Iterator[tuple[str, list[str]]]:

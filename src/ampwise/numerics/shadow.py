@@ -26,12 +26,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from ampwise.numerics.places import Place, Places, placing
-from ampwise.numerics.trace import _key, _operation, _tensors, _written, hollow, sources
+from ampwise.numerics.trace import (
+    Operation,
+    _key,
+    _operation,
+    _tensors,
+    _written,
+    hollow,
+    sources,
+)
+from ampwise.policy import Policy
 from ampwise.step.recorder import Replayed, Stash, replay
 from ampwise.step.train_step import TrainStep
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _PRUNE_EVERY = 256
+_LOW_DB = 20.0
+"""Below this an operation is looked at more closely."""
+_FLOAT32_BYTES = 4
 _FROM_INTEGERS = frozenset(["arange", "_to_copy", "cumsum"])
 """Operations that turn integers into floating point: positions, counters."""
 
@@ -122,8 +134,6 @@ class Error:
     ----------
     sqnr_db
         Signal over noise; inf when exact.
-    bias
-        Mean signed error, relative to the mean magnitude.
     flushed
         Share of the signal (by norm) that became exactly zero, 0 to 1.
     zeros
@@ -131,9 +141,17 @@ class Error:
     """
 
     sqnr_db: float
-    bias: float
     flushed: float
     zeros: float
+
+
+def sqnr_db(actual: Tensor, reference: Tensor) -> float:
+    """SQNR of a tensor against its float64 reference of the same shape; inf when exact."""
+    noise = float(torch.linalg.vector_norm(actual.detach().double() - reference))
+    signal = float(torch.linalg.vector_norm(reference))
+    if math.isfinite(noise) and math.isfinite(signal):
+        return _decibels(signal, noise)
+    return compare(actual, reference).sqnr_db
 
 
 def compare(actual: Tensor, reference: Tensor) -> Error:
@@ -141,51 +159,61 @@ def compare(actual: Tensor, reference: Tensor) -> Error:
     actual = actual.detach().double()
     # Infinities that are meant (masks) are no noise, and no signal.
     noise = torch.where(actual == reference, 0.0, actual - reference)
-    meant = torch.isinf(reference) & (actual == reference)
-    signal = float(torch.where(meant, 0.0, reference).square().sum())
-    power = float(noise.square().sum())
-    magnitude = float(torch.where(meant, 0.0, reference).abs().mean()) if reference.numel() else 0.0
+    reference = torch.where(torch.isinf(reference) & (actual == reference), 0.0, reference)
+    signal = float(torch.linalg.vector_norm(reference))
     lost = (actual == 0) & (reference != 0)
-    flushed = float(torch.where(lost, reference, 0.0).square().sum())
-    if not math.isfinite(power):
-        sqnr = -math.inf
-    elif power == 0:
-        sqnr = math.inf
-    else:
-        sqnr = 10 * math.log10(signal / power) if signal > 0 else -math.inf
+    flushed = float(torch.linalg.vector_norm(torch.where(lost, reference, 0.0)))
     return Error(
-        sqnr,
-        float(noise.mean()) / magnitude if magnitude > 0 and noise.numel() else 0.0,
-        math.sqrt(flushed / signal) if signal > 0 and math.isfinite(signal) else 0.0,
+        _decibels(signal, float(torch.linalg.vector_norm(noise))),
+        flushed / signal if 0 < signal < math.inf else 0.0,
         float(lost.double().mean()) if lost.numel() else 0.0,
     )
 
 
+def _decibels(signal: float, noise: float) -> float:
+    """From norms."""
+    if not math.isfinite(noise):
+        return -math.inf
+    if noise == 0:
+        return math.inf
+    return 20 * math.log10(signal / noise) if signal > 0 else -math.inf
+
+
 @dataclass(slots=True)
 class OperationError:
-    """Errors of one operation's results.
+    """Errors of one operation's result.
 
     Attributes
     ----------
-    local
-        Against float64 on the actual inputs.
-    propagated
-        Against the shadow.
+    local_db
+        SQNR against float64 on the actual inputs; inf for results in float32, which are not looked
+        at.
+    propagated_db
+        SQNR against the shadow.
     inputs_db
-        Worst propagated SQNR among its inputs.
+        Least propagated SQNR among its inputs.
+    bias
+        Mean signed local error, relative to the root mean square of the values.
+    exact_amax
+        Largest magnitude of the shadow.
+    flushed, zeros
+        Of a result with a low `local_db`: as in `Error`.
+    integers
+        Whether integers came out rounded.
     """
 
     index: int
     name: str
     place: Place
     dtype: str
-    local: Error
-    propagated: Error
+    local_db: float
+    propagated_db: float
     inputs_db: float
-    amax: float
-    exact_amax: float
+    bias: float = 0.0
+    exact_amax: float = 0.0
+    flushed: float = 0.0
+    zeros: float = 0.0
     integers: bool = False
-    """Whether integers came out rounded."""
 
 
 @dataclass(slots=True)
@@ -220,6 +248,8 @@ def shadow(
     *,
     errors: bool = True,
     at: tuple[str, Place, int] | None = None,
+    policy: Policy | None = None,
+    scale: float | None = None,
 ) -> ShadowRun:
     """Replay a window with a float64 shadow.
 
@@ -229,12 +259,14 @@ def shadow(
         Measure every operation's errors (twice the work).
     at
         Name, place and occurrence of an operation: keep the shadows of its inputs, and stop there.
+    policy, scale
+        As for `replay`.
     """
     with placing(step._models) as places:
         mode = Shadow(places, errors=errors, at=at)
         for _, tensor, _ in sources(step._models, stash):
             mode.source(tensor)
-        replayed = replay(step, stash, around=lambda: mode)
+        replayed = replay(step, stash, around=lambda: mode, policy=policy, scale=scale)
     run = ShadowRun(replayed, mode.errors, inputs=mode.inputs, scalars=mode.scalars)
     if at is None:
         run.losses = [_or_actual(mode.of(each), each) for each in replayed.losses]
@@ -268,6 +300,7 @@ class Shadow(TorchDispatchMode):
         self._met = 0
         self._count = 0
         self._twins: dict[tuple[int, torch.dtype], tuple[Any, Tensor]] = {}
+        self._quality: dict[tuple[int, torch.dtype], float] = {}
 
     def source(self, tensor: Tensor) -> None:
         """A tensor from outside is exact."""
@@ -278,13 +311,13 @@ class Shadow(TorchDispatchMode):
         """The shadow of a tensor; None where there is none."""
         if tensor.dtype not in _FLOATS or tensor.is_sparse or hollow(tensor):
             return None
-        found = self._twins.get((_key(tensor), tensor.dtype))
+        found = self._twins.get(_twin(tensor))
         if found is None:
             return None
         return found[1].as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
 
     def _write(self, tensor: Tensor, values: Tensor) -> None:
-        key = (_key(tensor), tensor.dtype)
+        key = _twin(tensor)
         if key not in self._twins:
             size = tensor.untyped_storage().nbytes() // tensor.element_size()
             twin = torch.zeros(size, dtype=torch.float64, device=tensor.device)
@@ -309,11 +342,11 @@ class Shadow(TorchDispatchMode):
         self.scalars.update(e for e in (*args, *kwargs.values()) if isinstance(e, float))
         if self._count % _PRUNE_EVERY == 0:
             self._twins = {k: v for k, v in self._twins.items() if not v[0].expired()}
+            self._quality = {k: v for k, v in self._quality.items() if k in self._twins}
         self._stop_if_asked(operation.name, place, args, kwargs)
         floating = [each for each in _tensors((args, kwargs)) if each.dtype in _FLOATS]
         actual_inputs = tree_map(_kept, (args, kwargs)) if operation.mutates else (args, kwargs)
         raised = tree_map(self._input, args), tree_map(self._input, kwargs)
-        worst = self._worst(floating) if self._measure else math.inf
         result = func(*args, **kwargs)
         written = [] if operation.empty else [
             each for each in _written(operation, args, kwargs, result)
@@ -321,11 +354,11 @@ class Shadow(TorchDispatchMode):
         ]  # fmt: skip
         if not written:
             return result
+        worst = min((self._quality.get(_twin(each), math.inf) for each in floating),
+                    default=math.inf)  # fmt: skip
         references = self._shadowed(func, raised, result, written)
-        rounds = floating or operation.name in _FROM_INTEGERS
-        if references is not None and self._measure and rounds and not operation.mutates:
-            self._note(index, operation.name, place, func, actual_inputs, written, references,
-                       result, worst)  # fmt: skip
+        if references is not None and self._measure:
+            self._note(index, operation, place, actual_inputs, written, references, result, worst)
         return result
 
     def _stop_if_asked(self, name: str, place: Place, args: Any, kwargs: Any) -> None:
@@ -345,6 +378,7 @@ class Shadow(TorchDispatchMode):
         except UnsupportedError:
             for tensor in written:
                 self._write(tensor, tensor.detach().double())
+                self._quality.pop(_twin(tensor), None)
             return None
         for tensor, reference in zip(written, references, strict=False):
             if reference.shape == tensor.shape:
@@ -352,48 +386,62 @@ class Shadow(TorchDispatchMode):
         return references
 
     def _note(
-        self, index: int, name: str, place: Place, func: Any, inputs: Any, written: list[Tensor],
+        self, index: int, operation: Operation, place: Place, inputs: Any, written: list[Tensor],
         references: list[Tensor], result: Any, worst: float,
     ) -> None:  # fmt: skip
+        """Measure an operation's own error, and that of its result."""
+        propagated = math.inf
+        for tensor, reference in zip(written, references, strict=False):
+            if tensor.numel() and tensor.shape == reference.shape:
+                found = self._quality[_twin(tensor)] = sqnr_db(tensor, reference)
+                propagated = min(propagated, found)
+        actual = written[0]
+        floating = any(each.is_floating_point() for each in _tensors(inputs[0]))
+        if operation.mutates or not actual.numel() or not (
+            floating or operation.name in _FROM_INTEGERS
+        ):  # fmt: skip
+            return
+        error = OperationError(
+            index, operation.name, place, str(actual.dtype).removeprefix("torch."), math.inf,
+            propagated, worst,
+        )  # fmt: skip
+        self.errors.append(error)
+        if propagated < _LOW_DB:
+            error.exact_amax = float(references[0].abs().max())
+        if actual.element_size() < _FLOAT32_BYTES:
+            self._own_error(error, operation, inputs, actual, result, floating)
+
+    def _own_error(
+        self, error: OperationError, operation: Operation, inputs: Any, actual: Tensor,
+        result: Any, floating: bool,
+    ) -> None:  # fmt: skip
         try:
-            local = exact(func, inputs[0], inputs[1], result)
+            local = exact(operation.func, inputs[0], inputs[1], result)[0]
         except UnsupportedError:
             return
-        actual = written[0]
-        if not actual.numel() or actual.shape != local[0].shape:
+        if local.shape != actual.shape:
             return
-        own = compare(actual, local[0])
-        self.errors.append(
-            OperationError(
-                index,
-                name,
-                place,
-                str(actual.dtype).removeprefix("torch."),
-                own,
-                compare(actual, references[0]),
-                worst,
-                float(actual.detach().abs().max()),
-                float(references[0].abs().max()),
-                integers=own.sqnr_db < math.inf
-                and not any(each.is_floating_point() for each in _tensors(inputs[0]))
-                and bool((local[0] == local[0].round()).all()),
-            )
-        )
-
-    def _worst(self, tensors: list[Tensor]) -> float:
-        """Lowest propagated SQNR among some inputs."""
-        found = math.inf
-        for tensor in tensors:
-            twin = self.of(tensor)
-            if twin is not None and tensor.numel():
-                found = min(found, compare(tensor, twin).sqnr_db)
-        return found
+        error.local_db = sqnr_db(actual, local)
+        size = rms(local)
+        if 0 < size < math.inf:
+            error.bias = float((actual.detach().double() - local).mean()) / size
+        if error.local_db < _LOW_DB:
+            found = compare(actual, local)
+            error.flushed, error.zeros = found.flushed, found.zeros
+        if not floating and error.local_db < math.inf:
+            error.integers = bool((local == local.round()).all())
+            error.exact_amax = float(local.abs().max())
 
     def _input(self, value: Any) -> Any:
         if not isinstance(value, Tensor) or value.dtype not in _FLOATS or value.is_sparse:
             return value
         twin = self.of(value)
         return value.detach().double() if twin is None else twin.clone()
+
+
+def _twin(tensor: Tensor) -> tuple[int, torch.dtype]:
+    """Where a tensor's shadow is kept."""
+    return _key(tensor), tensor.dtype
 
 
 def _kept(value: Any) -> Any:

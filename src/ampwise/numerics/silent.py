@@ -105,35 +105,35 @@ def _culprits(trace: Trace, run: ShadowRun, damage: str) -> list[Lost]:
             continue
         later = [e for e in run.errors if e.index > root.index
                  and (e.name, e.place) == root.swallowed_by[:2]]  # fmt: skip
-        if later and later[0].propagated.sqnr_db < _RIGHT_DB:
+        if later and later[0].propagated_db < _RIGHT_DB:
             op, place, _ = root.swallowed_by
             note = f"{op} on line {place.line} makes finite, wrong values of it: {damage}."
             return [Lost("", note, root.place, root.name, "", severe=True, root=root)]
     for each in (error for error in run.errors if error.place.phase == "forward"):
-        if each.inputs_db >= _RIGHT_DB and each.propagated.sqnr_db < _WRONG_DB:
+        if each.inputs_db >= _RIGHT_DB and each.propagated_db < _WRONG_DB:
             return [_lost_at(each, damage)]
     return []
 
 
 def _lost_at(error: OperationError, damage: str) -> Lost:
     fmt = formats.lookup(error.dtype)
-    own = error.local.sqnr_db < _RIGHT_DB
-    if own and error.local.flushed > 0.5:
+    own = error.local_db < _RIGHT_DB
+    if own and error.flushed > 0.5:
         cause = "UNDERFLOW"
         words = (
-            f"{error.name} flushes {error.local.zeros:.0%} of its values to zero: they should be "
+            f"{error.name} flushes {error.zeros:.0%} of its values to zero: they should be "
             f"up to {error.exact_amax:.3g}, and {fmt} ends at {fmt.min_subnormal:.2g} downwards"
         )
     elif not own and any(word in error.name for word in _DIFFERENCES):
         cause = "CANCELLATION"
         words = (
             f"{error.name} subtracts nearly equal numbers: its result, about {error.exact_amax:.3g}"
-            f", keeps {error.propagated.sqnr_db:.0f} dB, its inputs had {error.inputs_db:.0f} dB"
+            f", keeps {error.propagated_db:.0f} dB, its inputs had {error.inputs_db:.0f} dB"
         )
     else:
         cause = "PRECISION_LOSS"
         words = (
-            f"{error.name} in {error.dtype} keeps {error.propagated.sqnr_db:.0f} dB of its result "
+            f"{error.name} in {error.dtype} keeps {error.propagated_db:.0f} dB of its result "
             f"({error.inputs_db:.0f} dB in its inputs)"
         )
     return Lost(cause, f"{words}. Silently wrong: {damage}.", error.place, error.name,
@@ -203,9 +203,9 @@ def _rounded_integers(run: ShadowRun) -> list[Lost]:
 
 def _unexplained(run: ShadowRun, damage: str) -> Lost:
     """Wrong in the end, but at no single operation: the worst of them."""
-    worst = min(run.errors, key=lambda each: each.local.sqnr_db)
+    worst = min(run.errors, key=lambda each: each.local_db)
     text = (
         f"No single operation loses the value; errors add up: {damage}. The least exact is "
-        f"{worst.name} in {worst.dtype}, {worst.local.sqnr_db:.0f} dB."
+        f"{worst.name} in {worst.dtype}, {worst.local_db:.0f} dB."
     )
     return Lost("PRECISION_LOSS", text, worst.place, worst.name, worst.dtype, severe=True)

@@ -256,7 +256,7 @@ class Watcher(TorchDispatchMode):
         return result
 
     def _look(
-        self, index: int, operation: _Operation, place: Place, args: Any, kwargs: Any,
+        self, index: int, operation: Operation, place: Place, args: Any, kwargs: Any,
         before: Any, inputs: list[_State], written: list[Tensor],
     ) -> None:  # fmt: skip
         """Judge the results of one operation."""
@@ -294,7 +294,7 @@ class Watcher(TorchDispatchMode):
             self._set(tensor, state)
 
     def _root(
-        self, index: int, operation: _Operation, place: Place, bits: int, occurrence: int,
+        self, index: int, operation: Operation, place: Place, bits: int, occurrence: int,
         args: Any, kwargs: Any, before: Any, bad: list[Tensor],
     ) -> Root:  # fmt: skip
         root = Root(index, operation.name, place, bits, occurrence)
@@ -384,7 +384,7 @@ class Watcher(TorchDispatchMode):
 
 
 @dataclass(frozen=True, slots=True)
-class _Operation:
+class Operation:
     """What an overload's schema says."""
 
     name: str
@@ -394,15 +394,15 @@ class _Operation:
 
 
 @cache
-def _operation(func: Any) -> _Operation:
+def _operation(func: Any) -> Operation:
     name = func._overloadpacket.__name__ if hasattr(func, "_overloadpacket") else str(func)
     schema = func._schema
     mutates = any(each.alias_info is not None and each.alias_info.is_write
                   for each in schema.arguments)  # fmt: skip
-    return _Operation(name, func, mutates, name in _EMPTY)
+    return Operation(name, func, mutates, name in _EMPTY)
 
 
-def _written(operation: _Operation, args: Any, kwargs: Any, result: Any) -> list[Tensor]:
+def _written(operation: Operation, args: Any, kwargs: Any, result: Any) -> list[Tensor]:
     """Results that are no views of the inputs, and inputs that were written."""
     found: list[Tensor] = []
     own: set[int] = set()
@@ -417,7 +417,7 @@ def _written(operation: _Operation, args: Any, kwargs: Any, result: Any) -> list
 
 
 def _deliberate(
-    operation: _Operation, args: Any, kwargs: Any, inputs: list[_State], bits: int
+    operation: Operation, args: Any, kwargs: Any, inputs: list[_State], bits: int
 ) -> bool:
     """Whether infinities were written on purpose, or only carried along."""
     if bits & NAN:

@@ -14,6 +14,9 @@ from ampwise.numerics.places import Place
 from ampwise.numerics.result import Origin, Values
 from ampwise.numerics.trace import Root
 
+_SAMPLE = 20_000
+"""Values of a tensor that its histogram is made of, at least, where there are more."""
+
 
 def origin_of(root: Root) -> Origin:
     """A root as plain values."""
@@ -84,8 +87,12 @@ def values_of(name: str, tensor: Tensor) -> Values:
 
 
 def exponents(tensor: Tensor) -> dict[str, float]:
-    """Share of the non-zero finite values in each binade, by its exponent; "inf" beside them."""
-    flat = tensor.detach().double().abs().flatten()
+    """Share of the non-zero finite values in each binade, by its exponent; "inf" beside them.
+
+    Of large tensors every n-th value.
+    """
+    flat = tensor.detach().flatten()
+    flat = flat[:: max(1, flat.numel() // _SAMPLE)].double().abs()
     bad = ~torch.isfinite(flat)
     held = flat[~bad]
     held = held[held > 0]

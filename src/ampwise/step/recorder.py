@@ -246,6 +246,7 @@ def _undisturbed(step: TrainStep) -> Generator[None]:
         buffer.copy_(copy)
     step._window, step._buffers._copies = Window(window.accumulate), []
     step.recorder, step._true = None, set()
+    nesting = _autocast_nesting()
     if activity is None:  # a window that never ran: the replay is no proof of activity
         step.activity = _UNWATCHED
     try:
@@ -259,3 +260,23 @@ def _undisturbed(step: TrainStep) -> Generator[None]:
         for each, gradient in zip(tensors, gradients, strict=True):
             each.grad = gradient
         random_state.restore(step.device)
+        _leave_autocast(nesting)
+
+
+def _autocast_nesting() -> int:
+    """How many autocast regions are entered."""
+    nesting = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    return nesting
+
+
+def _leave_autocast(nesting: int) -> None:
+    """Leave regions that an error in compiled code has left open.
+
+    As long as one is, PyTorch keeps the casts of weights, and would compute with old ones from then
+    on.
+    """
+    for _ in range(_autocast_nesting() - nesting):
+        torch.autocast_decrement_nesting()
+    if not nesting:
+        torch.clear_autocast_cache()
