@@ -262,6 +262,31 @@ class Averaged(nn.Module):
         return chosen.mean() + h  # <- here
 
 
+class Positions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(8, 8)
+        self.register_buffer("rates", 0.5 ** torch.arange(8))
+
+    def forward(self, x):
+        positions = torch.arange(x.shape[1], dtype=torch.bfloat16)  # <- here
+        angles = positions[:, None] * self.rates
+        return self.out(x * torch.cos(angles.float()))
+
+
+class Flushed(Plain):
+    def forward(self, x):
+        h = self.lin(x).half()
+        h = h * 1e-5 * 1e-4  # <- here
+        return h.float() * 1e3
+
+
+class Shifted(Plain):
+    def forward(self, x):
+        h = 0.1 * self.lin(x).half()
+        return (h + 2000) - 2000  # <- here
+
+
 class BadParameter(Plain):
     def __init__(self):
         super().__init__()
@@ -315,6 +340,12 @@ CASES = {
     "scale too high": Case(lambda: task(lambda: Plain(4), lambda m, b: m(b).sum(),
         torch.full((4, 4), 0.75)), "benign", "SCALE_TOO_HIGH", "lin", phase="backward",
         fix="a lower initial loss scale"),
+    "rounded positions": Case(lambda: task(Positions, square, data(2, 700, 8)), "fault",
+        "PRECISION_LOSS", fix="in float32", precision="bf16", line_of=Positions),
+    "flushed to zero": Case(lambda: task(Flushed, apart, data(8, 32)), "fault", "UNDERFLOW",
+        fix="in float32", precision="fp16:scaling=off", line_of=Flushed),
+    "digits shifted out": Case(lambda: task(Shifted, square, data(8, 32)), "fault",
+        "CANCELLATION", fix="in float", line_of=Shifted),
     "bad data": Case(lambda: task(Plain, square, inf_row()), "fault", "BAD_INPUT", phase="data",
         fix="drop the bad data"),
     "nothing selected": Case(lambda: task(Averaged, square, data(4, 8)), "fault",

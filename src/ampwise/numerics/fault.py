@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ampwise.errors import AmpwiseError
-from ampwise.numerics.diagnose import Examiner
+from ampwise.numerics.examine import Examiner
 from ampwise.numerics.result import Diagnosis
 from ampwise.step.train_step import TrainStep
 

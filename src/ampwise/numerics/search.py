@@ -21,7 +21,9 @@ from ampwise.bench.run import BenchConfig, run_bench
 from ampwise.data import to_device
 from ampwise.numerics import fix
 from ampwise.numerics import interventions as change
-from ampwise.numerics.diagnose import DiagnoseConfig, Silent, explore
+from ampwise.numerics.candidates import Candidate
+from ampwise.numerics.diagnose import DiagnoseConfig, explore
+from ampwise.numerics.examine import Silent
 from ampwise.numerics.result import Diagnosis
 from ampwise.numerics.shadow import shadow
 from ampwise.numerics.trace import watch
@@ -236,9 +238,9 @@ class Search:
             for window, wanted in zip(self.windows, self._wanted, strict=True)
         )
 
-    def _candidate(self, names: Sequence[str]) -> fix.Candidate:
+    def _candidate(self, names: Sequence[str]) -> Candidate:
         modules = [self._modules[name] for name in names]
-        return fix.Candidate("", "", partial(change.islands, modules, self.step.device.type))
+        return Candidate("", "", partial(change.islands, modules, self.step.device.type))
 
     def _ranked(self) -> list[str]:
         """Modules in which something is computed, the most suspicious first."""

@@ -1,0 +1,107 @@
+"""Updates that move nothing: 16-bit weights, and steps below half of their ULP."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from ampwise.numerics.places import Place
+from ampwise.numerics.values import at
+from ampwise.step.recorder import replay
+from ampwise.step.train_step import TrainStep
+
+_HALF_BYTES = 2
+
+
+@dataclass(frozen=True)
+class Stagnant:
+    """Weights that an update did not move.
+
+    Attributes
+    ----------
+    share
+        Of all elements with a non-zero gradient, those that stayed as they were, by parameter.
+    """
+
+    share: dict[str, float]
+    dtype: str
+
+
+def weights_of(step: TrainStep) -> dict[str, Tensor]:
+    """Copies of what the optimizers hold, by parameter name."""
+    return {name: step._master.of(each).detach().clone() for name, each in step._names.items()}
+
+
+def stagnant(step: TrainStep, before: dict[str, Tensor]) -> Stagnant | None:
+    """16-bit weights most of which did not move, though the window's step was made."""
+    record = step.history[-1]
+    if record.skipped or not record.lr > 0 or not record.grad_norm > 0:
+        return None
+    stash = None if step.recorder is None else step.recorder.closed
+    if stash is None:
+        return None
+    touched = replay(step, stash).gradients
+    share: dict[str, float] = {}
+    dtype = ""
+    for name, old in before.items():
+        now = step._master.of(step._names[name]).detach()
+        gradient = touched.get(name)
+        if gradient is None or gradient.is_sparse or now.element_size() > _HALF_BYTES:
+            continue
+        pushed = gradient != 0
+        if not bool(pushed.any()):
+            continue
+        still = float(((now == old) & pushed).sum()) / float(pushed.sum())
+        if still > 0.5:
+            share[name], dtype = still, str(now.dtype).removeprefix("torch.")
+    return Stagnant(share, dtype) if share else None
+
+
+def in_words(stagnant: Stagnant, step: TrainStep) -> tuple[str, Any]:
+    """An explanation, and where it is."""
+    named = ", ".join(f"{name} {share:.0%}" for name, share in list(stagnant.share.items())[:6])
+    rate = float(step._optimizers[0].param_groups[0]["lr"])
+    text = (
+        f"Updates are lost: of the weights that have a gradient, most did not move in this step "
+        f"({named}). At a learning rate of {rate:g} the update is below half an ULP of a "
+        f"{stagnant.dtype} weight and rounds to nothing."
+    )
+    name = next(iter(stagnant.share))
+    place = Place("forward", name.rpartition(".")[0], 0, "", 0)
+    return text, at(place, "optimizer.step", stagnant.dtype)
+
+
+def moves_in_float32(step: TrainStep) -> bool:
+    """Whether the same update, made on float32 copies, moves most weights."""
+    recorder = step.recorder
+    assert recorder is not None
+    assert recorder.closed is not None
+    gradients = replay(step, recorder.closed).gradients
+    scale = float(recorder.closed.scale)
+    held = {id(step._master.of(each)): name for name, each in step._names.items()}
+    original = step._optimizers[0]
+    twin, pushed = copy.deepcopy(original), list[nn.Parameter]()
+    twin.state.clear()
+    for group, own in zip(twin.param_groups, original.param_groups, strict=True):
+        group["params"] = [_in_float32(each, gradients.get(held.get(id(each), "")), scale)
+                           for each in own["params"]]  # fmt: skip
+        pushed += [each for each in group["params"] if each.grad is not None]
+    before = [each.detach().clone() for each in pushed]
+    twin.step()
+    moved = total = 0
+    for parameter, old in zip(pushed, before, strict=True):
+        assert parameter.grad is not None
+        touched = parameter.grad != 0
+        moved += int(((parameter != old) & touched).sum())
+        total += int(touched.sum())
+    return total > 0 and moved > 0.5 * total
+
+
+def _in_float32(parameter: Tensor, gradient: Tensor | None, scale: float) -> nn.Parameter:
+    twin = nn.Parameter(parameter.detach().float().clone())
+    if gradient is not None and not gradient.is_sparse:
+        twin.grad = gradient.float() / scale
+    return twin
