@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ampwise.numerics.diagnose import diagnose
+from ampwise.step import TrainStep
 from ampwise.tasks import Task
 from tests.numerics.cases import data, line_of, square, task
 
@@ -189,6 +190,31 @@ def breaking(graph, inputs):
         )
 
     return run
+
+
+def test_a_diagnosis_leaves_a_compiled_model_compiled():
+    runs = []
+
+    def counting(graph, inputs):
+        def run(*args):
+            runs.append(1)
+            return graph.forward(*args)
+
+        return run
+
+    torch.manual_seed(0)
+    model = torch.compile(Lin(), backend=counting)
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), policy="bf16",
+                     on_fault=lambda _: None)  # fmt: skip
+    step(square, data(4, 8))
+    bad = data(4, 8)
+    bad[1] = math.inf
+    step(square, bad)
+    assert step.diagnosis.cause == "BAD_INPUT"
+    before = len(runs)
+    step(square, data(4, 8))
+    assert len(runs) == before + 1
+    torch._dynamo.reset()
 
 
 def test_a_fault_of_the_compiler_is_told_from_one_of_the_model():

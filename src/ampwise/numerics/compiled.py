@@ -1,14 +1,14 @@
 """A fault in a compiled model: in the compiler's stages, where does it vanish?
 
-A dispatch mode makes a compiled model run eagerly, so a watched replay shows the eager code. If the
-fault is there, too, that is where it is. If it is not, the stages are tried one by one: compiled as
-it is, ``aot_eager`` (the traced graph, run operation by operation), and eager.
+A watched replay is made eagerly: under a dispatch mode compiled code would be given up, for good.
+If the fault is there, too, that is where it is. If it is not, the stages are tried one by one:
+compiled as it is, ``aot_eager`` (the traced graph, run operation by operation), and eager.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,30 +18,28 @@ from ampwise.step.recorder import Stash, replay
 from ampwise.step.train_step import TrainStep
 
 
-def is_compiled(step: TrainStep) -> bool:
-    """Whether a part of the models is compiled."""
+def is_compiled(models: Sequence[nn.Module]) -> bool:
+    """Whether a part of some models is compiled."""
     return any(
         type(each).__name__ == "OptimizedModule" or each._compiled_call_impl is not None
-        for model in step._models
+        for model in models
         for each in model.modules()
     )
 
 
-def eager() -> Any:
-    """Context in which compiled code is not used."""
+def eager(models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
+    """Context in which no compiled code is used, and none is lost."""
+    if not is_compiled(models):
+        return nullcontext()  # the compiler need not even be loaded
     return torch.compiler.set_stance("force_eager")
 
 
 def stages(step: TrainStep, stash: Stash) -> dict[str, bool]:
-    """Whether a window that fails compiled is clean as ``aot_eager`` and in eager mode.
-
-    The compiled stage itself is not run again: once a dispatch mode was there, the compiler may
-    have given the code up for good.
-    """
-    found = {"compiled": False}
+    """Whether a window is clean as it is, as ``aot_eager`` and in eager mode."""
+    found = {"compiled": replay(step, stash).clean}
     with _backend(step, "aot_eager"):
         found["aot_eager"] = replay(step, stash).clean
-    found["eager"] = replay(step, stash, around=eager).clean
+    found["eager"] = replay(step, stash, around=lambda: eager(step._models)).clean
     return found
 
 

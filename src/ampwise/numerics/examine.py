@@ -94,11 +94,10 @@ class Examiner:
         """A window with a non-finite loss or gradient."""
         step = self.step
         self._progress.stage(f"step {stash.step} is not finite; replaying it")
-        # Watched, a compiled model runs eagerly, and perhaps ever after: see first if it fails.
-        eagerly = compiled.is_compiled(step)
-        before = replay(step, stash) if eagerly else None
         trace, histograms = self._watched(stash)
-        plain = before or trace.replayed
+        # Watched, a compiled model runs eagerly: whether it fails is seen without watching.
+        eagerly = compiled.is_compiled(step._models)
+        plain = replay(step, stash) if eagerly else trace.replayed
         found = self._new(stash, plain.losses)
         found.histograms = histograms
         if not _same(stash.losses, plain.losses) or plain.clean or plain.error is not None:

@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 import ampwise
+from ampwise.numerics.compiled import eager
 
 Phase = Literal["forward", "backward", "optimizer"]
 
@@ -210,8 +211,12 @@ def _kind(file: str) -> Literal["user", "library", "internal", "engine", "step"]
 
 @contextmanager
 def placing(models: Sequence[nn.Module]) -> Generator[Places]:
-    """Context in which operations can be placed; backward runs in this thread."""
-    with ModuleStack(models) as modules, torch.autograd.set_multithreading_enabled(mode=False):
+    """Context in which operations can be placed: eager, and backward runs in this thread."""
+    with (
+        eager(models),
+        ModuleStack(models) as modules,
+        torch.autograd.set_multithreading_enabled(mode=False),
+    ):
         yield Places(modules)
 
 
