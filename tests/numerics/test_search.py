@@ -131,7 +131,9 @@ def test_the_command_prints_the_policy_and_writes_json(tmp_path, capsys):
     assert capsys.readouterr().out.count("Use --precision") + (found["choice"] == "fp32") == 1
 
 
-@pytest.mark.parametrize("arguments", [["--least-sqnr", "0"], ["--precisions", ","]])
+@pytest.mark.parametrize(
+    "arguments", [["--least-sqnr", "0"], ["--precisions", ","], ["--precisions", "fp32"]]
+)
 def test_bad_input_is_one_line(arguments, capsys):
     assert main(["tune", *arguments]) == 2
     assert capsys.readouterr().err.count("\n") == 1

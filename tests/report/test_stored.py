@@ -8,6 +8,8 @@ import math
 import pytest
 
 from ampwise.cli.main import main
+from ampwise.report.diagnosis import to_html as diagnosis_html
+from ampwise.report.diagnosis import to_markdown as diagnosis_markdown
 from ampwise.report.stored import load
 from ampwise.report.train import TrainedRun, to_html, to_markdown
 from ampwise.report.verify import to_html as verify_html
@@ -83,9 +85,45 @@ def test_a_verification_shows_again_and_keeps_its_gate(tmp_path, capsys):
     assert "expected two bench runs" in capsys.readouterr().err
 
 
-def test_hostile_names_stay_text(trained):
+@pytest.fixture
+def diagnosed(tmp_path):
+    folder = tmp_path / "diagnosed"
+    (tmp_path / "scores.py").write_text(
+        "from tests.numerics.cases import CASES\ntask = CASES['scores before scaling'].make\n"
+    )
+    assert main(["diagnose", str(tmp_path / "scores.py"), "--quiet", "--out", str(folder)]) == 1
+    return folder
+
+
+def test_a_diagnosis_shows_again_in_every_form(diagnosed, capsys):
+    found = load(diagnosed)
+    page = (diagnosed / "report.html").read_text()
+    rows = Page(page).tables["tensors"]
+    assert [row[0] for row in rows[1:]] == ["self", "mat2", "result"]
+    assert rows[3][-1] == "100.0%"
+    assert "q @ k.transpose(-1, -2)" in page
+    assert Page(page).headings[0] == 1
+    assert main(["report", str(diagnosed), "--format", "markdown"]) == 0
+    text = capsys.readouterr().out
+    assert "RANGE\\_OVERFLOW at step 1" in text
+    assert text.count("| yes |") == sum(each.verified for each in found.fixes)
+    assert main(["report", str(diagnosed), "--gate"]) == 1
+    shown = capsys.readouterr().out
+    assert all(len(line) <= 80 for line in shown.splitlines())
+    assert main(["report", str(diagnosed), "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(
+        (diagnosed / "diagnosis.json").read_text()
+    )
+
+
+def test_hostile_names_stay_text(trained, diagnosed):
     run = TrainedRun.load(trained)
     run.result.task = HOSTILE
-    for page in (to_html(run), verify_html(verification(HOSTILE))):
+    found = load(diagnosed)
+    found.task = found.explanation = HOSTILE
+    found.path = [HOSTILE, HOSTILE]
+    found.histograms = {HOSTILE: {"0": 1.0}}
+    assert "<script>" not in diagnosis_markdown(found).replace("\\<", "")
+    for page in (to_html(run), verify_html(verification(HOSTILE)), diagnosis_html(found)):
         assert "<script>" not in page
         assert "&lt;script&gt;" in page

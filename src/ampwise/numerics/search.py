@@ -19,6 +19,7 @@ from ampwise.bench.arm import Arm, Settings
 from ampwise.bench.result import BenchReport
 from ampwise.bench.run import BenchConfig, run_bench
 from ampwise.data import to_device
+from ampwise.errors import UsageError
 from ampwise.numerics import fix
 from ampwise.numerics import interventions as change
 from ampwise.numerics.candidates import Candidate
@@ -134,7 +135,18 @@ class Progress(Protocol):
 
 
 def tune(task: Task, config: TuneConfig, progress: Progress) -> Tuned:
-    """Make precisions hold with as few islands as possible, and choose the fastest."""
+    """Make precisions hold with as few islands as possible, and choose the fastest.
+
+    Raises
+    ------
+    UsageError
+        For a precision in which everything is float32 already.
+    """
+    for policy in config.precisions:
+        if not policy.autocast:
+            raise UsageError(
+                f"precisions: everything in {policy.text} is float32 already; expected bf16 or fp16"
+            )
     found = Tuned(task.name or "task", str(config.settings.device), config.least_db)
     for policy in config.precisions:
         progress.stage(f"{policy.text}: looking for what it needs")
