@@ -287,6 +287,18 @@ class Shifted(Plain):
         return (h + 2000) - 2000  # <- here
 
 
+class Placed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(8, 8)
+
+    def forward(self, x):
+        room = torch.zeros(len(x), 8)
+        chosen = torch.tensor([0, 2])
+        room[chosen] = self.lin(x)[chosen]  # <- here
+        return room
+
+
 class BadParameter(Plain):
     def __init__(self):
         super().__init__()
@@ -346,6 +358,8 @@ CASES = {
         fix="in float32", precision="fp16:scaling=off", line_of=Flushed),
     "digits shifted out": Case(lambda: task(Shifted, square, data(8, 32)), "fault",
         "CANCELLATION", fix="in float", line_of=Shifted),
+    "half into float": Case(lambda: task(Placed, square, data(8, 8)), "fault", "DTYPE_ERROR",
+        fix="in float32", line_of=Placed),
     "bad data": Case(lambda: task(Plain, square, inf_row()), "fault", "BAD_INPUT", phase="data",
         fix="drop the bad data"),
     "nothing selected": Case(lambda: task(Averaged, square, data(4, 8)), "fault",

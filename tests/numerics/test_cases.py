@@ -38,3 +38,14 @@ def test_a_look_alike_raises_no_alarm(name, precision):
     found = diagnose(LOOK_ALIKES[name](), precision, steps=6)
     assert found.status in ("clean", "benign"), (found.cause, found.explanation, found.origin)
     assert found.findings == []
+
+
+def test_what_a_fix_costs_in_memory_is_what_forward_keeps():
+    found = diagnose(CASES["scores before scaling"].make(), "fp16", steps=2)
+    whole = next(each for each in found.fixes if "function" in each.what)
+    bf16 = next(each for each in found.fixes if "bfloat16" in each.what)
+    # Of float32, forward keeps twice what it keeps of 16 bits; bfloat16 keeps as much as float16.
+    assert whole.activation_bytes is not None
+    assert whole.activation_bytes > 0
+    assert bf16.activation_bytes == 0
+    assert "MB of activations" in whole.cost

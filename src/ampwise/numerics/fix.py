@@ -6,7 +6,8 @@ true gradients. Where the loss is scaled, the scale may settle first, as it woul
 
 The reference is the float64 shadow of the step, run in float32. A reference that is not finite
 itself asks only for a clean replay: a fix then changes what is computed, and says so.
-The cost is the time of that replay over one without the fix, taking turns.
+The cost is the time of that replay over one without the fix, taking turns, and what forward saves
+more, or less, for backward.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,7 +85,9 @@ def tried(
     step_s
         About how long a replay takes: long ones are timed once.
     """
-    fixes = [_try(step, stash, each, wanted, step_s) for each in found]
+    briefly = step_s * _ROUNDS < _TIME_LIMIT_S
+    plain_bytes = _saved_bytes(step, stash, Candidate("", "")) if briefly else None
+    fixes = [_try(step, stash, each, wanted, step_s, plain_bytes) for each in found]
     return sorted(fixes, key=lambda fix: not fix.verified)
 
 
@@ -119,7 +123,12 @@ def gradient_sqnr_db(result: Replayed, wanted: Reference, scale: float) -> float
 
 
 def _try(
-    step: TrainStep, stash: Stash, candidate: Candidate, wanted: Reference | None, step_s: float
+    step: TrainStep,
+    stash: Stash,
+    candidate: Candidate,
+    wanted: Reference | None,
+    step_s: float,
+    plain_bytes: int | None,
 ) -> Fix:
     what, how = candidate.what, candidate.how
     if not candidate.tried:
@@ -130,12 +139,36 @@ def _try(
     settled, result = _with_settled_scale(step, stash, candidate, result)
     if complaint := _complaint(stash, settled, result, wanted):
         return Fix(what, how, verified=False, cost=f"tried: {complaint}")
-    once = step_s * _ROUNDS > _TIME_LIMIT_S
-    ratio = took_s / step_s if once else time_ratio(step, stash, settled)
-    cost = f"{'about ' if once else ''}{ratio:.2f}x the time of the step"
+    if plain_bytes is None:
+        ratio, more = took_s / step_s, None
+        cost = f"about {ratio:.2f}x the time of the step"
+    else:
+        ratio = time_ratio(step, stash, settled)
+        more = _saved_bytes(step, stash, settled) - plain_bytes
+        cost = f"{ratio:.2f}x the time of the step, {more / 1e6:+.3g} MB of activations"
     if settled.scale is not None and settled.scale < float(stash.scale) and not settled.policy:
         cost += f", under a loss scale of {settled.scale:g}"
-    return Fix(what, how, verified=True, cost=cost, step_time_ratio=ratio)
+    return Fix(what, how, verified=True, cost=cost, step_time_ratio=ratio, activation_bytes=more)
+
+
+def _saved_bytes(step: TrainStep, stash: Stash, candidate: Candidate) -> int:
+    """What forward keeps for backward, parameters aside, in a replay with a candidate."""
+    own = {each.untyped_storage()._cdata for each in step._names.values()}
+    kept: dict[int, tuple[Any, int]] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = None if tensor.is_sparse or tensor._is_zerotensor() else tensor.untyped_storage()
+        if storage is not None and storage._cdata not in own:
+            kept[storage._cdata] = (storage, storage.nbytes())  # alive, so that no address returns
+        return tensor
+
+    @contextmanager
+    def around() -> Generator[None]:
+        with candidate.around(), torch.autograd.graph.saved_tensors_hooks(pack, lambda each: each):
+            yield
+
+    _replayed(step, stash, replace(candidate, around=around))
+    return sum(size for _, size in kept.values())
 
 
 def _replayed(step: TrainStep, stash: Stash, candidate: Candidate) -> Replayed:

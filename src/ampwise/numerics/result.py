@@ -81,6 +81,8 @@ class Fix:
         What it costs, measured; or why it was not verified.
     step_time_ratio
         Time of the replayed step with it over that without it; None where not measured.
+    activation_bytes
+        What forward saves for backward with it, less what it does without; None where not measured.
     """
 
     what: str
@@ -88,6 +90,7 @@ class Fix:
     verified: bool
     cost: str
     step_time_ratio: float | None = None
+    activation_bytes: int | None = None
 
 
 @dataclass(frozen=True)
