@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ampwise.bench.arm import Settings
+from ampwise.bench.arm import Arm, Settings
 from ampwise.bench.levers import LeverResult, Levers, Refit, _fused, measure_levers, refit
 from ampwise.bench.memory import measure
 from ampwise.bench.requirements import Thresholds
@@ -67,6 +67,49 @@ def test_each_lever_is_tried_where_it_applies():
     assert found.name == "chunked cross-entropy"
     assert found.speedup is not None
     assert found.memory_reduction is not None
+
+
+def test_compiled_means_compiled_in_the_race_too(monkeypatch):
+    """Measuring memory must not make the compiler give the model up before it is timed."""
+    calls: list[int] = []
+    plain = torch.compile
+
+    def counting(graph, inputs):
+        def run(*args):
+            calls.append(1)
+            return graph.forward(*args)
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", lambda model: plain(model, backend=counting))
+    (found,) = levers_of(small(), compiled=True).results
+    torch._dynamo.reset()
+    assert (found.name, found.reason) == ("torch.compile", "")
+    assert found.speedup is not None
+    assert len(calls) > 20  # three steps for memory; the rest are the race's
+
+
+def test_a_task_whose_model_is_compiled_is_raced_compiled():
+    calls: list[int] = []
+
+    def counting(graph, inputs):
+        def run(*args):
+            calls.append(1)
+            return graph.forward(*args)
+
+        return run
+
+    task = dataclasses.replace(
+        small(), model=lambda: torch.compile(small().model(), backend=counting)
+    )
+    arm = Arm(task, PRESETS["bf16"], SETTINGS)
+    batches = list(task.batches())
+    measure(lambda: Arm(task, PRESETS["bf16"], SETTINGS), batches, SETTINGS.device)
+    arm.count_host_syncs(batches[0])
+    before = len(calls)
+    arm.run(batches[0])
+    torch._dynamo.reset()
+    assert len(calls) == before + 1
 
 
 def test_widths_that_are_no_multiple_of_eight_are_padded_and_measured():

@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampwise.data import to_device
 from ampwise.policy import Policy
 from ampwise.step import TrainStep
+from ampwise.step.compiled import eager
 from ampwise.tasks import Task
 from ampwise.tasks.checks import build, checked_loss
 from ampwise.tasks.evaluation import held_out
@@ -31,7 +33,8 @@ class Arm:
 
     def __init__(self, task: Task, policy: Policy, settings: Settings) -> None:
         self.name = policy.text
-        self.model, self.optimizer = build(task, settings.device, settings.seed)
+        model, self.optimizer = build(task, settings.device, settings.seed)
+        self.model = self.prepared(model)
         self.loss = checked_loss(task)
         self.step = TrainStep(
             self.model,
@@ -42,6 +45,10 @@ class Arm:
             samples=task.samples,
         )
         self._task = task
+
+    def prepared(self, model: nn.Module) -> nn.Module:
+        """The model as it is trained; for arms that wrap it."""
+        return model
 
     def run(self, batch: Any) -> None:
         """A whole step: data to the device, forward, backward, guard, optimizer."""
@@ -55,7 +62,7 @@ class Arm:
         """Values read back to the host in one more step."""
         if self.step.device.type == "cuda":
             return self._count_cuda_syncs(batch)
-        with _Reads() as reads:
+        with eager([self.model]), _Reads() as reads:
             self.run(batch)
         return reads.count
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from ampwise.bench.arm import Arm, Settings
-from ampwise.bench.memory import measure
+from ampwise.bench.memory import peak_bytes
 from ampwise.bench.race import FAILURES, Race, in_one_line, run_race, speedups
 from ampwise.bench.stats import Interval, paired_speedup
 from ampwise.data import leaves
@@ -115,13 +115,13 @@ def measure_levers(
         return _named(Arm(task, policy, settings), _PLAIN)
 
     found.results += _padding(plain(), batches[0])
-    before = measure(plain, batches, settings.device).peak_bytes
+    before = peak_bytes(plain, batches, settings.device)
     for name, make in _levers(task, policy, settings, batches[0], compiled=compiled).items():
         progress(name)
         result = LeverResult(name, policy.text)
         found.results.append(result)
         try:
-            after = measure(make, batches, settings.device).peak_bytes
+            after = peak_bytes(make, batches, settings.device)
             result.speedup = _speed(plain(), _named(make(), name), _cycle(batches), budget_s)
             result.memory_reduction = 1 - after / before
         except (*FAILURES, TypeError, ValueError) as error:
@@ -143,9 +143,7 @@ def refit(
 
     def peak(times: int) -> int:
         together = joined([batch] * times)
-        return measure(
-            lambda: Arm(task, policy, settings), [together] * 2, settings.device
-        ).peak_bytes
+        return peak_bytes(lambda: Arm(task, policy, settings), [together] * 2, settings.device)
 
     try:
         best, size = 1, 0
@@ -199,9 +197,9 @@ class _ChannelsLast(Arm):
 class _Compiled(Arm):
     """The model through `torch.compile`."""
 
-    def __init__(self, task: Task, policy: Policy, settings: Settings) -> None:
-        super().__init__(task, policy, settings)
-        self.model.compile()
+    def prepared(self, model: nn.Module) -> nn.Module:
+        """Wrapped: `Module.compile` does nothing for PyTorch's own classes (`Sequential`)."""
+        return torch.compile(model)  # pyright: ignore[reportReturnType]
 
 
 def _levers(

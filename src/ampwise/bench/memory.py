@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampwise.bench.arm import Arm
 from ampwise.data import to_device
+from ampwise.step.compiled import eager
 
 PARTS = (
     "parameters",
@@ -52,12 +53,16 @@ def measure(make: Callable[[], Arm], batches: Sequence[Any], device: torch.devic
     make
         Builds the arm anew.
     """
-    gc.collect()
-    peak = _cuda_peak(make, batches, device) if device.type == "cuda" else _peak(make, batches)
+    peak = peak_bytes(make, batches, device)
     return MemoryUse(peak, _fill_up(peak, _parts(make, batches, device)))
 
 
-def _peak(make: Callable[[], Arm], batches: Sequence[Any]) -> int:
+def peak_bytes(make: Callable[[], Arm], batches: Sequence[Any], device: torch.device) -> int:
+    """The peak alone: no dispatch mode takes part, under which compiled code would be given up."""
+    gc.collect()
+    if device.type == "cuda":
+        return _cuda_peak(make, batches, device)
+
     def run() -> None:
         arm = make()
         for batch in batches:
@@ -115,7 +120,7 @@ def _tracked(arm: Arm, batches: Sequence[Any], device: torch.device) -> dict[str
 
     tracker = MemTracker()
     tracker.track_external(arm.model, arm.optimizer)
-    with tracker:
+    with eager([arm.model]), tracker:
         for index, batch in enumerate(batches):
             if index:
                 tracker.reset_mod_stats()
@@ -188,6 +193,6 @@ class _WeightCasts(TorchDispatchMode):
 
 
 def _autocast_cache(arm: Arm, batch: Any) -> int:
-    with _WeightCasts(arm.model) as casts, arm.step.autocast():
+    with eager([arm.model]), _WeightCasts(arm.model) as casts, arm.step.autocast():
         arm.loss(arm.model, to_device(batch, arm.step.device))
     return casts.bytes

@@ -7,31 +7,16 @@ compiled as it is, ``aot_eager`` (the traced graph, run operation by operation),
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
+from ampwise.step.compiled import eager
 from ampwise.step.recorder import Stash, replay
 from ampwise.step.train_step import TrainStep
-
-
-def is_compiled(models: Sequence[nn.Module]) -> bool:
-    """Whether a part of some models is compiled."""
-    return any(
-        type(each).__name__ == "OptimizedModule" or each._compiled_call_impl is not None
-        for model in models
-        for each in model.modules()
-    )
-
-
-def eager(models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
-    """Context in which no compiled code is used, and none is lost."""
-    if not is_compiled(models):
-        return nullcontext()  # the compiler need not even be loaded
-    return torch.compiler.set_stance("force_eager")
 
 
 def stages(step: TrainStep, stash: Stash) -> dict[str, bool]:

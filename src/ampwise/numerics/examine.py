@@ -31,6 +31,7 @@ from ampwise.numerics.stagnation import Stagnant
 from ampwise.numerics.trace import Root, Trace, watch
 from ampwise.numerics.values import at, exponents, loss_of, origin_of
 from ampwise.policy import PRESETS
+from ampwise.step.compiled import is_compiled
 from ampwise.step.recorder import Stash, replay
 from ampwise.step.train_step import TrainStep
 from ampwise.telemetry.environment import environment
@@ -96,7 +97,7 @@ class Examiner:
         self._progress.stage(f"step {stash.step} is not finite; replaying it")
         trace, histograms = self._watched(stash)
         # Watched, a compiled model runs eagerly: whether it fails is seen without watching.
-        eagerly = compiled.is_compiled(step._models)
+        eagerly = is_compiled(step._models)
         plain = replay(step, stash) if eagerly else trace.replayed
         found = self._new(stash, plain.losses)
         found.histograms = histograms

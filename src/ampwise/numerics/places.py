@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 import ampwise
-from ampwise.numerics.compiled import eager
+from ampwise.step.compiled import eager
 
 Phase = Literal["forward", "backward", "optimizer"]
 

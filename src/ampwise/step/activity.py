@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampwise.errors import InactivePolicyError
 from ampwise.policy import Policy
+from ampwise.step.compiled import is_compiled
 
 _MATMULS = frozenset(
     [
@@ -135,13 +136,9 @@ class Seen:
 @contextmanager
 def watched(modules: Iterable[nn.Module]) -> Generator[Seen]:
     """Note the matrix products of a forward, unless a part of the modules is compiled."""
-    seen = Seen(watched=not any(_is_compiled(each) for m in modules for each in m.modules()))
+    seen = Seen(watched=not is_compiled(modules))
     with _Watch(seen.matmul_dtypes) if seen.watched else nullcontext():
         yield seen
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
 
 
 def _name(dtype: torch.dtype) -> str:
