@@ -129,6 +129,10 @@ class Examiner:
         wanted = fix.reference(step, stash)
         mends = candidates(step, stash, cause.cause, root.place)
         found.fixes = fix.tried(step, stash, mends, wanted, self._step_s)
+        if not any(each.verified for each in found.fixes) and step.policy.autocast:
+            found.notes.append(
+                "No fix held by itself; ampwise tune looks for a set of modules to keep in float32."
+            )
         return found
 
     def _only_the_scale(self, stash: Stash, losses: Sequence[Tensor]) -> bool:

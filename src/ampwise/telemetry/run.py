@@ -40,13 +40,22 @@ class RunFolder:
         self._flushed = time.monotonic()
 
     @classmethod
-    def create(cls, path: Path | None, name: str, report: Callable[[str], None]) -> RunFolder:
+    def create(
+        cls,
+        path: Path | None,
+        name: str,
+        report: Callable[[str], None],
+        *,
+        trains: bool = False,
+    ) -> RunFolder:
         """A new folder: `path`, or the next free ``runs/<name>-<n>``.
 
         Parameters
         ----------
         report
             Told, once, when lines can no longer be written.
+        trains
+            Whether it gets steps and checkpoints.
 
         Raises
         ------
@@ -55,9 +64,11 @@ class RunFolder:
         """
         try:
             path = _next_free(Path("runs"), name) if path is None else _fresh(path)
-            (path / "checkpoints").mkdir(parents=True, exist_ok=True)
+            path.mkdir(parents=True, exist_ok=True)
             folder = cls(path, report)
-            folder._lines = (path / "steps.jsonl").open("w")
+            if trains:
+                folder.checkpoints.mkdir(exist_ok=True)
+                folder._lines = (path / "steps.jsonl").open("w")
         except OSError as error:
             raise UsageError(
                 f"run folder {error.filename}: {error.strerror}; name a writable folder with --out"

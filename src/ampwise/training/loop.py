@@ -131,7 +131,7 @@ class _Run:
             assert config.out is not None
             self.folder = RunFolder.resume(config.out, self.say)
         else:
-            self.folder = RunFolder.create(config.out, name, self.say)
+            self.folder = RunFolder.create(config.out, name, self.say, trains=True)
         self.result = TrainResult(task.name or "task", policy.text, self.folder.path)
         if config.resume:
             self._resume()
