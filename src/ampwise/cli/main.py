@@ -27,6 +27,7 @@ COMMANDS = {
     "verify": "every requirement of mixed precision on a task: measured, score, PASS or BLOCK",
     "diagnose": "where and why a precision fails: operation, line, cause, fixes tried on the step",
     "tune": "the fewest modules that must stay in float32, and the fastest policy that holds",
+    "lint": "find mixed-precision mistakes in code, and fix them; executes nothing",
     "report": "show a stored run again (terminal, JSON, Markdown, HTML), or compare two",
     "train": "train a task with a precision policy: checkpoints, resume, trackers",
     "advise": "what this machine's devices do in each format, measured, and what to pick",

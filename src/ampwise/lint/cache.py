@@ -1,0 +1,89 @@
+"""Findings of unchanged files, kept between runs.
+
+One small JSON file for each file checked, in the user's cache folder. What it holds is used only
+if the linter, the file, and every file that was read to understand it are the same to the byte.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ampwise.lint.findings import Edit, Finding
+
+Digest = Callable[[Path], str]
+
+
+def folder() -> Path:
+    """``$AMPWISE_CACHE``, else ``ampwise`` in the user's cache folder; ``lint`` in it."""
+    own = os.environ.get("AMPWISE_CACHE")
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111
+    return (Path(own) if own else Path(base) / "ampwise") / "lint"
+
+
+@functools.cache
+def version() -> str:
+    """A digest of the linter's own code."""
+    digest = hashlib.sha256()
+    home = Path(__file__).parent
+    for file in sorted(home.rglob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def digest(path: Path) -> str:
+    """A digest of a file's content; empty where it cannot be read."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    except OSError:
+        return ""
+
+
+def _entry(path: Path) -> Path:
+    name = hashlib.sha256(str(path).encode(errors="surrogateescape")).hexdigest()[:24]
+    return folder() / f"{name}.json"
+
+
+def load(path: Path, others: str) -> tuple[list[Finding], str] | None:
+    """What was found in a file before, and the reason it was skipped; None if that may have changed.
+
+    `others` names the files that may be read beside it.
+    """
+    try:
+        kept: Any = json.loads(_entry(path).read_text())
+        same = kept["version"] == version() and kept["others"] == others
+        if not same or any(digest(Path(each)) != was for each, was in kept["files"].items()):
+            return None
+        return [_finding(each) for each in kept["findings"]], kept["skipped"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _finding(kept: dict[str, Any]) -> Finding:
+    edits = tuple(Edit(**each) for each in kept.pop("edits"))
+    return Finding(edits=edits, **kept)
+
+
+def store(path: Path, others: str, read: set[Path], findings: list[Finding], skipped: str) -> None:
+    """Keep what was found. A folder that cannot be written costs only time, later."""
+    kept = {
+        "version": version(),
+        "others": others,
+        "files": {str(each): digest(each) for each in {path, *read}},
+        "findings": [asdict(each) for each in findings],
+        "skipped": skipped,
+    }
+    entry = _entry(path)
+    aside = entry.with_name(f".{entry.name}.{os.getpid()}")
+    try:
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        aside.write_text(json.dumps(kept))
+        aside.replace(entry)
+    except OSError:
+        aside.unlink(missing_ok=True)

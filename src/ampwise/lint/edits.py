@@ -1,0 +1,234 @@
+"""Changing source as findings say: by libcst, so that all that is not changed stays to the byte.
+
+An edit names a node by its place (`findings.Edit`, columns in bytes, as Python's parser counts).
+One that does not fit there (the statement shares its line with another, what would leave a ``with``
+block needs autocast) is left out, and its finding stays.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import libcst as cst
+from libcst.metadata import MetadataWrapper, PositionProvider
+
+from ampwise.lint.findings import Edit
+
+Span = tuple[int, int, int, int]
+STAYS_OUT = ("step", "update", "unscale_", "backward", "zero_grad", "item", "append", "print")
+"""Calls that do not need autocast, and may leave its block behind a backward."""
+
+
+def apply(text: str, edits: Iterable[Edit]) -> str:
+    """The text with edits made; those that do not fit are left out."""
+    by_span: dict[Span, list[Edit]] = defaultdict(list)
+    lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
+    for each in edits:
+        by_span[_span(each, lines)].append(each)
+    wrapper = MetadataWrapper(cst.parse_module(text), unsafe_skip_copy=True)
+    editor = _Editor(by_span)
+    return wrapper.visit(editor).code
+
+
+def _span(edit: Edit, lines: Sequence[str]) -> Span:
+    """An edit's place with columns in characters."""
+
+    def characters(line: int, column: int) -> int:
+        return len(lines[line - 1].encode()[:column].decode(errors="replace"))
+
+    return (
+        edit.line,
+        characters(edit.line, edit.column),
+        edit.end_line,
+        characters(edit.end_line, edit.end_column),
+    )
+
+
+class _Editor(cst.CSTTransformer):
+    """Makes the edits, innermost nodes first."""
+
+    METADATA_DEPENDENCIES = (PositionProvider,)
+
+    def __init__(self, edits: dict[Span, list[Edit]]) -> None:
+        super().__init__()
+        self._edits = edits
+        self._around: dict[cst.CSTNode, list[Edit]] = {}
+        self._leaving: dict[cst.CSTNode, int] = {}
+
+    def _at(self, node: cst.CSTNode, *kinds: str) -> list[Edit]:
+        place = self.get_metadata(PositionProvider, node, None)
+        if place is None:
+            return []
+        span = (place.start.line, place.start.column, place.end.line, place.end.column)
+        return [each for each in self._edits.get(span, []) if each.what in kinds]
+
+    # ------------------------------------------------------------------ expressions
+
+    def on_leave(  # type: ignore[override]
+        self, original_node: cst.CSTNode, updated_node: cst.CSTNode
+    ) -> cst.CSTNode | cst.RemovalSentinel | cst.FlattenSentinel[cst.CSTNode]:
+        updated = super().on_leave(original_node, updated_node)
+        if isinstance(updated, cst.Call):
+            for each in self._at(original_node, "argument"):
+                updated = _with_argument(updated, each.text)
+        if isinstance(updated, cst.Dict):
+            for each in self._at(original_node, "argument"):
+                updated = _with_element(updated, each.text)
+        if isinstance(updated, cst.BaseExpression):
+            for each in self._at(original_node, "replace"):
+                updated = _kept_parentheses(updated, cst.parse_expression(each.text))
+            for each in self._at(original_node, "decorate"):
+                updated = cst.parse_expression(cst.Module([]).code_for_node(updated) + each.text)
+        if isinstance(updated, cst.ImportFrom | cst.Import):
+            for each in self._at(original_node, "replace"):
+                updated = _import(each.text)
+        return updated  # type: ignore[return-value]
+
+    # ------------------------------------------------------------------ statements
+
+    def leave_IndentedBlock(  # noqa: N802 - libcst's name
+        self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock
+    ) -> cst.IndentedBlock:
+        return updated_node.with_changes(body=self._block(original_node.body, updated_node.body))
+
+    def leave_Module(  # noqa: N802 - libcst's name
+        self, original_node: cst.Module, updated_node: cst.Module
+    ) -> cst.Module:
+        return updated_node.with_changes(body=self._block(original_node.body, updated_node.body))
+
+    def _block(
+        self, originals: Sequence[cst.BaseStatement], updated: Sequence[cst.BaseStatement]
+    ) -> list[cst.BaseStatement]:
+        body: list[cst.BaseStatement] = []
+        for original, now in zip(originals, updated, strict=True):
+            for each in self._statement_edits(original, "before"):
+                line = _line(each.text, now)
+                body.append(line)
+                now = _without_leading(now)
+            if self._statement_edits(original, "remove") and isinstance(
+                now, cst.SimpleStatementLine
+            ):
+                continue
+            body += self._with_left(original, now)
+            body += [_line(e.text, None) for e in self._statement_edits(original, "after")]
+        return body or [_line("pass", None)]
+
+    def _statement_edits(self, node: cst.BaseStatement, kind: str) -> list[Edit]:
+        if isinstance(node, cst.SimpleStatementLine):
+            return self._at(node.body[0], kind) if len(node.body) == 1 else []
+        return self._at(node, kind)
+
+    def _with_left(
+        self, original: cst.BaseStatement, now: cst.BaseStatement
+    ) -> list[cst.BaseStatement]:
+        """A ``with`` statement, and behind it what leaves its block."""
+        if not isinstance(original, cst.With) or not isinstance(now, cst.With):
+            return [now]
+        if not isinstance(original.body, cst.IndentedBlock):
+            return [now]
+        first = next(
+            (i for i, e in enumerate(original.body.body) if self._statement_edits(e, "out")), None
+        )
+        inner = list(now.body.body)
+        if first is None or len(inner) != len(original.body.body):
+            return [now]
+        rest = inner[first:]
+        if first == 0 or not all(_needs_no_autocast(each) for each in rest):
+            return [now]
+        kept = now.with_changes(body=now.body.with_changes(body=inner[:first]))
+        return [kept, *rest]  # type: ignore[list-item]
+
+
+def _needs_no_autocast(node: cst.CSTNode) -> bool:
+    """Whether a statement computes nothing that autocast would change."""
+    calls: list[str] = []
+
+    class Calls(cst.CSTVisitor):
+        def visit_Call(self, node: cst.Call) -> None:  # noqa: N802 - libcst's name
+            calls.append(
+                node.func.attr.value
+                if isinstance(node.func, cst.Attribute)
+                else node.func.value
+                if isinstance(node.func, cst.Name)
+                else "?"
+            )
+
+    node.visit(Calls())
+    allowed = (*STAYS_OUT, "scale", "clip_grad_norm_", "clip_grad_value_", "parameters", "detach")
+    return all(each in allowed for each in calls)
+
+
+def _with_argument(call: cst.Call, text: str) -> cst.Call:
+    """A call with one more argument; ``0:`` puts it first, ``|name`` names what was first."""
+    first, text = text.startswith("0:"), text.removeprefix("0:")
+    text, _, shifted = text.partition("|")
+    made = cst.parse_expression(f"f({text})")
+    assert isinstance(made, cst.Call)
+    new = made.args[0]
+    args = list(call.args)
+    if any(new.keyword and a.keyword and a.keyword.value == new.keyword.value for a in args):
+        return call
+    if not args:
+        return call.with_changes(args=[new])
+    comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
+    if first:
+        if shifted and args[0].keyword is None:
+            equal = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
+            args[0] = args[0].with_changes(keyword=cst.Name(shifted), equal=equal)
+        return call.with_changes(args=[new.with_changes(comma=comma), *args])
+    last = args[-1]
+    if isinstance(last.comma, cst.Comma):  # a list that ends in a comma keeps doing so
+        ending = last.comma
+        between = args[-2].comma if len(args) > 1 else comma
+        return call.with_changes(
+            args=[*args[:-1], last.with_changes(comma=between), new.with_changes(comma=ending)]
+        )
+    return call.with_changes(
+        args=[
+            *args[:-1],
+            last.with_changes(comma=comma, whitespace_after_arg=cst.SimpleWhitespace("")),
+            new.with_changes(whitespace_after_arg=last.whitespace_after_arg),
+        ]
+    )
+
+
+def _with_element(mapping: cst.Dict, text: str) -> cst.Dict:
+    """A dict with one more item, laid out as the last one is."""
+    made = cst.parse_expression(f"{{{text}}}")
+    assert isinstance(made, cst.Dict)
+    elements = list(mapping.elements)
+    if not elements:
+        return mapping.with_changes(elements=made.elements)
+    last = elements[-1]
+    between = elements[-2].comma if len(elements) > 1 else cst.MaybeSentinel.DEFAULT
+    if not isinstance(between, cst.Comma):
+        between = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
+    new = made.elements[0].with_changes(comma=last.comma)
+    return mapping.with_changes(elements=[*elements[:-1], last.with_changes(comma=between), new])
+
+
+def _kept_parentheses(old: cst.BaseExpression, new: cst.BaseExpression) -> cst.BaseExpression:
+    if old.lpar and not new.lpar:
+        return new.with_changes(lpar=old.lpar, rpar=old.rpar)
+    return new
+
+
+def _import(text: str) -> cst.ImportFrom | cst.Import:
+    statement = cst.parse_statement(text)
+    assert isinstance(statement, cst.SimpleStatementLine)
+    found = statement.body[0]
+    assert isinstance(found, cst.ImportFrom | cst.Import)
+    return found
+
+
+def _line(text: str, before: cst.BaseStatement | None) -> cst.SimpleStatementLine:
+    """A new statement; put before another, it takes over the empty lines and comments above it."""
+    statement = cst.parse_statement(text)
+    assert isinstance(statement, cst.SimpleStatementLine)
+    leading = getattr(before, "leading_lines", ()) if before is not None else ()
+    return statement.with_changes(leading_lines=leading)
+
+
+def _without_leading(node: cst.BaseStatement) -> cst.BaseStatement:
+    return node.with_changes(leading_lines=()) if hasattr(node, "leading_lines") else node

@@ -1,0 +1,297 @@
+"""Checks files: finds them, reads them in parallel, runs the rules, drops what is silenced."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import os
+import re
+import signal
+import sys
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import FrameType
+
+from ampwise.errors import UsageError
+from ampwise.lint import cache
+from ampwise.lint.findings import Finding, LintReport, Skipped
+from ampwise.lint.model.analysis import analyse
+from ampwise.lint.project import Module, Project
+from ampwise.lint.rule import Mistake, Rule, all_rules
+from ampwise.lint.settings import Settings
+from ampwise.lint.source import Source, UnreadableError, read
+
+SUFFIXES = (".py", ".pyw", ".ipynb")
+NEVER = {"__pycache__", "node_modules", "site-packages", "dist-packages"}
+"""Folders that are not walked into; name them to have them checked."""
+
+WORDS = re.compile(
+    r"\bamp\b|autocast|[sS]caler\b|\.half\(|HalfTensor|float16|fp16|bf16|precision\s*=|apex"
+)
+"""A file with none of these has nothing to do with mixed precision: it is parsed, not walked."""
+
+SECONDS = 20.0
+"""For one file; the budget of nodes ends nearly all of them long before."""
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(slots=True)
+class Checked:
+    """What came of one file."""
+
+    path: Path
+    findings: list[Finding] = field(default_factory=list[Finding])
+    skipped: str = ""
+    """Why it was not checked, or not to its end."""
+    read: set[Path] = field(default_factory=set[Path])
+    """Files that were read to understand it."""
+    cached: bool = False
+
+
+def lint(
+    paths: Iterable[Path],
+    settings: Settings | None = None,
+    *,
+    jobs: int = 0,
+    use_cache: bool = True,
+    progress: Progress | None = None,
+) -> LintReport:
+    """Check files and folders.
+
+    Parameters
+    ----------
+    jobs
+        Processes; 0: one for each CPU, but none beside this one for a few files.
+    progress
+        Told how many of how many files are done.
+
+    Raises
+    ------
+    UsageError
+        For a path that is not there.
+    """
+    settings = settings or Settings()
+    files = list(find(paths, settings))
+    report = LintReport(files=len(files))
+    for count, checked in enumerate(_check_all(files, jobs, use_cache), 1):
+        if checked.skipped:
+            report.skipped.append(Skipped(shown(checked.path), checked.skipped))
+        report.findings += [
+            replace(each, path=shown(checked.path))
+            for each in checked.findings
+            if settings.wants(each)
+        ]
+        report.cached += checked.cached
+        if progress is not None:
+            progress(count, len(files))
+    report.findings.sort(key=lambda each: (each.path, each.cell or 0, each.line, each.column))
+    report.skipped.sort(key=lambda each: each.path)
+    return report
+
+
+def shown(path: Path) -> str:
+    """A path as a person would type it here."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
+
+
+# ---------------------------------------------------------------------- files
+
+
+def find(paths: Iterable[Path], settings: Settings) -> Iterator[Path]:
+    """All files to check, each once: those named, and those below folders named."""
+    seen: set[str] = set()
+    for path in paths:
+        if not path.exists():
+            raise UsageError(f"{path}: no such file or folder")
+        found = [path.absolute()] if path.is_file() else _below(path.absolute(), settings)
+        for file in found:
+            real = os.path.realpath(file)
+            if real not in seen:
+                seen.add(real)
+                yield file
+
+
+def _below(folder: Path, settings: Settings) -> Iterator[Path]:
+    # Links to folders are not followed: what they lead to is checked where it lies.
+    for base, folders, names in os.walk(folder, followlinks=False):
+        here = Path(base)
+        folders[:] = sorted(
+            name
+            for name in folders
+            if not name.startswith(".")
+            and name not in NEVER
+            and not (here / name / "pyvenv.cfg").exists()
+            and not settings.excludes(here / name)
+        )
+        for name in sorted(names):
+            file = here / name
+            if name.endswith(SUFFIXES) and file.is_file() and not settings.excludes(file):
+                yield file
+
+
+def _check_all(files: list[Path], jobs: int, use_cache: bool) -> Iterator[Checked]:
+    """Check files, in their order; in processes of their own where there are many."""
+    known = frozenset(files)
+    others = hashlib.sha256("\n".join(map(str, sorted(known))).encode(errors="replace"))
+    checker = Checker(known, others.hexdigest()[:16], use_cache)
+    jobs = jobs or os.cpu_count() or 1
+    if jobs == 1 or len(files) < 2 * jobs:
+        yield from map(checker, files)
+        return
+    size = max(1, min(16, len(files) // (4 * jobs)))
+    with ProcessPoolExecutor(jobs) as pool:
+        try:
+            yield from pool.map(checker, files, chunksize=size)
+        except BrokenProcessPool:
+            raise UsageError(
+                "a checking process was killed (out of memory?); use --jobs 1 to see at which file"
+            ) from None
+
+
+# ---------------------------------------------------------------------- one file
+
+
+class Checker:
+    """Checks one file after another; each process has its own copy."""
+
+    def __init__(self, files: frozenset[Path], others: str, use_cache: bool) -> None:
+        self._files = files
+        self._others = others
+        self._use_cache = use_cache
+        self._project: Project | None = None
+
+    def __getstate__(self) -> tuple[frozenset[Path], str, bool]:
+        return self._files, self._others, self._use_cache
+
+    def __setstate__(self, state: tuple[frozenset[Path], str, bool]) -> None:
+        self._files, self._others, self._use_cache = state
+        self._project = _PROJECTS.setdefault(self._others, Project(self._files))
+
+    def __call__(self, path: Path) -> Checked:
+        """Check a file, or remember what was found in it."""
+        if self._use_cache and (kept := cache.load(path, self._others)) is not None:
+            return Checked(path, kept[0], kept[1], cached=True)
+        if self._project is None:
+            self._project = Project(self._files)
+        checked = check_file(path, self._project)
+        if self._use_cache:
+            cache.store(path, self._others, checked.read, checked.findings, checked.skipped)
+        return checked
+
+
+_PROJECTS: dict[str, Project] = {}
+"""In a worker process: what it has read so far."""
+
+
+class _TimeLimitError(Exception):
+    """A file took too long."""
+
+
+def check_file(path: Path, project: Project) -> Checked:
+    """Check one file of a project."""
+    checked = Checked(path)
+    try:
+        source = read(path)
+    except UnreadableError as error:
+        checked.skipped = str(error)
+        return checked
+    if WORDS.search(source.text):
+        check_source(source, project, checked)
+    return checked
+
+
+def check_source(source: Source, project: Project, checked: Checked) -> None:
+    """Run the rules over a file that was read."""
+    module = project.add(source)
+    try:
+        with _limits(SECONDS):
+            code = analyse(module)
+            if code.cut_short:
+                checked.skipped = "too large to be walked to its end"
+            checked.findings = list(_findings(module, _mistakes(code)))
+    except RecursionError:
+        checked.skipped = "nested too deeply to be walked"
+    except _TimeLimitError:
+        checked.skipped = f"not done after {SECONDS:.0f} s"
+    checked.read = module.used - {source.path}
+
+
+def _mistakes(code: object) -> Iterator[tuple[Rule, Mistake]]:
+    for rule in all_rules().values():
+        for mistake in rule(code):  # type: ignore[arg-type]
+            yield rule, mistake
+
+
+def _findings(module: Module, mistakes: Iterable[tuple[Rule, Mistake]]) -> Iterator[Finding]:
+    silenced, whole_file = module.source.ignored()
+    if whole_file:
+        return
+    lines = module.source.lines
+    for rule, mistake in mistakes:
+        line, column, end = place_of(mistake.node)
+        if any(_is_silenced(silenced, each, rule.code) for each in {line, end}):
+            continue
+        text = lines[line - 1] if line <= len(lines) else ""
+        cell = module.source.cell_of(line)
+        yield Finding(
+            path=str(module.path),
+            line=cell[1] if cell is not None else line,
+            column=len(text.encode()[:column].decode(errors="replace")) + 1,
+            code=rule.code,
+            name=rule.name,
+            severity=rule.severity,
+            message=mistake.message,
+            fix=rule.fix,
+            edits=mistake.edits,
+            end_line=end,
+            cell=cell[0] if cell is not None else None,
+            source=text,
+        )
+
+
+def place_of(node: ast.AST) -> tuple[int, int, int]:
+    """Line, column in bytes, and last line of a node; of a chain of calls, where its last one is."""
+    line, column = node.lineno, node.col_offset  # type: ignore[attr-defined]
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        end = node.func.end_lineno or line
+        if end != line:
+            line, column = end, (node.func.end_col_offset or 0) - len(node.func.attr.encode())
+    return line, column, node.end_lineno or line  # type: ignore[attr-defined]
+
+
+def _is_silenced(silenced: dict[int, set[str] | None], line: int, code: str) -> bool:
+    if line not in silenced:
+        return False
+    codes = silenced[line]
+    return codes is None or any(code.startswith(each) for each in codes)
+
+
+@contextmanager
+def _limits(seconds: float) -> Generator[None]:
+    """Room for deep code, and an end for code that takes too long."""
+    depth = sys.getrecursionlimit()
+    sys.setrecursionlimit(max(depth, 6000))
+    timed = hasattr(signal, "SIGALRM") and threading.current_thread() is threading.main_thread()
+
+    def expire(_signal: int, _frame: FrameType | None) -> None:
+        raise _TimeLimitError
+
+    before = signal.signal(signal.SIGALRM, expire) if timed else None
+    if timed:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        if timed:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        sys.setrecursionlimit(depth)

@@ -1,0 +1,183 @@
+"""All paths through a file that are worth walking, each with what happens on it.
+
+The file is walked as a script first; then every function and method that no path has reached,
+with arguments nobody knows: those that no other function of the file calls go first.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from ampwise.lint.model import calls
+from ampwise.lint.model.arguments import Arguments
+from ampwise.lint.model.events import Event
+from ampwise.lint.model.machine import Budget, BudgetError, Machine, Scope
+from ampwise.lint.model.paths import Oracle, explore
+from ampwise.lint.model.values import Class, Function, Instance, Unknown, Value
+from ampwise.lint.project import Module
+
+E = TypeVar("E", bound=Event)
+
+NODES = 300_000
+"""Nodes of syntax walked for one file, over all its paths: a few seconds."""
+
+SCRIPT_PATHS = 48
+FUNCTION_PATHS = 24
+
+
+@dataclass(slots=True)
+class Trace:
+    """What happens on one path."""
+
+    events: list[Event]
+    root: str
+    """The function it starts in; empty for the script itself."""
+    decided: dict[str, bool] = field(default_factory=dict[str, bool])
+    """Conditions this path assumes."""
+
+    def of(self, kind: type[E]) -> list[E]:
+        """Events of one kind, in order."""
+        return [each for each in self.events if isinstance(each, kind)]
+
+
+@dataclass(slots=True)
+class Analysis:
+    """What is known of a file."""
+
+    module: Module
+    traces: list[Trace] = field(default_factory=list[Trace])
+    cut_short: bool = False
+    """The file was too large to be walked to its end."""
+
+    def of(self, kind: type[E]) -> Iterator[E]:
+        """Events of one kind on any path, each place once."""
+        seen: set[int] = set()
+        for trace in self.traces:
+            for event in trace.of(kind):
+                if id(event.node) not in seen:
+                    seen.add(id(event.node))
+                    yield event
+
+    def any(self, kind: type[E], test: Callable[[E], bool] = lambda _: True) -> bool:
+        """Whether an event happens on any path."""
+        return any(test(event) for trace in self.traces for event in trace.of(kind))
+
+
+def analyse(module: Module) -> Analysis:
+    """Walk a file's paths."""
+    analysis = Analysis(module)
+    if not module.roles.core:
+        return analysis  # nothing in it is part of a training step
+    budget = Budget(NODES)
+    walked: set[int] = set()
+    imported: dict[int, Scope] = {}
+    try:
+        _explore(analysis, budget, walked, imported, None, SCRIPT_PATHS)
+        for root in _roots(module):
+            if id(root.node) not in walked:
+                _explore(analysis, budget, walked, imported, root, FUNCTION_PATHS)
+    except BudgetError:
+        analysis.cut_short = True
+    return analysis
+
+
+@dataclass(frozen=True, slots=True)
+class _Root:
+    """A function to start in, and the names that lead to it: classes, then its own."""
+
+    node: ast.FunctionDef | ast.AsyncFunctionDef
+    path: tuple[str, ...]
+
+
+def _explore(
+    analysis: Analysis,
+    budget: Budget,
+    walked: set[int],
+    imported: dict[int, Scope],
+    root: _Root | None,
+    most: int,
+) -> None:
+    def walk(oracle: Oracle) -> Trace:
+        machine = Machine(analysis.module, oracle, budget, imported)
+        try:
+            if root is None:
+                machine.run_module(analysis.module, main=True)
+            else:
+                _start(machine, analysis.module, root)
+        finally:
+            walked.update(machine.walked)
+        name = ".".join(root.path) if root is not None else ""
+        return Trace(machine.trace, name, oracle.decided)
+
+    for trace in explore(walk, most):
+        if trace.events:
+            analysis.traces.append(trace)
+
+
+def _start(machine: Machine, module: Module, root: _Root) -> None:
+    """Walk one function with arguments nobody knows."""
+    scope = machine.run_module(module, main=False)
+    value: Value | None = scope.names.get(root.path[0])
+    owner: Value | None = None
+    with machine.inside_module(scope):
+        for name in root.path[1:]:
+            if not isinstance(value, Class):
+                return
+            owner = Instance(value)
+            if name != "__init__":
+                calls.initialise(machine, owner, Arguments(open=True), root.node)
+            found = value.lookup(name)
+            value = found[0] if found is not None else None
+        if not isinstance(value, Function) or value.node is not root.node:
+            # Bound again since, or only under a condition.
+            value = Function(root.node, module, scope)
+        if owner is not None and calls.is_step_wrapper(owner.class_):  # type: ignore[attr-defined]
+            return
+        static = any(
+            isinstance(each, ast.Name) and each.id == "staticmethod"
+            for each in root.node.decorator_list
+        )
+        is_class = any(
+            isinstance(each, ast.Name) and each.id == "classmethod"
+            for each in root.node.decorator_list
+        )
+        bound = Function(value.node, value.module, value.scope, None, value.class_)
+        if owner is not None and not static:
+            bound.owner = owner if not is_class else Unknown("cls", "given")
+        machine.call(bound, Arguments(open=True), root.node)
+
+
+def _roots(module: Module) -> list[_Root]:
+    """Functions of the file, those that nothing in it calls first."""
+    found: list[_Root] = []
+
+    def collect(body: list[ast.stmt], path: tuple[str, ...]) -> None:
+        for node in body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                if id(node) in module.roles.core or _evaluates(node):
+                    found.append(_Root(node, (*path, node.name)))
+            elif isinstance(node, ast.ClassDef):
+                collect(node.body, (*path, node.name))
+            elif isinstance(node, ast.If | ast.Try):
+                collect([*node.body, *node.orelse], path)
+
+    collect(module.tree.body, ())
+    called = {
+        each.func.attr if isinstance(each.func, ast.Attribute) else getattr(each.func, "id", "")
+        for each in ast.walk(module.tree)
+        if isinstance(each, ast.Call)
+    }
+    return sorted(found, key=lambda each: each.node.name in called)
+
+
+def _evaluates(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether a function runs a network without gradients, or is one under autocast."""
+    names = {"no_grad", "inference_mode", "eval", "autocast"}
+    return any(
+        (isinstance(each, ast.Attribute) and each.attr in names)
+        or (isinstance(each, ast.Name) and each.id in names)
+        for each in ast.walk(node)
+    )

@@ -1,0 +1,645 @@
+"""What an expression stands for."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ampwise.lint.model import calls, library, tensors
+from ampwise.lint.model.events import Elapsed, Op
+from ampwise.lint.model.roles import LOSS, dotted
+from ampwise.lint.model.values import (
+    FALSE,
+    NONE,
+    TRUE,
+    Bound,
+    Class,
+    Const,
+    Function,
+    Gradient,
+    Imported,
+    Instance,
+    Loader,
+    Mapping_,
+    Model,
+    Optimizer,
+    Parameter,
+    Parameters,
+    Ref,
+    Scaler,
+    Scheduler,
+    Sequence_,
+    Super,
+    Tensor,
+    Unknown,
+    Value,
+    Wrapper,
+    is_periodic,
+    key_of,
+    loop_of,
+    truth,
+)
+
+if TYPE_CHECKING:
+    from ampwise.lint.model.machine import Machine
+
+
+def evaluate(machine: Machine, node: ast.expr, *, quiet: bool = False) -> Value:
+    """The value of an expression; `quiet`: without writing down what happens."""
+    machine.budget.spend()
+    if quiet:
+        machine.quiet += 1
+    try:
+        handler = _HANDLERS.get(type(node))
+        return handler(machine, node) if handler is not None else machine.unknown(node)
+    finally:
+        if quiet:
+            machine.quiet -= 1
+
+
+def _constant(machine: Machine, node: ast.Constant) -> Value:
+    return Const(node.value)
+
+
+def _name(machine: Machine, node: ast.Name) -> Value:
+    found = machine.scope.get(node.id)
+    if found is None:
+        if node.id in ("True", "False", "None"):
+            return Const({"True": True, "False": False, "None": None}[node.id])
+        if node.id == "torch":  # brought in by a star import
+            return Ref("torch")
+        if node.id in calls.BUILTINS:
+            return Ref(f"builtins.{node.id}")
+        found = Unknown(node.id, "given")
+    if isinstance(found, Imported):
+        found = machine.resolve(found)
+        machine.scope.put(node.id, found)
+    return calls.as_role(machine, found, node.id)
+
+
+def _attribute(machine: Machine, node: ast.Attribute) -> Value:
+    owner = evaluate(machine, node.value)
+    return attribute(machine, node, owner, node.attr)
+
+
+def attribute(machine: Machine, node: ast.AST, owner: Value, attr: str) -> Value:
+    """An attribute of a value."""
+    text = dotted(node)
+    match owner:
+        case Ref(path=path):
+            return Ref(library.canonical(f"{path}.{attr}"))
+        case Instance(class_=class_, attributes=attributes):
+            if attr in attributes and not (
+                isinstance(attributes[attr], Const) and attr in class_.set_later()
+            ):
+                return calls.as_role(machine, attributes[attr], text)
+            if found := class_.lookup(attr):
+                return _of_class(machine, node, owner, found[0], text)
+            if attr in calls.NETWORK_METHODS and calls.is_network(class_):
+                return Bound(owner, attr, node)
+            return calls.as_role(machine, Unknown(f"self.{attr}", "given", of=owner), text)
+        case Class():
+            if found := owner.lookup(attr):
+                return found[0]
+            if attr == "apply" and calls.is_autograd_function(owner):
+                return Bound(owner, attr, node)
+            return Unknown(f"{owner.node.name}.{attr}", "given")
+        case Mapping_(items=items) if attr in items:
+            value = items[attr]
+            if isinstance(value, Imported):
+                value = items[attr] = machine.resolve(value)
+            return calls.as_role(machine, value, text)
+        case Const(value=str(device)) if attr == "type":
+            return Const(device.partition(":")[0])
+        case _ if attr == "grad" and isinstance(owner, Parameter | Unknown | Tensor | Model):
+            return Gradient(owner)
+        case Gradient() if attr == "data":
+            return owner
+        case Tensor() if attr in ("data", "T", "mT", "H"):
+            return owner
+        case Tensor() if (owner.forward or owner.data) and id(node) not in machine.called:
+            # ``output.logits``, ``output.loss``, ``batch.x``: a part of it
+            return owner.but(loss=True) if LOSS.search(attr) else owner
+        case Tensor() if attr in ("shape", "ndim", "device", "dtype", "is_cuda", "requires_grad"):
+            return Unknown(f"{key_of(owner)}.{attr}", of=owner)
+        case Parameter() if attr == "data":
+            return owner
+        case Optimizer() if attr == "param_groups":
+            return Parameters(owner, f"{owner.key}.param_groups")
+        case Model(inner=inner) if attr == "module" and inner is not None:
+            return inner
+        case Scaler() if attr in ("_scale", "_enabled"):
+            return Unknown(f"{owner.key}.{attr}", scale=True)
+        case Unknown():
+            stored = machine.converted.get(f"attribute {owner.key}.{attr}")
+            if stored is not None:
+                return stored
+            made = "called" if owner.made == "called" else "given"
+            found_ = Unknown(
+                f"{owner.key}.{attr}", made, periodic=owner.periodic, loop=owner.loop, of=owner
+            )
+            return calls.as_role(machine, found_, text)
+        case Super():
+            return _of_bases(owner, attr, node)
+        case _:
+            return Bound(owner, attr, node)
+
+
+def _of_bases(owner: Super, attr: str, node: ast.AST) -> Value:
+    for base in owner.class_.bases:
+        if isinstance(base, Class) and (found := base.lookup(attr)) is not None:
+            value = found[0]
+            if isinstance(value, Function):
+                return Function(value.node, value.module, value.scope, owner.owner, value.class_)
+            return value
+    return Bound(owner, attr, node)
+
+
+def _of_class(machine: Machine, node: ast.AST, owner: Instance, found: Value, text: str) -> Value:
+    if not isinstance(found, Function):
+        return calls.as_role(machine, found, text)
+    function = found.node
+    names = {dotted(each).rpartition(".")[2] for each in getattr(function, "decorator_list", [])}
+    bound = Function(function, found.module, found.scope, owner, found.class_)
+    if names & {"property", "cached_property"}:
+        return machine.call(bound, calls.Arguments(), node)
+    if "staticmethod" in names:
+        return found
+    return bound
+
+
+def _subscript(machine: Machine, node: ast.Subscript) -> Value:
+    owner = evaluate(machine, node.value)
+    index = evaluate(machine, node.slice)
+    if isinstance(index, Const):
+        return item(machine, owner, index.value, dotted(node), node)
+    if isinstance(owner, Tensor):
+        return owner.but(op="index", inputs=(owner,))
+    if isinstance(owner, Mapping_ | Sequence_):
+        items = owner.items.values() if isinstance(owner, Mapping_) else owner.items
+        kinds = {type(each) for each in items}
+        # nets[i] of known networks: any of them stands for all
+        if len(kinds) == 1 and kinds <= {Optimizer, Scaler, Model, Instance, Loader}:
+            return next(iter(items))
+    return item(machine, owner, key_of(index), dotted(node), node)
+
+
+def item(
+    machine: Machine, owner: Value, index: Any, text: str, node: ast.AST | None = None
+) -> Value:
+    """``owner[index]``."""
+    match owner:
+        case Mapping_(items=items) if index in items:
+            return items[index]
+        case Mapping_(items=items) if isinstance(index, str):
+            return calls.as_role(machine, Unknown(f"{{...}}[{index!r}]", "given"), text)
+        case Sequence_(items=items) if isinstance(index, int) and -len(items) <= index < len(items):
+            return items[index]
+        case Parameters():
+            return owner
+        case Tensor():
+            return owner if owner.data or owner.forward else owner.but(op="index", inputs=(owner,))
+        case Unknown():
+            made = owner.made if owner.made != "computed" else "called"
+            key = f"{owner.key}[{index!r}]"
+            return calls.as_role(machine, Unknown(key, made, loop=owner.loop, of=owner.of), text)
+        case Wrapper(path=path):
+            return calls.as_role(machine, Unknown(f"{path}[{index!r}]", "called"), text)
+        case _:
+            return Unknown(f"{key_of(owner)}[{index!r}]")
+
+
+def set_item(
+    machine: Machine, target: ast.Subscript, owner_node: ast.expr, index: ast.expr, value: Value
+) -> None:
+    """``owner[index] = value``."""
+    owner = evaluate(machine, owner_node, quiet=True)
+    where = evaluate(machine, index, quiet=True)
+    if isinstance(owner, Mapping_) and isinstance(where, Const) and isinstance(where.value, str):
+        owner.items[where.value] = calls.named(value, where.value)
+    elif isinstance(owner, Tensor):
+        machine.emit(Op, target, "setitem", (owner, where, value), {}, owner)
+    elif isinstance(owner, Mapping_):
+        owner.open = True
+
+
+def _sequence(machine: Machine, node: ast.Tuple | ast.List | ast.Set) -> Value:
+    items: list[Value] = []
+    for each in node.elts:
+        if isinstance(each, ast.Starred):
+            value = evaluate(machine, each.value)
+            if isinstance(value, Sequence_):
+                items += value.items
+            else:
+                return value if isinstance(value, Parameters) else machine.unknown(node)
+        else:
+            items.append(evaluate(machine, each))
+    return Sequence_(items)
+
+
+def _dict(machine: Machine, node: ast.Dict) -> Value:
+    items: dict[str, Value] = {}
+    is_open = False
+    for key, value_node in zip(node.keys, node.values, strict=True):
+        value = evaluate(machine, value_node)
+        if key is None:
+            if isinstance(value, Mapping_):
+                items |= value.items
+                is_open |= value.open
+            else:
+                is_open = True
+            continue
+        where = evaluate(machine, key)
+        if isinstance(where, Const) and isinstance(where.value, str | bool | int):
+            items[where.value] = value  # type: ignore[index]
+        else:
+            is_open = True
+            items[key_of(where)] = value
+    return Mapping_(items, node, is_open)
+
+
+def _conditional(machine: Machine, node: ast.IfExp) -> Value:
+    test = evaluate(machine, node.test)
+    machine_knows = machine.is_known(test)
+    matters = any(calls.matters(machine, each) for each in (node.body, node.orelse))
+    plain = all(isinstance(each, ast.Constant | ast.Attribute) for each in (node.body, node.orelse))
+    if machine_knows or matters or plain or isinstance(node.body, ast.Constant):
+        taken = machine.decide(test, not calls.is_unlikely(machine, node.test))
+        return evaluate(machine, node.body if taken else node.orelse)
+    other = evaluate(machine, node.orelse)
+    value = evaluate(machine, node.body)
+    return other if value is NONE or isinstance(value, Const) else value
+
+
+def _boolean(machine: Machine, node: ast.BoolOp) -> Value:
+    operands: list[Value] = []
+    is_and = isinstance(node.op, ast.And)
+    for each in node.values:
+        value = evaluate(machine, each)
+        known = truth(value) if machine.is_known(value) else None
+        if known is None:
+            operands.append(value)
+        elif known is not is_and:  # a false in an ``and``, a true in an ``or``, decides
+            if not operands:
+                return value
+            operands.append(value)
+            break
+    if not operands:
+        return TRUE if is_and else FALSE
+    if len(operands) == 1:
+        return operands[0]
+    op = "and" if is_and else "or"
+    key = "(" + f" {op} ".join(map(key_of, operands)) + ")"
+    return Unknown(
+        key, op=op, operands=tuple(operands), periodic=is_periodic(operands), loop=loop_of(operands)
+    )
+
+
+def negate(value: Value) -> Value:
+    """``not value``."""
+    known = truth(value)
+    if isinstance(value, Unknown) and value.op == "not":
+        return value.operands[0]
+    if known is not None and not isinstance(value, Scaler | Optimizer | Scheduler | Model):
+        return FALSE if known else TRUE
+    return Unknown(
+        f"not {key_of(value)}",
+        op="not",
+        operands=(value,),
+        periodic=is_periodic([value]),
+        loop=loop_of([value]),
+    )
+
+
+def _unary(machine: Machine, node: ast.UnaryOp) -> Value:
+    value = evaluate(machine, node.operand)
+    if isinstance(node.op, ast.Not):
+        return negate(value)
+    if isinstance(value, Const) and isinstance(node.op, ast.USub):
+        try:
+            return Const(-value.value)
+        except TypeError:
+            return machine.unknown(node)
+    return (
+        value if isinstance(value, Tensor) else Unknown(f"-{key_of(value)}", loop=loop_of([value]))
+    )
+
+
+def has_remainder(value: Value) -> bool:
+    """Whether a condition holds once in a window."""
+    return isinstance(value, Unknown) and value.periodic
+
+
+def _compare(machine: Machine, node: ast.Compare) -> Value:
+    left = evaluate(machine, node.left)
+    if len(node.ops) > 1:
+        for each in node.comparators:
+            evaluate(machine, each)
+        return machine.unknown(node)
+    right = evaluate(machine, node.comparators[0])
+    return compare(machine, node, left, node.ops[0], right)
+
+
+def compare(machine: Machine, node: ast.AST, left: Value, op: ast.cmpop, right: Value) -> Value:
+    """A comparison: a constant where both sides are, else a condition with a key."""
+    if isinstance(op, ast.NotEq | ast.IsNot | ast.NotIn):
+        positive = {ast.NotEq: ast.Eq, ast.IsNot: ast.Is, ast.NotIn: ast.In}[type(op)]
+        return negate(compare(machine, node, left, positive(), right))
+    if isinstance(op, ast.Eq | ast.Is):
+        if isinstance(right, Const) and right.value is None:
+            if isinstance(left, Const):
+                return TRUE if left.value is None else FALSE
+            return negate(left) if not isinstance(left, Gradient) else machine.unknown(node)
+        if isinstance(right, Const) and isinstance(right.value, bool) and isinstance(left, Unknown):
+            return left if right.value else negate(left)
+        if isinstance(left, Ref) and isinstance(right, Ref):
+            same = library.DTYPES.get(left.path, left.path) == library.DTYPES.get(
+                right.path, right.path
+            )
+            return TRUE if same else FALSE
+    if isinstance(left, Const) and isinstance(right, Const | Sequence_):
+        known = _known_comparison(left, op, right)
+        if known is not None:
+            return TRUE if known else FALSE
+    if any(isinstance(each, Tensor) and not each.host for each in (left, right)):
+        return tensors.apply(machine, node, "eq", (left, right))
+    periodic = is_periodic([left, right]) or calls.is_boundary(left, right)
+    name = type(op).__name__
+    return Unknown(
+        f"({key_of(left)} {name} {key_of(right)})",
+        op=name,
+        operands=(left, right),
+        periodic=periodic,
+        loop=loop_of([left, right]),
+    )
+
+
+def _known_comparison(left: Const, op: ast.cmpop, right: Const | Sequence_) -> bool | None:
+    if isinstance(right, Sequence_):
+        if not isinstance(op, ast.In) or not all(isinstance(e, Const) for e in right.items):
+            return None
+        return any(e.value == left.value for e in right.items if isinstance(e, Const))
+    compared: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
+        ast.Eq: lambda a, b: a == b,
+        ast.Is: lambda a, b: a == b,
+        ast.Lt: lambda a, b: a < b,
+        ast.LtE: lambda a, b: a <= b,
+        ast.Gt: lambda a, b: a > b,
+        ast.GtE: lambda a, b: a >= b,
+        ast.In: lambda a, b: a in b,
+    }
+    try:
+        return bool(compared[type(op)](left.value, right.value))
+    except TypeError:
+        return None
+
+
+def _operator(machine: Machine, node: ast.BinOp) -> Value:
+    left = evaluate(machine, node.left)
+    right = evaluate(machine, node.right)
+    return binary(machine, node, node.op, left, right)
+
+
+_ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: lambda a, b: a + b,
+    ast.Sub: lambda a, b: a - b,
+    ast.Mult: lambda a, b: a * b,
+    ast.Div: lambda a, b: a / b,
+    ast.FloorDiv: lambda a, b: a // b,
+    ast.Pow: lambda a, b: a**b if abs(b) < 200 and abs(a) < 1e6 else None,
+    ast.Mod: lambda a, b: a % b,
+}
+OPERATORS = {
+    ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div", ast.Pow: "pow",
+    ast.MatMult: "matmul", ast.Mod: "%", ast.FloorDiv: "floordiv",
+}  # fmt: skip
+
+
+def binary(machine: Machine, node: ast.AST, op: ast.operator, left: Value, right: Value) -> Value:
+    """An operator."""
+    name = OPERATORS.get(type(op), "?")
+    if isinstance(left, Const) and isinstance(left.value, str) and name == "%":
+        return _formatted(machine, node, right)
+    if isinstance(left, Const) and isinstance(right, Const):
+        return _constants(machine, node, op, left, right)
+    if isinstance(left, Gradient) or isinstance(right, Gradient):
+        return left if isinstance(left, Gradient) else right
+    if isinstance(left, Sequence_) and isinstance(right, Sequence_) and name == "add":
+        return Sequence_([*left.items, *right.items])
+    if isinstance(left, Parameters) and name == "add":
+        return Sequence_([left, right])
+    if isinstance(left, Tensor) or isinstance(right, Tensor):
+        return tensors.arithmetic(machine, node, name, left, right)
+    if isinstance(left, Sequence_) and name == "mul":
+        return left
+    both = [left, right]
+    if name == "sub" and isinstance(left, Unknown) and isinstance(right, Unknown):
+        if left.clock is not None and right.clock is not None:
+            machine.emit(Elapsed, node, right.clock, left.clock)
+    return Unknown(
+        f"({key_of(left)} {name} {key_of(right)})",
+        op=name,
+        operands=(left, right),
+        periodic=name == "%" or is_periodic(both),
+        loop=loop_of(both),
+        scale=any(isinstance(each, Unknown) and each.scale for each in both),
+    )
+
+
+def _formatted(machine: Machine, node: ast.AST, right: Value) -> Value:
+    """``"loss %f" % loss``."""
+    operand = node.right if isinstance(node, ast.BinOp) else None
+    if operand is not None:
+        nodes = operand.elts if isinstance(operand, ast.Tuple) else [operand]
+        values = right.items if isinstance(right, Sequence_) else [right]
+        for each, value in zip(nodes, values, strict=False):
+            tensors.shown(machine, each, value)
+    return Unknown(f"str@{node.lineno}:{node.col_offset}")  # type: ignore[attr-defined]
+
+
+def _constants(
+    machine: Machine, node: ast.AST, op: ast.operator, left: Const, right: Const
+) -> Value:
+    compute = _ARITHMETIC.get(type(op))
+    small = all(
+        not isinstance(each.value, str | bytes) or len(each.value) < 1000 for each in (left, right)
+    ) and not any(
+        isinstance(each.value, int) and abs(each.value) > 1 << 40 for each in (left, right)
+    )
+    if (
+        compute is not None
+        and small
+        and not (
+            isinstance(op, ast.Mult)
+            and any(isinstance(e.value, str | bytes) for e in (left, right))
+        )
+    ):
+        try:
+            return Const(compute(left.value, right.value))
+        except (TypeError, ValueError, ArithmeticError):
+            pass
+    return machine.unknown(node)
+
+
+def is_rescaled(node: ast.expr) -> bool:
+    """Whether a number is multiplied (or weighted) before it is reported."""
+    return any(
+        isinstance(each, ast.BinOp) and isinstance(each.op, ast.Mult) for each in ast.walk(node)
+    )
+
+
+def _lambda(machine: Machine, node: ast.Lambda) -> Value:
+    return Function(node, machine.here, machine.scope)
+
+
+def _joined(machine: Machine, node: ast.JoinedStr) -> Value:
+    for each in node.values:
+        if isinstance(each, ast.FormattedValue):
+            value = evaluate(machine, each.value)
+            if isinstance(value, Tensor) and not machine.quiet:
+                tensors.shown(machine, each.value, value)
+    return Unknown(f"str@{node.lineno}:{node.col_offset}")
+
+
+def _comprehension(machine: Machine, node: ast.ListComp | ast.GeneratorExp | ast.SetComp) -> Value:
+    first = node.generators[0]
+    over = evaluate(machine, first.iter)
+    bound = element(machine, node, first.target, over, False)
+    machine.bind(first.target, bound)
+    for other in node.generators[1:]:
+        inner = evaluate(machine, other.iter)
+        machine.bind(other.target, element(machine, node, other.target, inner, False))
+    for generator in node.generators:
+        for test in generator.ifs:
+            evaluate(machine, test, quiet=True)
+    value = evaluate(machine, node.elt)
+    match value:
+        case Parameter():
+            return Parameters(value.of, key_of(value.of))
+        case Gradient() | Parameters():
+            return value
+        case Tensor():
+            return value
+        case Optimizer() | Model() | Instance() | Scaler() | Loader():
+            return Sequence_([value])
+        case _:
+            return machine.unknown(node)
+
+
+def _dict_comprehension(machine: Machine, node: ast.DictComp) -> Value:
+    first = node.generators[0]
+    over = evaluate(machine, first.iter)
+    machine.bind(first.target, element(machine, node, first.target, over, False))
+    value = evaluate(machine, node.value)
+    if isinstance(value, Tensor):
+        return value
+    return Mapping_({"": value}, node, open=True)
+
+
+def element(
+    machine: Machine, node: ast.AST, target: ast.expr, over: Value | None, over_data: bool
+) -> Value:
+    """What a loop's target stands for in one iteration."""
+    where = f"{key_of(over)}#{machine.iteration}"
+    match over:
+        case Parameters(of=owner):
+            parameter = Parameter(owner)
+            if isinstance(target, ast.Tuple) and len(target.elts) == 2:
+                return Sequence_([Unknown(f"name of {where}"), parameter])
+            # ``for group in optimizer.param_groups`` yields groups, whose items lead on here
+            return over if over.key.endswith("param_groups") else parameter
+        case Sequence_(items=items) if items:
+            last = machine._loops[-1].iteration if machine._loops else 0
+            return items[min(last, len(items) - 1)]
+        case Loader():
+            return Tensor(key=f"batch {where}", data=True)
+        case Tensor():
+            return over
+        case Unknown(op="enumerate" | "zip" | "tqdm", operands=operands):
+            return _enumerated(machine, node, target, over, operands, where)
+        case Unknown() if over_data:
+            return Tensor(key=f"batch {where}", data=True)
+        case Unknown(op="items", operands=(Mapping_(items=known), *_)) if known:
+            return Sequence_([Const(next(iter(known))), next(iter(known.values()))])
+    return Unknown(f"{dotted(target) or 'item'} of {where}", loop=machine.iteration)
+
+
+def _enumerated(
+    machine: Machine,
+    node: ast.AST,
+    target: ast.expr,
+    over: Unknown,
+    operands: tuple[Value, ...],
+    where: str,
+) -> Value:
+    data = calls.is_loader(over)
+    if over.op == "tqdm":
+        return element(machine, node, target, operands[0], data)
+    if over.op == "enumerate":
+        index = Unknown(f"index of {where}", loop=machine.iteration)
+        inner_target = (
+            target.elts[1] if isinstance(target, ast.Tuple) and len(target.elts) > 1 else target
+        )
+        return Sequence_([index, element(machine, node, inner_target, operands[0], data)])
+    targets = target.elts if isinstance(target, ast.Tuple) else [target] * len(operands)
+    return Sequence_(
+        [
+            element(machine, node, each, operand, calls.is_loader(operand))
+            for each, operand in zip(targets, operands, strict=False)
+        ]
+    )
+
+
+def _named(machine: Machine, node: ast.NamedExpr) -> Value:
+    value = evaluate(machine, node.value)
+    machine.bind(node.target, value)
+    return value
+
+
+def _starred(machine: Machine, node: ast.Starred) -> Value:
+    return evaluate(machine, node.value)
+
+
+def _await(machine: Machine, node: ast.Await) -> Value:
+    return evaluate(machine, node.value)
+
+
+def _yield(machine: Machine, node: ast.Yield | ast.YieldFrom) -> Value:
+    if node.value is not None:
+        evaluate(machine, node.value)
+    return machine.unknown(node)
+
+
+def _slice(machine: Machine, node: ast.Slice) -> Value:
+    return Unknown(f"slice@{node.lineno}:{node.col_offset}")
+
+
+_HANDLERS: dict[type[ast.expr], Callable[[Machine, Any], Value]] = {
+    ast.Constant: _constant,
+    ast.Name: _name,
+    ast.Attribute: _attribute,
+    ast.Subscript: _subscript,
+    ast.Tuple: _sequence,
+    ast.List: _sequence,
+    ast.Set: _sequence,
+    ast.Dict: _dict,
+    ast.IfExp: _conditional,
+    ast.BoolOp: _boolean,
+    ast.UnaryOp: _unary,
+    ast.Compare: _compare,
+    ast.BinOp: _operator,
+    ast.Lambda: _lambda,
+    ast.JoinedStr: _joined,
+    ast.ListComp: _comprehension,
+    ast.GeneratorExp: _comprehension,
+    ast.SetComp: _comprehension,
+    ast.DictComp: _dict_comprehension,
+    ast.NamedExpr: _named,
+    ast.Starred: _starred,
+    ast.Await: _await,
+    ast.Yield: _yield,
+    ast.YieldFrom: _yield,
+    ast.Slice: _slice,
+    ast.Call: calls.evaluate_call,
+}

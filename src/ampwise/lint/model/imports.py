@@ -1,0 +1,58 @@
+"""Full names of what a file imports, and where it uses them: by its text, whatever runs."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ampwise.lint.model.library import canonical
+from ampwise.lint.model.roles import dotted
+from ampwise.lint.project import Module
+
+
+@dataclass(slots=True)
+class Imports:
+    """The import statements of a file, and the names they bind."""
+
+    names: dict[str, str] = field(default_factory=dict[str, str])
+    """Local name -> full name."""
+    statements: list[tuple[ast.Import | ast.ImportFrom, list[str]]] = field(
+        default_factory=list[tuple[ast.Import | ast.ImportFrom, list[str]]]
+    )
+    """Each statement, with the full names it brings in."""
+
+    def full(self, node: ast.AST) -> str:
+        """The full name of ``torch.cuda.amp.autocast`` or an alias of it; empty if not imported."""
+        text = dotted(node)
+        first, _, rest = text.partition(".")
+        home = self.names.get(first, "torch" if first == "torch" else "")
+        return canonical(f"{home}.{rest}" if rest else home) if home else ""
+
+
+def imports(module: Module) -> Imports:
+    """Read a file's import statements."""
+    found = Imports()
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                local = alias.asname or alias.name.partition(".")[0]
+                found.names[local] = alias.name if alias.asname else local
+            found.statements.append((node, [each.name for each in node.names]))
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            full = [canonical(f"{node.module}.{each.name}") for each in node.names]
+            for alias, name in zip(node.names, full, strict=True):
+                found.names[alias.asname or alias.name] = name
+            found.statements.append((node, full))
+    return found
+
+
+def uses(module: Module, found: Imports) -> Iterator[tuple[ast.Attribute | ast.Name, str]]:
+    """Every use of an imported name outside the import statements, the longest path each."""
+    inner: set[int] = set()
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Attribute | ast.Name) and id(node) not in inner:
+            full = found.full(node)
+            if full:
+                inner |= {id(each) for each in ast.walk(node) if each is not node}
+                yield node, full

@@ -1,0 +1,859 @@
+"""Walks one path through code, over abstract values, and writes down what happens.
+
+Statements are here; expressions in `expressions`, what calls do in `calls`. One `Machine` walks one
+path: where a condition is not known it asks the path's oracle, but only if a branch holds part of a
+training step. Other branches are walked one after the other, as if both were taken: they
+can bind names, not change the order of a step.
+
+A loop is walked twice, as a window of two micro-batches: the first time ``(i + 1) % n == 0`` does
+not hold, the second time it does. Calls of functions and methods of the project are walked
+where they are called; recursion and depth end that, and a budget of nodes ends everything.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Generator, Iterable
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from ampwise.lint.model import calls, expressions
+from ampwise.lint.model.events import (
+    Accumulate,
+    Clip,
+    Condition,
+    Context,
+    Enter,
+    Event,
+    GradientRead,
+    Loop,
+    Report,
+    ZeroGrad,
+)
+from ampwise.lint.model.paths import Oracle
+from ampwise.lint.model.roles import LOADER, dotted
+from ampwise.lint.model.values import (
+    NONE,
+    Class,
+    Const,
+    Function,
+    Gradient,
+    Imported,
+    Instance,
+    Loader,
+    Manager,
+    Mapping_,
+    Model,
+    Optimizer,
+    Ref,
+    Region,
+    Scaler,
+    Scheduler,
+    Sequence_,
+    Tensor,
+    Unknown,
+    Value,
+    key_of,
+    truth,
+)
+
+if TYPE_CHECKING:
+    from ampwise.lint.project import Module
+
+Flow = Literal["", "break", "continue", "return", "raise"]
+
+MAX_DEPTH = 14
+"""Calls inside calls that are followed."""
+
+MAX_IMPORTS = 4
+"""Files that import files that are followed."""
+
+UNLIKELY = (
+    "nan", "inf", "debug", "resume", "test_only", "eval_only", "evaluate", "dry_run", "profile",
+    "no_cuda", "overfit", "isfinite", "only_test", "inference", "smoke", "compile", "ema",
+)  # fmt: skip
+
+
+class BudgetError(Exception):
+    """The code is too large to be walked to its end."""
+
+
+class Scope:
+    """Names of a module, function or class body."""
+
+    __slots__ = ("globals", "module", "names", "parent")
+
+    def __init__(self, module: Module, parent: Scope | None = None) -> None:
+        self.module = module
+        self.parent = parent
+        self.names: dict[str, Value] = {}
+        self.globals: set[str] = set()
+
+    def get(self, name: str) -> Value | None:
+        """What a name stands for; None where nothing was bound to it."""
+        scope: Scope | None = self
+        while scope is not None:
+            if name in scope.names:
+                return scope.names[name]
+            scope = scope.parent
+        return None
+
+    def set(self, name: str, value: Value) -> None:
+        """Bind a name."""
+        if name in self.globals:
+            self.top.names[name] = value
+        else:
+            self.names[name] = value
+
+    def put(self, name: str, value: Value) -> None:
+        """Bind a name anew where it is bound."""
+        scope: Scope | None = self
+        while scope is not None:
+            if name in scope.names:
+                scope.names[name] = value
+                return
+            scope = scope.parent
+
+    @property
+    def top(self) -> Scope:
+        """The module's scope."""
+        scope = self
+        while scope.parent is not None:
+            scope = scope.parent
+        return scope
+
+
+@dataclass(slots=True)
+class Frame:
+    """A function that is being walked."""
+
+    function: Function | None
+    scope: Scope
+    returned: Value | None = None
+    may_return: list[Value] = field(default_factory=list[Value])
+
+
+class Budget:
+    """How many more nodes may be walked, over all paths of a file."""
+
+    def __init__(self, nodes: int) -> None:
+        self.left = nodes
+
+    def spend(self) -> None:
+        """Count one."""
+        self.left -= 1
+        if self.left < 0:
+            raise BudgetError
+
+
+class Machine:
+    """One path through the code of a module."""
+
+    def __init__(
+        self, module: Module, oracle: Oracle, budget: Budget, imported: dict[int, Scope]
+    ) -> None:
+        self.module = module
+        self.oracle = oracle
+        self.budget = budget
+        self.trace: list[Event] = []
+        self.walked: set[int] = set()
+        """``id`` of the functions that were walked."""
+        self.frames: list[Frame] = []
+        self.quiet = 0
+        self.unsure = 0
+        """Inside a branch that is walked although it may not be taken."""
+        self._imported = imported
+        """Scopes of files that are not run but looked into, the same for all paths."""
+        self.converted: dict[str, Value] = {}
+        self._context: Context | None = Context()
+        self._loops: tuple[Loop, ...] = ()
+        self._conditions: tuple[Condition, ...] = ()
+        self._regions: tuple[Region, ...] = ()
+        self._no_grad = False
+        self._no_sync = False
+        self._importing: list[Path] = []
+        self._serial = 0
+        self.evaluating: set[str] = set()
+        """Networks that were put into evaluation mode, by key."""
+        self.called: set[int] = set()
+        """``id`` of expressions that are called: an attribute there is a method."""
+        self.in_forward = 0
+        """How many networks' forward is being walked."""
+
+    # ------------------------------------------------------------------ where the path stands
+
+    @property
+    def context(self) -> Context:
+        """The place, as events keep it."""
+        if self._context is None:
+            names = tuple(
+                calls.name_of(frame.function) for frame in self.frames if frame.function is not None
+            )
+            self._context = Context(
+                self._loops, self._conditions, self._regions, self._no_grad, self._no_sync, names
+            )
+        return self._context
+
+    @property
+    def scope(self) -> Scope:
+        """Names in reach."""
+        return self.frames[-1].scope
+
+    @property
+    def here(self) -> Module:
+        """The file whose code is being walked."""
+        return self.scope.module
+
+    @property
+    def iteration(self) -> int | None:
+        """Serial number of the innermost loop's iteration."""
+        return self._loops[-1].serial if self._loops else None
+
+    @property
+    def region(self) -> Region | None:
+        """The autocast region in force, if one is on."""
+        return self._regions[-1] if self._regions and self._regions[-1].enabled else None
+
+    def emit(self, kind: type[Event], node: ast.AST, *values: object, **named: object) -> None:
+        """Write an event down."""
+        if not self.quiet:
+            self.trace.append(kind(node, self.here, self.context, *values, **named))  # type: ignore[arg-type]
+
+    def evaluate(self, node: ast.expr, *, quiet: bool = False) -> Value:
+        """The value of an expression; `quiet`: without writing down what happens."""
+        return expressions.evaluate(self, node, quiet=quiet)
+
+    def unknown(self, node: ast.AST, made: str = "computed", label: str = "") -> Unknown:
+        """A value that is not known, and the same again at the same place of the same iteration."""
+        place = (
+            f"{self.here.path.name}:{getattr(node, 'lineno', 0)}:{getattr(node, 'col_offset', 0)}"
+        )
+        key = f"{label or type(node).__name__}@{place}"
+        if self._loops:
+            key += f"#{self._loops[-1].serial}"
+        return Unknown(key, made, loop=self.iteration)  # type: ignore[arg-type]
+
+    # ------------------------------------------------------------------ modules and functions
+
+    def run_module(self, module: Module, *, main: bool) -> Scope:
+        """Walk the body of a file; `main`: as a script."""
+        self.module.used.add(module.path)
+        if not main and id(module) in self._imported:
+            return self._imported[id(module)]
+        scope = Scope(module)
+        if not main:
+            self._imported[id(module)] = scope
+        scope.names["__name__"] = Const("__main__" if main else module.path.stem)
+        with self._frame(Frame(None, scope)):
+            if not main:
+                self.quiet += 1
+            try:
+                self.block(module.tree.body if main else _definitions(module.tree.body))
+            finally:
+                if not main:
+                    self.quiet -= 1
+        return scope
+
+    def is_evaluating(self, network: Value) -> bool:
+        """Whether a network was put into evaluation mode."""
+        return key_of(network) in self.evaluating
+
+    def inside_function(self, function: Function, scope: Scope) -> AbstractContextManager[None]:
+        """Evaluate in a function's scope without walking its body."""
+        return self._frame(Frame(function, scope))
+
+    def inside_module(self, scope: Scope) -> AbstractContextManager[None]:
+        """Evaluate in a module's scope."""
+        return self._frame(Frame(None, scope))
+
+    @contextmanager
+    def _frame(self, frame: Frame) -> Generator[None]:
+        self.frames.append(frame)
+        self._context = None
+        try:
+            yield
+        finally:
+            self.frames.pop()
+            self._context = None
+
+    def call(self, function: Function, arguments: calls.Arguments, node: ast.AST) -> Value:
+        """Walk a function of the project where it is called; what it returns."""
+        active = sum(
+            frame.function is not None and frame.function.node is function.node
+            for frame in self.frames
+        )
+        if active or len(self.frames) > MAX_DEPTH:
+            return self.unknown(node, "called", calls.name_of(function))
+        self.walked.add(id(function.node))
+        scope = Scope(function.module, function.scope)
+        frame = Frame(function, scope)
+        unsure, self.unsure = self.unsure, 0
+        with self._frame(frame):
+            calls.bind(self, function, arguments, scope)
+            if isinstance(function.node, ast.Lambda):
+                self.unsure = unsure
+                return self.evaluate(function.node.body)
+            managers = calls.decorators(self, function)
+            with self.inside(managers, function.node):
+                self.block(function.node.body)
+        self.unsure = unsure
+        if frame.returned is not None:
+            return frame.returned
+        if frame.may_return:
+            return next((v for v in frame.may_return if v is not NONE), NONE)
+        return NONE
+
+    # ------------------------------------------------------------------ conditions
+
+    def decide(self, value: Value, default: bool = True) -> bool:
+        """Whether a condition holds on this path."""
+        return self._decide(value, default)
+
+    def is_known(self, value: Value) -> bool:
+        """Whether a condition can go one way only."""
+        if isinstance(value, Unknown):
+            match value.op:
+                case "not":
+                    return self.is_known(value.operands[0])
+                case "and" | "or":
+                    return all(map(self.is_known, value.operands))
+                case _:
+                    return False
+        if isinstance(value, Scaler | Optimizer | Scheduler | Model) and not value.path:
+            return False
+        return truth(value) is not None
+
+    def _decide(self, value: Value, default: bool) -> bool:
+        if isinstance(value, Unknown):
+            match value.op:
+                case "not":
+                    return not self._decide(value.operands[0], not default)
+                case "and":
+                    return all(self._decide(each, default) for each in value.operands)
+                case "or":
+                    return any(self._decide(each, default) for each in value.operands)
+                case "%":
+                    # A remainder is false once in a window.
+                    last = bool(self._loops) and self._loops[-1].iteration > 0
+                    return not self.oracle.ask(f"({value.key} Eq 0)", last)
+                case "Eq":
+                    return self._equals(value, default)
+                case _:
+                    if value.periodic:
+                        default = bool(self._loops) and self._loops[-1].iteration > 0
+                    return self.oracle.ask(value.key, default)
+        if self.is_known(value):
+            return bool(truth(value))
+        if isinstance(value, Scaler | Optimizer | Scheduler | Model):
+            return self.oracle.ask(f"has {value.key}", True)
+        key = key_of(value)
+        return self.oracle.ask(key, default and not any(each in key for each in ("nan", "inf")))
+
+    def _equals(self, value: Unknown, default: bool) -> bool:
+        """``x == "a"``: false where ``x == "b"`` was true."""
+        left, right = value.operands
+        if value.periodic:
+            default = bool(self._loops) and self._loops[-1].iteration > 0
+        if not isinstance(right, Const):
+            return self.oracle.ask(value.key, default)
+        subject = key_of(left)
+        known = self.oracle.equal.get(subject)
+        if known is not None and known != repr(right.value):
+            return False
+        holds = self.oracle.ask(value.key, default)
+        if holds:
+            self.oracle.equal[subject] = repr(right.value)
+        return holds
+
+    def exists(self, value: Scaler | Optimizer | Scheduler) -> None:
+        """A method of it is called: it is not None on this path."""
+        if not value.path:
+            self.oracle.assume(f"has {value.key}")
+
+    # ------------------------------------------------------------------ statements
+
+    def block(self, body: Iterable[ast.stmt]) -> Flow:
+        """Walk statements until one leaves the block."""
+        for statement in body:
+            flow = self.statement(statement)
+            if flow:
+                return flow
+        return ""
+
+    def statement(self, node: ast.stmt) -> Flow:
+        """Walk one statement."""
+        self.budget.spend()
+        walk = _STATEMENTS.get(type(node))
+        return walk(self, node) or "" if walk is not None else ""
+
+    def _expression(self, node: ast.Expr) -> Flow:
+        self.evaluate(node.value)
+        if isinstance(node.value, ast.Call):
+            path = dotted(node.value.func)
+            if path in ("exit", "quit", "sys.exit", "os._exit"):
+                return "raise"
+        return ""
+
+    def _assign(self, node: ast.Assign) -> None:
+        value = self.evaluate(node.value)
+        for target in node.targets:
+            self.bind(target, value)
+
+    def _annotated(self, node: ast.AnnAssign) -> None:
+        if node.value is not None:
+            self.bind(node.target, self.evaluate(node.value))
+
+    def _augmented(self, node: ast.AugAssign) -> None:
+        added = self.evaluate(node.value)
+        before = self.evaluate(node.target, quiet=True)
+        if isinstance(before, Gradient):
+            edit = node.value if isinstance(node.op, ast.Div | ast.Mult) else None
+            clips = edit is not None and "clip" in ast.unparse(edit).lower()
+            if clips:
+                self.emit(Clip, node, before.of, True)
+            else:
+                self.emit(GradientRead, node, True, added)
+            return
+        if isinstance(node.op, ast.Add | ast.Sub):
+            self._running_sum(node, before, added)
+        result = expressions.binary(self, node, node.op, before, added)
+        if isinstance(before, Const) and self._loops:
+            result = self.unknown(node, label=dotted(node.target))
+        if isinstance(result, Tensor) and isinstance(node.op, ast.Add | ast.Sub):
+            result.grown, result.divided = True, False
+        self.bind(node.target, result)
+
+    def _running_sum(self, node: ast.AugAssign, before: Value, added: Value) -> None:
+        if isinstance(added, Tensor):
+            if added.host:
+                rescaled = expressions.is_rescaled(node.value)
+                self.emit(Report, node, added, dotted(node.target), rescaled)
+            else:
+                self.emit(Accumulate, node, before, added)
+
+    def bind(self, target: ast.expr, value: Value) -> None:
+        """Assign to a target."""
+        match target:
+            case ast.Name(id=name):
+                before = self.scope.get(name)
+                if self.unsure and isinstance(before, Optimizer) and isinstance(value, Optimizer):
+                    value.others = (*before.others, before)
+                if not (self.unsure and _is_lost(before, value)):
+                    self.scope.set(name, calls.named(value, name))
+            case ast.Tuple(elts=targets) | ast.List(elts=targets):
+                for each, part in zip(targets, self._parts(value, targets), strict=True):
+                    self.bind(each, part)
+            case ast.Starred(value=inner):
+                self.bind(inner, value)
+            case ast.Attribute(value=owner, attr=attr):
+                self._set_attribute(target, self.evaluate(owner), attr, value)
+            case ast.Subscript(value=owner, slice=index):
+                expressions.set_item(self, target, owner, index, value)
+            case _:
+                pass
+
+    def _parts(self, value: Value, targets: list[ast.expr]) -> list[Value]:
+        starred = any(isinstance(each, ast.Starred) for each in targets)
+        match value:
+            case Sequence_(items=items) if len(items) == len(targets) and not starred:
+                return list(items)
+            case Tensor():
+                return [value.but(key=f"{value.key}[{i}]") for i in range(len(targets))]
+            case _:
+                parts: list[Value] = []
+                for number, each in enumerate(targets):
+                    text = dotted(each) or str(number)
+                    part = expressions.item(self, value, number, text)
+                    parts.append(part)
+                return parts
+
+    def _set_attribute(self, node: ast.Attribute, owner: Value, attr: str, value: Value) -> None:
+        if attr == "grad":
+            if value is NONE or (isinstance(value, Const) and value.value is None):
+                self.emit(ZeroGrad, node, owner)
+            else:
+                self.emit(GradientRead, node, True)
+        elif isinstance(owner, Instance):
+            owner.attributes[attr] = calls.named(value, attr)
+        elif isinstance(owner, Class):
+            owner.attributes[attr] = value
+        elif isinstance(owner, Unknown):
+            self.converted[f"attribute {owner.key}.{attr}"] = calls.named(value, attr)
+
+    def _return(self, node: ast.Return) -> Flow:
+        value = NONE if node.value is None else self.evaluate(node.value)
+        if self.unsure:
+            self.frames[-1].may_return.append(value)
+        else:
+            self.frames[-1].returned = value
+        return "return"
+
+    def _if(self, node: ast.If) -> Flow:
+        test = self.evaluate(node.test)
+        periodic = expressions.has_remainder(test)
+        known = self.is_known(test)
+        branches = node.body + node.orelse
+        matters = any(id(each) in self.here.roles.steps for each in branches) or (
+            periodic and any(_leaves(each) for each in (node.body, node.orelse))
+        )
+        if known or matters:
+            taken = self.decide(test, default=self._likely(node, test))
+            with self._condition(node, test, taken, periodic, known):
+                return self.block(node.body if taken else node.orelse)
+        return self._both(node, test, periodic)
+
+    def _likely(self, node: ast.If, test: Value) -> bool:
+        text = self.here.unparsed(node.test).lower()
+        if any(each in text for each in UNLIKELY):
+            return False
+        return not (_leaves(node.body) and not node.orelse)
+
+    def _both(self, node: ast.If, test: Value, periodic: bool) -> Flow:
+        """Walk both branches, since neither holds part of a step; the last binding stands."""
+        flows: list[Flow] = []
+        self.unsure += 1
+        try:
+            for body, taken in ((node.orelse, False), (node.body, True)):
+                with self._condition(node, test, taken, periodic, known=False):
+                    flows.append(self.block(body))
+        finally:
+            self.unsure -= 1
+        if all(flows):
+            frame = self.frames[-1]
+            if "return" in flows and not self.unsure:
+                frame.returned = next((v for v in frame.may_return if v is not NONE), NONE)
+            return flows[-1]
+        return ""
+
+    @contextmanager
+    def _condition(
+        self, node: ast.AST, test: Value, taken: bool, periodic: bool, known: bool
+    ) -> Generator[None]:
+        before = self._conditions
+        self._conditions = (*before, Condition(node, key_of(test), taken, periodic, known))
+        self._context = None
+        try:
+            yield
+        finally:
+            self._conditions = before
+            self._context = None
+
+    def _for(self, node: ast.For | ast.AsyncFor) -> Flow:
+        over = self.evaluate(node.iter)
+        return self._loop(node, node.body, node.target, over)
+
+    def _while(self, node: ast.While) -> Flow:
+        self.evaluate(node.test)
+        return self._loop(node, node.body, None, None)
+
+    def _loop(
+        self, node: ast.stmt, body: list[ast.stmt], target: ast.expr | None, over: Value | None
+    ) -> Flow:
+        self._forget(node, body)
+        over_data = _is_data(self.here, node, over)
+        before, steps = self._loops, len(self.trace)
+        flow: Flow = ""
+        for iteration in (0, 1):
+            self._serial += 1
+            self._loops = (*before, Loop(node, iteration, self._serial, over_data))
+            self._context = None
+            if target is not None:
+                self.bind(target, expressions.element(self, node, target, over, over_data))
+            flow = self.block(body)
+            if flow in ("return", "raise", "break"):
+                break
+            if flow != "continue" and not self._steps_in(node, steps):
+                break
+        self._loops = before
+        self._context = None
+        orelse: list[ast.stmt] = getattr(node, "orelse", [])
+        if flow in ("return", "raise"):
+            return flow if not self.unsure else ""
+        return self.block(orelse) if orelse and flow != "break" else ""
+
+    def _steps_in(self, node: ast.stmt, since: int) -> bool:
+        """Whether part of a step happened in this loop itself."""
+        return any(
+            type(each) in calls.STEP_EVENTS
+            and each.context.loops
+            and each.context.loops[-1].node is node
+            for each in self.trace[since:]
+        )
+
+    def _forget(self, node: ast.stmt, body: list[ast.stmt]) -> None:
+        """Numbers that the loop changes are not known inside it."""
+        for name in _assigned(self.here, node, body):
+            before = self.scope.get(name)
+            if isinstance(before, Const) and isinstance(before.value, int | float | bool):
+                self.scope.set(name, self.unknown(node, label=name))
+
+    def _with(self, node: ast.With | ast.AsyncWith) -> Flow:
+        managers: list[Manager] = []
+        for item in node.items:
+            value = self.evaluate(item.context_expr)
+            manager = value if isinstance(value, Manager) else Manager("other", item.context_expr)
+            managers.append(manager)
+            if item.optional_vars is not None:
+                bound = manager.bound if manager.bound is not None else value
+                self.bind(item.optional_vars, bound)
+        with self.inside(managers, node):
+            return self.block(node.body)
+
+    @contextmanager
+    def inside(self, managers: Iterable[Manager], node: ast.AST) -> Generator[None]:
+        """Hold context managers open."""
+        before = (self._regions, self._no_grad, self._no_sync)
+        for each in managers:
+            self._enter(each)
+        self._context = None
+        try:
+            yield
+        finally:
+            self._regions, self._no_grad, self._no_sync = before
+            self._context = None
+
+    def _enter(self, manager: Manager) -> None:
+        match manager.kind:
+            case "autocast":
+                assert manager.region is not None
+                self._regions = (*self._regions, manager.region)
+                self._context = None
+                if manager.region.enabled:
+                    self.emit(Enter, manager.region.node, manager.region)
+            case "no_grad":
+                self._no_grad = True
+            case "enable_grad":
+                self._no_grad = False
+            case "no_sync":
+                self._no_sync = True
+            case "many":
+                for each in manager.managers:
+                    self._enter(each)
+            case _:
+                pass
+
+    def _try(self, node: ast.Try) -> Flow:
+        flow = self.block(node.body)
+        if not flow:
+            flow = self.block(node.orelse)
+        # Handlers are for the path that fails; what they define is used when nothing else is.
+        for handler in node.handlers:
+            for statement in handler.body:
+                self._define(statement)
+        return self.block(node.finalbody) or flow
+
+    def _define(self, node: ast.stmt) -> None:
+        names = {
+            ast.ClassDef: lambda: [node.name],  # type: ignore[attr-defined]
+            ast.FunctionDef: lambda: [node.name],  # type: ignore[attr-defined]
+            ast.Import: lambda: [(a.asname or a.name).partition(".")[0] for a in node.names],  # type: ignore[attr-defined]
+            ast.ImportFrom: lambda: [a.asname or a.name for a in node.names],  # type: ignore[attr-defined]
+        }
+        make = names.get(type(node))
+        if make is not None and all(self.scope.get(each) is None for each in make()):
+            self.statement(node)
+
+    def _match(self, node: ast.Match) -> Flow:
+        self.evaluate(node.subject)
+        self.unsure += 1
+        try:
+            for case in node.cases:
+                self.block(case.body)
+        finally:
+            self.unsure -= 1
+        return ""
+
+    def _delete(self, node: ast.Delete) -> None:
+        for target in node.targets:
+            if isinstance(target, ast.Attribute) and target.attr == "grad":
+                self.emit(ZeroGrad, node, self.evaluate(target.value))
+
+    # ------------------------------------------------------------------ definitions and imports
+
+    def _define_function(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        self.scope.set(node.name, Function(node, self.here, self.scope))
+
+    def _define_class(self, node: ast.ClassDef) -> None:
+        bases = tuple(self.evaluate(each, quiet=True) for each in node.bases)
+        class_ = Class(node, self.here, self.scope, bases)
+        scope = Scope(self.here, self.scope)
+        with self._frame(Frame(None, scope)):
+            self.quiet += 1
+            try:
+                self.block(node.body)
+            finally:
+                self.quiet -= 1
+        # Methods look names up in the module, not in the class.
+        for name, value in scope.names.items():
+            if isinstance(value, Function) and value.scope is scope:
+                value.scope, value.class_ = self.scope, class_
+            class_.attributes[name] = value
+        self.scope.set(node.name, class_)
+
+    def _import(self, node: ast.Import) -> None:
+        for alias in node.names:
+            name = alias.name if alias.asname else alias.name.partition(".")[0]
+            path = self.here.project.locate(self.here, name)
+            value: Value = Ref(name) if path is None else Imported(path, full=name)
+            self.scope.set(alias.asname or name, value)
+
+    def _import_from(self, node: ast.ImportFrom) -> None:
+        source = self.here.project.locate(self.here, node.module or "", node.level)
+        for alias in node.names:
+            if alias.name == "*":
+                self._import_star(node, source)
+                continue
+            full = calls.canonical(f"{'.' * node.level}{node.module or ''}.{alias.name}")
+            inner = f"{node.module}.{alias.name}" if node.module else alias.name
+            module = self.here.project.locate(self.here, inner, node.level)
+            value: Value = Ref(full)
+            if source is not None and source != self.here.path:
+                value = Imported(source, alias.name, full)
+            if module is not None and (source is None or source.name == "__init__.py"):
+                value = Imported(module, full=full)
+            self.scope.set(alias.asname or alias.name, value)
+
+    def resolve(self, value: Imported) -> Value:
+        """Look into the file a name was imported from."""
+        module = self.here.project.module(value.path)
+        if module is None or len(self._importing) > MAX_IMPORTS:
+            return Ref(value.full)
+        if value.path in self._importing:  # a circle
+            return Ref(value.full)
+        self._importing.append(value.path)
+        try:
+            scope = self.run_module(module, main=False)
+            if not value.name:
+                return Mapping_(scope.names, module.tree, open=True)
+            found = scope.names.get(value.name)
+            if isinstance(found, Imported):
+                found = self.resolve(found)
+        finally:
+            self._importing.pop()
+        return Ref(value.full) if found is None else found
+
+    def _import_star(self, node: ast.ImportFrom, source: Path | None) -> None:
+        if source is not None and source != self.here.path:
+            found = self.resolve(Imported(source, full=node.module or ""))
+            if isinstance(found, Mapping_):
+                for name, value in found.items.items():
+                    if not name.startswith("_"):
+                        self.scope.set(name, value)
+            return
+        module = node.module or ""
+        if module in ("torch.cuda.amp", "torch.amp", "torch.cpu.amp"):
+            for name in ("autocast", "GradScaler", "custom_fwd", "custom_bwd"):
+                self.scope.set(name, Ref(f"{module}.{name}"))
+
+    def _global(self, node: ast.Global) -> None:
+        self.scope.globals.update(node.names)
+
+    def _nonlocal(self, node: ast.Nonlocal) -> None:
+        for name in node.names:
+            found = self.scope.get(name)
+            if found is not None:
+                self.scope.names[name] = found
+
+    def _raise(self, node: ast.Raise) -> Flow:
+        return "raise"
+
+    def _break(self, node: ast.Break) -> Flow:
+        return "break"
+
+    def _continue(self, node: ast.Continue) -> Flow:
+        return "continue"
+
+    def _assert(self, node: ast.Assert) -> None:
+        self.evaluate(node.test)
+
+
+_STATEMENTS = {
+    ast.Expr: Machine._expression,
+    ast.Assign: Machine._assign,
+    ast.AnnAssign: Machine._annotated,
+    ast.AugAssign: Machine._augmented,
+    ast.Return: Machine._return,
+    ast.If: Machine._if,
+    ast.For: Machine._for,
+    ast.AsyncFor: Machine._for,
+    ast.While: Machine._while,
+    ast.With: Machine._with,
+    ast.AsyncWith: Machine._with,
+    ast.Try: Machine._try,
+    ast.Match: Machine._match,
+    ast.Delete: Machine._delete,
+    ast.FunctionDef: Machine._define_function,
+    ast.AsyncFunctionDef: Machine._define_function,
+    ast.ClassDef: Machine._define_class,
+    ast.Import: Machine._import,
+    ast.ImportFrom: Machine._import_from,
+    ast.Global: Machine._global,
+    ast.Nonlocal: Machine._nonlocal,
+    ast.Raise: Machine._raise,
+    ast.Break: Machine._break,
+    ast.Continue: Machine._continue,
+    ast.Assert: Machine._assert,
+}
+if hasattr(ast, "TryStar"):
+    _STATEMENTS[ast.TryStar] = Machine._try
+
+
+def _definitions(body: list[ast.stmt]) -> list[ast.stmt]:
+    """What another file can import: definitions and bindings, not what the module does."""
+    kinds = (
+        ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Assign,
+        ast.AnnAssign, ast.If, ast.Try,
+    )  # fmt: skip
+    return [each for each in body if isinstance(each, kinds)]
+
+
+def _is_lost(before: Value | None, value: Value) -> bool:
+    """Whether something made in sight would be replaced by something unknown, on some path."""
+    return isinstance(value, Unknown) and isinstance(
+        before, Optimizer | Scaler | Model | Instance | Scheduler | Loader
+    )
+
+
+def _leaves(body: list[ast.stmt]) -> bool:
+    """Whether a block ends by leaving what is around it."""
+    if not body:
+        return False
+    last = body[-1]
+    if isinstance(last, ast.Return | ast.Raise | ast.Break | ast.Continue):
+        return True
+    return (
+        isinstance(last, ast.Expr)
+        and isinstance(last.value, ast.Call)
+        and (dotted(last.value.func) in ("exit", "quit", "sys.exit", "os._exit"))
+    )
+
+
+def _assigned(module: Module, loop: ast.stmt, body: list[ast.stmt]) -> set[str]:
+    """Names that a loop's body binds."""
+    cached = module.assigned.get(id(loop))
+    if cached is None:
+        cached = {
+            node.id
+            for statement in body
+            for node in ast.walk(statement)
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+        }
+        module.assigned[id(loop)] = cached
+    return cached
+
+
+def _is_data(module: Module, node: ast.stmt, over: Value | None) -> bool:
+    """Whether a loop runs over batches."""
+    if isinstance(over, Loader) or (
+        isinstance(over, Unknown) and over.op and calls.is_loader(over)
+    ):
+        return True
+    if isinstance(node, ast.While):
+        return False
+    assert isinstance(node, ast.For | ast.AsyncFor)
+    text = module.unparsed(node.iter)
+    return (bool(LOADER.search(text)) and not text.startswith("range(")) or (
+        "len(" in text and bool(LOADER.search(text))
+    )

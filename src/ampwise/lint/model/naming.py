@@ -1,0 +1,69 @@
+"""Turning values nobody constructed in sight into what their use and name say they are."""
+
+from __future__ import annotations
+
+import ast
+import re
+from typing import TYPE_CHECKING
+
+from ampwise.lint.model.roles import LOSS, WRAPPER
+from ampwise.lint.model.values import (
+    TRUE,
+    Model,
+    Optimizer,
+    Scaler,
+    Scheduler,
+    Tensor,
+    Unknown,
+    Value,
+    Wrapper,
+)
+
+if TYPE_CHECKING:
+    from ampwise.lint.model.machine import Machine
+
+HOST = re.compile(r"numpy\.|np\.|sum\b|AverageMeter|\w*Meter|collections\.")
+"""What makes numbers on the host, or counters."""
+
+_NOWHERE = ast.Pass(lineno=0, col_offset=0)
+
+
+def as_role(machine: Machine, value: Value, text: str) -> Value:
+    """A value read under a name; an unknown one becomes what the name is used as in this file."""
+    if not isinstance(value, Unknown) or value.made == "computed" or not text:
+        return value
+    roles = machine.here.roles
+    known = machine.converted.get(value.key)
+    if known is not None:
+        return known
+    made: Value | None = None
+    last = text.rpartition(".")[2]
+    if roles.is_scaler(text):
+        opaque = value.made == "called"
+        made = Scaler(_NOWHERE, machine.here, TRUE, value.key, opaque=opaque)
+    elif WRAPPER.search(text) and roles.methods.get(text, set()) & {"backward", "prepare", "step"}:
+        made = Wrapper(last)
+    elif roles.is_optimizer(text):
+        made = Optimizer(_NOWHERE, machine.here, value.key)
+    elif roles.is_scheduler(text):
+        made = Scheduler(value.key)
+    elif roles.is_network(text):
+        made = Model(value.key)
+    if made is None:
+        return value
+    machine.converted[value.key] = made
+    return made
+
+
+def named(value: Value, name: str) -> Value:
+    """A value as it is bound to a name: what is called a loss is one."""
+    last = name.rpartition(".")[2]
+    if LOSS.search(last) and not name.endswith(
+        ("fn", "func", "function", "es", "weight", "weights")
+    ):
+        if isinstance(value, Unknown) and value.made == "called" and not HOST.match(value.key):
+            scaled = value if "scale" in f"{name} {value.key}".lower() else None
+            return Tensor(key=value.key, loss=True, scaled=scaled)
+        if isinstance(value, Tensor) and not value.loss and not value.data and not value.host:
+            return value.but(loss=True)
+    return value

@@ -1,0 +1,217 @@
+"""Questions several rules ask of a file."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ampwise.lint.findings import Edit
+from ampwise.lint.model.analysis import Analysis, Trace
+from ampwise.lint.model.events import (
+    Backward,
+    CastDown,
+    Enter,
+    Event,
+    Made,
+    Managed,
+    OptimizerStep,
+    ScalerStep,
+)
+from ampwise.lint.model.roles import dotted
+from ampwise.lint.model.values import (
+    Mapping_,
+    Optimizer,
+    Parameter,
+    Parameters,
+    Scaler,
+    Sequence_,
+    Unknown,
+    Value,
+    Wrapper,
+    key_of,
+)
+from ampwise.lint.project import Module
+
+
+def is_managed(trace: Trace) -> bool:
+    """Whether a wrapper runs the step on this path: what it does is not in sight."""
+    return any(isinstance(each, Managed) for each in trace.events)
+
+
+def uses_amp(code: Analysis) -> bool:
+    """Whether the file trains in mixed precision anywhere."""
+    return (
+        code.any(Enter)
+        or code.any(ScalerStep)
+        or code.any(Made, lambda e: isinstance(e.value, Scaler))
+        or code.any(Backward, lambda e: e.scaled is not None and not isinstance(e.scaled, Wrapper))
+        or code.any(Made, lambda e: isinstance(e.value, Wrapper) and e.value.lower)
+        or code.any(Managed, lambda e: e.path.startswith("apex.amp"))
+    )
+
+
+def uses_half(code: Analysis) -> bool:
+    """Whether anything in the file runs in 16 bits."""
+    return uses_amp(code) or code.any(CastDown)
+
+
+@dataclass(slots=True)
+class Steps:
+    """Where the steps of a file are made."""
+
+    nodes: set[int] = field(default_factory=set[int])
+    """``id`` of the innermost loops around each backward and step, and loops over data around."""
+    traces: set[int] = field(default_factory=set[int])
+    """``id`` of the events of paths through a function that makes a step without a loop."""
+    windows: set[int] = field(default_factory=set[int])
+    """``id`` of the branches that hold a step: what is in them happens once a step."""
+
+
+def step_loops(code: Analysis) -> Steps:
+    """Find what runs once a step."""
+    found = Steps()
+    for trace in code.traces:
+        for event in trace.events:
+            if not isinstance(event, Backward | ScalerStep | OptimizerStep):
+                continue
+            loops = event.context.loops
+            if loops:
+                found.nodes.add(id(loops[-1].node))
+                found.nodes |= {id(each.node) for each in loops if each.over_data}
+            elif trace.root and isinstance(event, Backward):
+                found.traces.add(id(trace.events))
+            if not isinstance(event, Backward):
+                found.windows |= {id(each.node) for each in event.context.conditions}
+    return found
+
+
+def is_hot(event: Event, steps: Steps, trace: Trace) -> bool:
+    """Whether something happens on every step of a training loop."""
+    if event.context.no_grad:
+        return False
+    conditions = list(event.context.conditions)
+    if id(trace.events) not in steps.traces:
+        around = [each for each in event.context.loops if id(each.node) in steps.nodes]
+        if not around:
+            return False
+        conditions = event.context.branches_in(around[0])
+    return not any(each.periodic and id(each.node) not in steps.windows for each in conditions)
+
+
+def owners(value: Value | None) -> set[str]:
+    """Whose parameters something holds; empty where that is not known."""
+    match value:
+        case Parameters(of=Optimizer() as optimizer):
+            return owners(optimizer.params)
+        case Parameters(of=owner) | Parameter(of=owner):
+            return owners(owner) or {key_of(owner)}
+        case Optimizer(params=params):
+            return owners(params)
+        case Sequence_(items=items):
+            found = [owners(each) for each in items]
+            return set().union(*found) if all(found) and found else set()
+        case Mapping_(items=items):
+            return owners(items.get("params"))
+        case Unknown() | None:
+            return set()
+        case _:
+            return {key_of(value)}
+
+
+def same_owner(first: Value | None, second: Value | None) -> bool | None:
+    """Whether two things hold parameters of the same network; None where that is not known."""
+    one, other = owners(first), owners(second)
+    if not one or not other:
+        return None
+    return bool(one & other)
+
+
+def scaler_steps(trace: Trace) -> list[ScalerStep]:
+    """Steps through a scaler, on one path."""
+    return trace.of(ScalerStep)
+
+
+def is_real(value: Value | None) -> bool:
+    """Whether a backward was scaled by a scaler in sight."""
+    return isinstance(value, Scaler) and not value.opaque
+
+
+def is_unscaled(event: Backward) -> bool:
+    """Whether a backward was surely not scaled."""
+    return event.scaled is None
+
+
+def is_wrapped(event: Backward) -> bool:
+    """Whether a wrapper scales."""
+    return isinstance(event.scaled, Wrapper)
+
+
+def accumulates(trace: Trace) -> Iterator[tuple[Backward, ScalerStep | OptimizerStep]]:
+    """Each backward that runs more often than the step behind it, with that step."""
+    for index, event in enumerate(trace.events):
+        if not isinstance(event, Backward) or not event.context.loops:
+            continue
+        step = next(
+            (e for e in trace.events[index:] if isinstance(e, ScalerStep | OptimizerStep)), None
+        )
+        if step is not None and (_is_deeper(event, step) or _is_rarer(event, step)):
+            yield event, step
+
+
+def _is_deeper(event: Event, step: Event) -> bool:
+    """A loop around the one, inside the loops around the other."""
+    nodes = [each.node for each in step.context.loops]
+    inner = [each.node for each in event.context.loops]
+    return len(inner) > len(nodes) and inner[: len(nodes)] == nodes and bool(nodes)
+
+
+def _is_rarer(event: Event, step: Event) -> bool:
+    """The step waits for the end of a window that the backward does not wait for."""
+    if not step.context.loops or step.context.loops[-1].node is not event.context.loops[-1].node:
+        return False
+    held = {each.key.partition("#")[0] for each in event.context.conditions}
+    return any(
+        each.periodic and each.key.partition("#")[0] not in held
+        for each in step.context.branches_in(step.context.loops[-1])
+    ) or _skipped_to(event, step)
+
+
+def _skipped_to(event: Event, step: Event) -> bool:
+    """The step is reached in a later iteration than the backward: a ``continue`` went before."""
+    loop, other = event.context.loops[-1], step.context.loops[-1]
+    return loop.node is other.node and loop.serial != other.serial
+
+
+def span(node: ast.AST) -> tuple[int, int, int, int]:
+    """Line, column (from 0), end line, end column of a node."""
+    return (
+        node.lineno,  # type: ignore[attr-defined]
+        node.col_offset,  # type: ignore[attr-defined]
+        node.end_lineno,  # type: ignore[attr-defined]
+        node.end_col_offset,  # type: ignore[attr-defined]
+    )
+
+
+def edit(what: str, node: ast.AST, text: str = "") -> Edit:
+    """A change at a node."""
+    return Edit(what, *span(node), text)  # type: ignore[arg-type]
+
+
+def statement_edit(what: str, module: Module, node: ast.AST, text: str = "") -> Edit:
+    """A change at the statement a node stands in."""
+    return edit(what, module.statement_of(node), text)
+
+
+def receiver(node: ast.AST) -> str:
+    """``scaler`` of ``scaler.step(optimizer)``, as text; empty for anything else."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        return dotted(node.func.value)
+    return ""
+
+
+def first_argument(node: ast.AST) -> str:
+    """The first argument of a call, as text."""
+    if isinstance(node, ast.Call) and node.args:
+        return ast.unparse(node.args[0])
+    return ""

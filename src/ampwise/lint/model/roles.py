@@ -1,0 +1,217 @@
+"""What names stand for by the way a file uses them, for values nobody constructs in sight.
+
+A parameter ``scaler`` on which ``unscale_`` or ``scale(...).backward()`` is called is a gradient
+scaler, whatever it is called; one that is fitted to data is not. The same for optimizers, networks
+and losses. Names decide only where use alone cannot.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+
+SCALER = re.compile(r"scaler", re.IGNORECASE)
+OPTIMIZER = re.compile(
+    r"(^|[_.])(opt|optim|optimi[sz]ers?)(?=$|[_.\d\[A-Z])|optimi[sz]er", re.IGNORECASE
+)
+SCHEDULER = re.compile(r"sched|warm_?up|lr_?decay", re.IGNORECASE)
+NETWORK = re.compile(
+    r"(^|[_.])(model|net|network|encoder|decoder|generator|discriminator|critic|student|teacher"
+    r"|backbone|unet|gen|disc|module|G|D|net_?[GD]|actor|policy|vae|gpt|transformer)"
+    r"(s|_\w+|\d+|[A-Z]\w*)?$|model$|Net$"
+)
+LOSS = re.compile(
+    r"(criteri(on|a)|loss|(^|_)crit(_|$)|objective|(^|_)(bce|ce|mse|nll|l1|kl)(_|$))", re.IGNORECASE
+)
+LOADER = re.compile(
+    r"load(er)?s?(_|$|\d)|dataload|(^|_)(dl|dataset|batches|data)(_|$)|train_(iter|gen|data)",
+    re.IGNORECASE,
+)
+WRAPPER = re.compile(
+    r"(^|[_.])(accelerator|fabric|engine|model_engine|trainer|strategy)$", re.IGNORECASE
+)
+EVALUATION = re.compile(
+    r"(^|_)(val|valid|validate|validation|eval|evaluate|evaluation|test|infer\w*|predict\w*|sample)(_|$)",
+    re.IGNORECASE,
+)
+
+SCALER_METHODS = {
+    "scale", "step", "update", "unscale_", "state_dict", "load_state_dict", "get_scale",
+    "is_enabled", "get_growth_factor", "set_growth_interval", "_enabled", "_scale",
+}  # fmt: skip
+NETWORK_METHODS = {"train", "eval", "parameters", "named_parameters", "modules", "forward", "cuda"}
+DATA_SCALER = {"fit", "transform", "fit_transform", "inverse_transform"}
+
+STEP_METHODS = {
+    "backward", "unscale_", "zero_grad", "clip_grad_norm_", "clip_grad_value_", "clip_grad_norm",
+    "autocast", "scale_loss", "no_sync", "half", "bfloat16", "manual_backward", "get_scale",
+}  # fmt: skip
+STEP_NAMES = {
+    "GradScaler", "ShardedGradScaler", "autocast", "clip_grad_norm_", "clip_grad_value_",
+    "nullcontext", "clip_grad_norm",
+}  # fmt: skip
+
+CORE = {"backward", "autocast", "GradScaler", "ShardedGradScaler", "unscale_", "scale_loss"}
+
+
+def dotted(node: ast.AST) -> str:
+    """``self.scaler``, ``opts['d']`` as text; empty for anything that is no such path."""
+    match node:
+        case ast.Name(id=name):
+            return name
+        case ast.Attribute(value=value, attr=attr):
+            base = dotted(value)
+            return f"{base}.{attr}" if base else ""
+        case ast.Subscript(value=value, slice=ast.Constant(value=index)):
+            base = dotted(value)
+            return f"{base}[{index!r}]" if base else ""
+        case _:
+            return ""
+
+
+class Roles:
+    """What the names of one file are used for."""
+
+    def __init__(self, tree: ast.Module) -> None:
+        self.methods: dict[str, set[str]] = defaultdict(set)
+        self._stepped: set[str] = set()
+        self._scales_backward: set[str] = set()
+        self.steps: set[int] = set()
+        """``id`` of every node inside which something of a training step happens."""
+        self.core: set[int] = set()
+        """Of those, the ones with something only training or lower precision has."""
+        self._functions: dict[str, list[ast.AST]] = defaultdict(list)
+        calls: list[ast.Call] = []
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute):
+                if base := dotted(node.value):
+                    self.methods[base].add(node.attr)
+            elif isinstance(node, ast.Call):
+                calls.append(node)
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                self._functions[node.name].append(node)
+        for call in calls:
+            self._see(call)
+        self._mark(tree)
+
+    def _see(self, call: ast.Call) -> None:
+        match call.func:
+            case ast.Attribute(value=receiver, attr="step" | "unscale_") if call.args:
+                if self.is_scaler(dotted(receiver)):
+                    self._stepped.add(dotted(call.args[0]))
+            case ast.Attribute(
+                value=ast.Call(func=ast.Attribute(value=receiver, attr="scale")), attr="backward"
+            ):
+                self._scales_backward.add(dotted(receiver))
+            case _:
+                pass
+
+    def is_scaler(self, text: str) -> bool:
+        """Whether a path is used as a gradient scaler is."""
+        used = self.methods.get(text, set())
+        if not text or used & DATA_SCALER:
+            return False
+        if "unscale_" in used or text in self._scales_backward:
+            return True
+        if {"scale", "step", "update"} <= used:
+            return True
+        return bool(SCALER.search(text.rpartition(".")[2])) and bool(
+            used & {"scale", "step", "update"}
+        )
+
+    def is_optimizer(self, text: str) -> bool:
+        """Whether a path is used as an optimizer is."""
+        if text in self._stepped and text:
+            return True
+        used = self.methods.get(text, set())
+        if {"step", "zero_grad"} <= used or {"step", "param_groups"} <= used:
+            return True
+        return bool(OPTIMIZER.search(text)) and bool(
+            used & {"step", "zero_grad", "param_groups", "state_dict"}
+        )
+
+    def is_scheduler(self, text: str) -> bool:
+        """Whether a path is used as a learning-rate scheduler is."""
+        return bool(SCHEDULER.search(text.rpartition(".")[2])) and "step" in self.methods.get(
+            text, set()
+        )
+
+    def is_network(self, text: str) -> bool:
+        """Whether a path is used as a network is."""
+        last = text.rpartition(".")[2].partition("[")[0]
+        if LOSS.search(last):
+            return False
+        used = self.methods.get(text, set())
+        return bool({"train", "eval"} & used and used & NETWORK_METHODS) or bool(
+            NETWORK.search(last)
+        )
+
+    def _mark(self, tree: ast.Module) -> None:
+        """Fill `steps` and `core`: what is inside a step, directly and through functions called."""
+        names: set[str] = set()
+        core: set[str] = set()
+        while True:
+            self._walk(tree, names, core)
+            found = self._named(self.steps) | self._named(self.core)
+            if found <= names | core:
+                return
+            names |= self._named(self.steps)
+            core |= self._named(self.core)
+
+    def _named(self, inside: set[int]) -> set[str]:
+        return {
+            name
+            for name, nodes in self._functions.items()
+            if any(id(each) in inside for each in nodes)
+        }
+
+    def _walk(self, node: ast.AST, names: set[str], core_names: set[str]) -> bool:
+        inside = self._is_step(node, names)
+        for child in ast.iter_child_nodes(node):
+            inside |= self._walk(child, names, core_names)
+        if inside:
+            self.steps.add(id(node))
+        core = self._is_core(node, core_names) or any(
+            id(child) in self.core for child in ast.iter_child_nodes(node)
+        )
+        if core:
+            self.core.add(id(node))
+        # A definition inside a branch does not make the branch part of a step.
+        return inside and not isinstance(node, ast.ClassDef)
+
+    def _is_core(self, node: ast.AST, names: set[str]) -> bool:
+        match node:
+            case ast.Call(func=ast.Name(id=name)) if name in names:
+                return True
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="self"), attr=name)) if (
+                name in names
+            ):
+                return True
+            case ast.Attribute(attr=attr) | ast.Name(id=attr):
+                return attr in CORE
+            case ast.Call(func=ast.Attribute(attr="half"), args=[]):
+                return True
+            case ast.Call(func=ast.Attribute(value=receiver, attr="step")):
+                text = dotted(receiver)
+                return self.is_scaler(text) or self.is_optimizer(text)
+            case _:
+                return False
+
+    def _is_step(self, node: ast.AST, names: set[str]) -> bool:
+        match node:
+            case ast.Attribute(attr="grad"):
+                return True
+            case ast.Call(func=ast.Attribute(value=receiver, attr=attr)):
+                if attr in STEP_METHODS or attr in STEP_NAMES or attr in names:
+                    return True
+                text = dotted(receiver)
+                if attr in ("step", "update", "scale", "state_dict", "load_state_dict"):
+                    return self.is_scaler(text) or (
+                        attr == "step" and (self.is_optimizer(text) or self.is_scheduler(text))
+                    )
+                return False
+            case ast.Call(func=ast.Name(id=name)):
+                return name in STEP_NAMES or name in names
+            case _:
+                return False

@@ -1,0 +1,75 @@
+"""What a rule is. Each lives in a file of its own under `rules`, found by being there."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+
+from ampwise.lint.findings import Edit, Safety, Severity
+from ampwise.lint.model.analysis import Analysis
+from ampwise.lint.project import Module
+
+
+@dataclass(frozen=True, slots=True)
+class Mistake:
+    """A mistake at a node; the engine makes a `Finding` of it."""
+
+    node: ast.AST
+    module: Module
+    message: str
+    """What is wrong, what happens, what to write."""
+    edits: tuple[Edit, ...] = ()
+
+
+Check = Callable[[Analysis], Iterable[Mistake]]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One rule of the catalogue."""
+
+    code: str
+    name: str
+    severity: Severity
+    fix: Safety
+    check: Check
+    doc: str
+
+    def __call__(self, code: Analysis) -> Iterator[Mistake]:
+        """All its mistakes in a file, each place once."""
+        seen: set[tuple[int, int]] = set()
+        for mistake in self.check(code):
+            if mistake.module is not code.module:
+                continue  # reported when that file is linted itself
+            place = (mistake.node.lineno, mistake.node.col_offset)  # type: ignore[attr-defined]
+            if place not in seen:
+                seen.add(place)
+                yield mistake
+
+
+def rule(code: str, name: str, severity: Severity, fix: Safety = "") -> Callable[[Check], Rule]:
+    """Make a rule of a function that yields the mistakes of a file."""
+
+    def make(check: Check) -> Rule:
+        module = inspect.getmodule(check)
+        return Rule(code, name, severity, fix, check, inspect.getdoc(module) or "")
+
+    return make
+
+
+@cache
+def all_rules() -> dict[str, Rule]:
+    """Every rule by its code: the modules of the package ``rules``."""
+    from ampwise.lint import rules
+
+    found: dict[str, Rule] = {}
+    for each in pkgutil.iter_modules(rules.__path__):
+        module = importlib.import_module(f"{rules.__name__}.{each.name}")
+        made: Rule = module.check
+        found[made.code] = made
+    return dict(sorted(found.items()))

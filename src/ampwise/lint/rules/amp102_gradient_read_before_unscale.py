@@ -1,0 +1,85 @@
+"""# gradient-read-before-unscale
+
+## What it does
+Reports code that reads, logs or edits gradients (`p.grad`, norms, histograms) between a scaled
+backward and `scaler.step(optimizer)`, with no `unscale_` before it. Setting a gradient to None
+is no reading.
+
+## Why is this bad
+The values are the true gradients times the loss scale: 65536 times too large at first, and
+twice or half as large whenever the scale changes. Curves of gradient norms jump with it; noise,
+decay or thresholds of a fixed size are too weak by the same factor.
+
+## Example
+    scaler.scale(loss).backward()
+    norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+    scaler.step(optimizer)
+    scaler.update()
+
+## Use instead
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+    scaler.step(optimizer)
+    scaler.update()
+
+## Fix safety
+Unsafe: `--unsafe-fixes` puts `unscale_` before the reading, where that stands in the same
+function as the step. Constants that were tuned on scaled values have to be tuned again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ampwise.lint.model.analysis import Analysis
+from ampwise.lint.model.events import Backward, GradientRead, ScalerStep, Unscale, ZeroGrad
+from ampwise.lint.model.queries import first_argument, is_real, receiver, statement_edit
+from ampwise.lint.rule import Mistake, rule
+
+
+@rule("AMP102", "gradient-read-before-unscale", "warning", fix="unsafe")
+def check(code: Analysis) -> Iterator[Mistake]:
+    for trace in code.traces:
+        scaled: Backward | None = None
+        read: list[GradientRead] = []
+        for event in trace.events:
+            match event:
+                case Backward():
+                    scaled = event if is_real(event.scaled) else None
+                case ZeroGrad():
+                    scaled, read = None, []
+                case GradientRead() if scaled is not None:
+                    read.append(event)
+                case Unscale() | ScalerStep():
+                    yield from (_mistake(each, event) for each in read)
+                    scaled, read = None, []
+                case _:
+                    pass
+
+
+def _mistake(read: GradientRead, step: ScalerStep | Unscale) -> Mistake:
+    scaler, optimizer = receiver(step.node) or "scaler", first_argument(step.node) or "optimizer"
+    call = f"{scaler}.unscale_({optimizer})"
+    inline = read.module is step.module and read.context.functions == step.context.functions
+    edits = (statement_edit("before", read.module, _outermost(read), call),) if inline else ()
+    what = "edited" if read.is_edit else "read"
+    return Mistake(
+        read.node,
+        read.module,
+        f"gradients are {what} while they are still multiplied by the loss scale: values are up to "
+        f"65,536 times too large and change when the scale does; call {call} first",
+        edits,
+    )
+
+
+def _outermost(read: GradientRead) -> object:
+    """The statement to put the call before: the loop over parameters, where there is one."""
+    first, last = read.node.lineno, read.node.end_lineno  # type: ignore[attr-defined]
+    for loop in read.context.loops:
+        if not loop.over_data and loop.node.lineno <= first and last <= loop.node.end_lineno:  # type: ignore[attr-defined]
+            inner = loop
+            body_has_step = any(each is loop for each in read.context.loops[:-1])
+            if not body_has_step:
+                return inner.node
+    return read.node

@@ -1,0 +1,83 @@
+"""# update-per-optimizer
+
+## What it does
+Reports all but the last `scaler.update()` of an iteration that steps several optimizers through
+one scaler. Several scalers with one update each are right.
+
+## Why is this bad
+Update after optimizer A, and when A overflowed, the scale is halved before B is unscaled: B's
+gradients were multiplied by 65536 and are divided by 32768, so B moves twice as far (measured:
+0.2 instead of 0.1). The growth interval of 2000 steps also counts every iteration twice.
+
+## Example
+    scaler.scale(loss_d).backward()
+    scaler.step(opt_d)
+    scaler.update()
+    scaler.scale(loss_g).backward()
+    scaler.step(opt_g)
+    scaler.update()
+
+## Use instead
+    scaler.scale(loss_d).backward()
+    scaler.step(opt_d)
+    scaler.scale(loss_g).backward()
+    scaler.step(opt_g)
+    scaler.update()
+
+## Fix safety
+Unsafe: `--unsafe-fixes` removes the earlier update. The scale then grows and falls at another
+pace, and an overflow of one optimizer lowers the scale only at the end of the iteration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ampwise.lint.model.analysis import Analysis, Trace
+from ampwise.lint.model.events import ScalerStep, Update
+from ampwise.lint.model.queries import statement_edit
+from ampwise.lint.rule import Mistake, rule
+
+
+@rule("AMP108", "update-per-optimizer", "error", fix="unsafe")
+def check(code: Analysis) -> Iterator[Mistake]:
+    for trace in code.traces:
+        for updates in _by_iteration(trace).values():
+            for earlier, later in zip(updates, updates[1:], strict=False):
+                if _stepped_between(trace, earlier, later):
+                    yield _mistake(earlier, later)
+
+
+def _by_iteration(trace: Trace) -> dict[tuple[int, int], list[Update]]:
+    """Updates of each scaler in each iteration of the loop around them."""
+    found: dict[tuple[int, int], list[Update]] = {}
+    for each in trace.of(Update):
+        if each.context.loops:
+            key = (each.context.loops[-1].serial, id(each.scaler))
+            found.setdefault(key, []).append(each)
+    return found
+
+
+def _stepped_between(trace: Trace, earlier: Update, later: Update) -> bool:
+    """Whether the two updates belong to steps of different optimizers."""
+    first, second = trace.events.index(earlier), trace.events.index(later)
+    before = [
+        each.optimizer
+        for each in trace.events[:first]
+        if isinstance(each, ScalerStep) and each.context.loops[-1:] == earlier.context.loops[-1:]
+    ]
+    between = [
+        each.optimizer for each in trace.events[first:second] if isinstance(each, ScalerStep)
+    ]
+    return bool(before and between) and any(each is not before[-1] for each in between)
+
+
+def _mistake(earlier: Update, later: Update) -> Mistake:
+    return Mistake(
+        earlier.node,
+        earlier.module,
+        "update() runs once per optimizer: when one overflows, the next is unscaled by a scale its "
+        "gradients were not multiplied with, and the growth interval counts double; call update() "
+        f"once an iteration, as in line {later.node.lineno}",  # type: ignore[attr-defined]
+        (statement_edit("remove", earlier.module, earlier.node),),
+    )

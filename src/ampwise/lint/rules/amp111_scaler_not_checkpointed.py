@@ -1,0 +1,145 @@
+"""# scaler-not-checkpointed
+
+## What it does
+Reports `torch.save` of a checkpoint with the optimizer's state and without the scaler's, and
+`optimizer.load_state_dict` where the scaler's state is never loaded. Silent for weights alone.
+
+## Why is this bad
+`scaler.state_dict()` holds the scale and the growth tracker. Without it a resumed run starts
+again at 65536 and skips steps until the scale fits, so it does not go on where it stopped; if
+the scale had grown, small gradients are lost until it has grown again, one doubling per 2000
+steps.
+
+## Example
+    state = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+    }
+    torch.save(state, path)
+
+## Use instead
+    state = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "scaler": scaler.state_dict(),
+    }
+    torch.save(state, path)
+
+## Fix safety
+No automatic fix: saving and loading have to change together, and old checkpoints have no such
+entry.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from ampwise.lint.findings import Edit
+from ampwise.lint.model.analysis import Analysis
+from ampwise.lint.model.events import Backward, Save, ScalerStep, StateDict
+from ampwise.lint.model.queries import edit, is_real, receiver
+from ampwise.lint.model.values import (
+    Instance,
+    Mapping_,
+    Optimizer,
+    Parameters,
+    Scaler,
+    Unknown,
+    Value,
+)
+from ampwise.lint.rule import Mistake, rule
+
+
+@rule("AMP111", "scaler-not-checkpointed", "warning", fix="unsafe")
+def check(code: Analysis) -> Iterator[Mistake]:
+    if not code.any(Backward, lambda e: is_real(e.scaled)):
+        return
+    states = [each for each in code.of(StateDict) if isinstance(each.of, Scaler)]
+    saved = any(not each.loads for each in states)
+    lacking = list(_saves_without(code, saved))
+    for save in lacking:
+        yield _save_mistake(save, _edits(code, save))
+    if lacking or any(each.loads for each in states):
+        return
+    if not saved and code.any(Save):
+        return
+    for event in code.of(StateDict):
+        if event.loads and isinstance(event.of, Optimizer):
+            yield Mistake(
+                event.node,
+                event.module,
+                "the optimizer's state is loaded but not the scaler's: the run goes on at loss "
+                "scale 65,536 and skips steps until it fits; load the scaler's state too",
+            )
+
+
+def _saves_without(code: Analysis, saved: bool) -> Iterator[Save]:
+    """Saves of an optimizer's state without a scaler's."""
+    for save in code.of(Save):
+        if isinstance(save.mapping, Mapping_):
+            if _holds(save.mapping, Optimizer) and not _holds(save.mapping, Scaler):
+                yield save
+        elif not saved and _is_optimizer_state(code, save):
+            yield save
+
+
+def _is_optimizer_state(code: Analysis, save: Save) -> bool:
+    """Whether something that is no dict holds an optimizer's state: the state itself, an object."""
+    if isinstance(save.what, Parameters):
+        return isinstance(save.what.of, Optimizer)
+    if isinstance(save.what, Instance):
+        values = save.what.attributes.values()
+        return any(isinstance(v, Parameters) and isinstance(v.of, Optimizer) for v in values)
+    named = isinstance(save.node, ast.Call) and isinstance(save.node.args[:1], list)
+    if not isinstance(save.what, Unknown) or not (
+        named and isinstance(next(iter(save.node.args), None), ast.Name)
+    ):
+        return False
+    return any(
+        not each.loads
+        and isinstance(each.of, Optimizer)
+        and each.module is save.module
+        and each.context.functions == save.context.functions
+        for each in code.of(StateDict)
+    )
+
+
+def _edits(code: Analysis, save: Save) -> tuple[Edit, ...]:
+    """Put the scaler's state into the dict, where its name is in reach there."""
+    mapping = save.mapping
+    if mapping is None or not isinstance(mapping.node, ast.Dict):
+        return ()
+    step = next((e for t in code.traces if save in t.events for e in t.of(ScalerStep)), None)
+    if step is None or step.module is not save.module:
+        return ()
+    name = receiver(step.node)
+    same = step.context.functions == save.context.functions or name.startswith("self.")
+    return (edit("argument", mapping.node, f'"scaler": {name}.state_dict()'),) if same else ()
+
+
+def _save_mistake(save: Save, edits: tuple[Edit, ...]) -> Mistake:
+    return Mistake(
+        save.node,
+        save.module,
+        "the checkpoint holds the optimizer's state but not the scaler's: a resumed run starts again "
+        "at loss scale 65,536 and skips steps until it fits; save scaler.state_dict() too",
+        edits,
+    )
+
+
+def _holds(value: Value | None, kind: type[Value], *, inner: bool = False) -> bool:
+    """Whether a checkpoint holds the state of something of a kind (or may, unseen)."""
+    if not isinstance(value, Mapping_):
+        return False
+    for each in value.items.values():
+        if isinstance(each, Parameters) and isinstance(each.of, kind):
+            return True
+        if isinstance(each, kind) or (
+            isinstance(each, Mapping_) and _holds(each, kind, inner=True)
+        ):
+            return True
+    if kind is not Scaler:
+        return False
+    names = [key.lower() for key in value.items if isinstance(key, str)]
+    return (value.open and not inner) or any("scaler" in name or name == "amp" for name in names)

@@ -1,0 +1,80 @@
+"""# loss-outside-autocast
+
+## What it does
+Reports a loss computed outside autocast on the 16-bit output of a network that ran inside it,
+with no `.float()` in between.
+
+## Why is this bad
+Inside autocast losses run in float32; outside they take the dtype of their inputs. In float16,
+`mse_loss` of an error of 300 is inf (300 squared is above 65504), `cross_entropy` with
+`reduction="sum"` over 32768 tokens of 50 equally likely classes is inf, and every loss keeps 11
+bits.
+
+## Example
+    with torch.autocast("cuda", dtype=torch.float16):
+        output = model(x)
+    loss = F.cross_entropy(output, y)
+    scaler.scale(loss).backward()
+
+## Use instead
+    with torch.autocast("cuda", dtype=torch.float16):
+        output = model(x)
+        loss = F.cross_entropy(output, y)
+    scaler.scale(loss).backward()
+
+## Fix safety
+No automatic fix: moving the loss into the region and casting its input up are both right, and
+differ in memory.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from ampwise.lint.findings import Edit
+from ampwise.lint.model.analysis import Analysis
+from ampwise.lint.model.events import Backward, Loss
+from ampwise.lint.model.queries import edit
+from ampwise.lint.model.tensors import flatten, is_low
+from ampwise.lint.model.values import Tensor, Value
+from ampwise.lint.rule import Mistake, rule
+
+
+@rule("AMP202", "loss-outside-autocast", "warning", fix="unsafe")
+def check(code: Analysis) -> Iterator[Mistake]:
+    for trace in code.traces:
+        if not trace.of(Backward):
+            continue
+        for event in trace.of(Loss):
+            if event.context.regions or event.context.no_grad:
+                continue
+            half = next((each for each in flatten(event.inputs) if _is_half(each)), None)
+            if half is not None:
+                yield Mistake(
+                    event.node,
+                    event.module,
+                    "the network ran in autocast and the loss is computed outside it on its "
+                    "half-precision output: softmax, log and sums of the loss run in half precision; "
+                    "compute the loss inside autocast, or on output.float()",
+                    _edits(event, half),
+                )
+
+
+def _edits(event: Loss, half: Value) -> tuple[Edit, ...]:
+    if not isinstance(event.node, ast.Call):
+        return ()
+    for node, value in zip(event.node.args, event.inputs, strict=False):
+        if value is half and isinstance(node, ast.Name | ast.Attribute | ast.Subscript):
+            return (edit("replace", node, f"{event.module.text_of(node)}.float()"),)
+    return ()
+
+
+def _is_half(value: object) -> bool:
+    return (
+        isinstance(value, Tensor)
+        and value.forward
+        and value.region is not None
+        and value.region.enabled
+        and is_low(value.dtype)
+    )

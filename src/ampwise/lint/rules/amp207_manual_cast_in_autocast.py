@@ -1,0 +1,71 @@
+"""# manual-cast-in-autocast
+
+## What it does
+Reports `.half()`, `.bfloat16()` or `.to(...)` one of these dtypes, of a tensor inside autocast
+or of an input just before the network's call in it. Casts up (`.float()`) are right and not
+reported.
+
+## Why is this bad
+Autocast casts where an operation is faster in 16 bits and leaves alone what needs float32.
+After a cast by hand, norms, softmax and losses get values with 11 bits (float16) or 8
+(bfloat16); inputs above 65504 are inf in float16. With autocast off, float32 weights meet
+16-bit inputs and the product raises.
+
+## Example
+    x = x.cuda().half()
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = criterion(model(x), y)
+
+## Use instead
+    x = x.cuda()
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = criterion(model(x), y)
+
+## Fix safety
+No automatic fix: the cast may be there to save memory, or for a custom kernel.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from ampwise.lint.findings import Edit
+from ampwise.lint.model.analysis import Analysis
+from ampwise.lint.model.events import CastDown, Forward
+from ampwise.lint.model.queries import edit
+from ampwise.lint.model.tensors import flatten
+from ampwise.lint.model.values import Instance, Model, Tensor
+from ampwise.lint.project import Module
+from ampwise.lint.rule import Mistake, rule
+
+_MESSAGE = (
+    "a tensor is cast to {dtype} by hand {where} autocast: operations that autocast keeps in "
+    "float32 (losses, softmax, norms) get values that are rounded already, and without autocast "
+    "the code no longer runs; leave the cast to autocast"
+)
+
+
+@rule("AMP207", "manual-cast-in-autocast", "warning", fix="unsafe")
+def check(code: Analysis) -> Iterator[Mistake]:
+    for trace in code.traces:
+        for event in trace.events:
+            if isinstance(event, CastDown) and event.context.region is not None:
+                if not isinstance(event.value, Model | Instance):
+                    message = _MESSAGE.format(dtype=event.cast, where="inside")
+                    yield Mistake(
+                        event.node, event.module, message, _edits(event.node, event.module)
+                    )
+            elif isinstance(event, Forward) and event.context.region is not None and event.is_root:
+                for each in flatten(event.inputs):
+                    if isinstance(each, Tensor) and each.cast is not None:
+                        message = _MESSAGE.format(dtype=each.cast.dtype, where="just before")
+                        edits = _edits(each.cast.node, each.cast.module)
+                        yield Mistake(each.cast.node, each.cast.module, message, edits)
+
+
+def _edits(node: ast.AST, module: Module) -> tuple[Edit, ...]:
+    """``x.half()`` becomes ``x``; a cast that also moves stays for a person."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and not node.args:
+        return (edit("replace", node, module.text_of(node.func.value)),)
+    return ()

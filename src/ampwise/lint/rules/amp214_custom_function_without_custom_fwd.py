@@ -1,0 +1,85 @@
+"""# custom-function-without-custom-fwd
+
+## What it does
+Reports `forward` of a `torch.autograd.Function` that is applied under autocast, when neither it
+nor `backward` has `custom_fwd` / `custom_bwd` or an autocast of its own.
+
+## Why is this bad
+forward runs under autocast and saves its inputs as they came; backward runs with autocast off.
+For a product of float32 tensors in a bfloat16 region the gradient is bfloat16 and the saved
+tensors float32: RuntimeError "expected m1 and m2 to have the same dtype" (reproduced on a CPU).
+
+## Example
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, w):
+            ctx.save_for_backward(x, w)
+            return x @ w
+
+## Use instead
+    class Product(torch.autograd.Function):
+        @staticmethod
+        @torch.amp.custom_fwd(device_type="cuda")
+        def forward(ctx, x, w):
+            ctx.save_for_backward(x, w)
+            return x @ w
+
+        @staticmethod
+        @torch.amp.custom_bwd(device_type="cuda")
+        def backward(ctx, grad):
+            x, w = ctx.saved_tensors
+            return grad @ w.t(), x.t() @ grad
+
+## Fix safety
+No automatic fix: whether to add `cast_inputs=torch.float32` depends on what the function
+computes.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from ampwise.lint.model.analysis import Analysis
+from ampwise.lint.model.events import Applied
+from ampwise.lint.model.roles import dotted
+from ampwise.lint.rule import Mistake, rule
+
+
+@rule("AMP214", "custom-function-without-custom-fwd", "warning", fix="unsafe")
+def check(code: Analysis) -> Iterator[Mistake]:
+    for trace in code.traces:
+        for event in trace.of(Applied):
+            if event.context.region is None:
+                continue
+            class_ = event.class_
+            forward = next(
+                (
+                    each
+                    for each in class_.node.body
+                    if isinstance(each, ast.FunctionDef) and each.name == "forward"
+                ),
+                None,
+            )
+            if forward is not None and not _is_prepared(class_.node):
+                yield Mistake(
+                    forward,
+                    class_.module,
+                    f"{class_.node.name} runs under autocast without custom_fwd and custom_bwd: its "
+                    "forward gets whatever dtype comes, its backward runs with autocast off, and the "
+                    "two meet in different dtypes; decorate both (torch.amp.custom_fwd(device_type=...))",
+                )
+
+
+def _is_prepared(node: ast.ClassDef) -> bool:
+    """Whether forward or backward says how it goes with autocast."""
+    for each in ast.walk(node):
+        if isinstance(each, ast.FunctionDef):
+            names = [dotted(d.func if isinstance(d, ast.Call) else d) for d in each.decorator_list]
+            if any(
+                "custom_fwd" in name or "custom_bwd" in name or "autocast" in name for name in names
+            ):
+                return True
+        elif isinstance(each, ast.Call) and "autocast" in dotted(each.func):
+            return True
+    return False

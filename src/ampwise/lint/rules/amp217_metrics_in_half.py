@@ -1,0 +1,74 @@
+"""# metrics-in-half
+
+## What it does
+Reports a running sum over batches that is kept in float16 or bfloat16: made in that dtype, or
+begun at 0 with 16-bit values added.
+
+## Why is this bad
+Adding 1 stops counting at 256 in bfloat16 and at 2048 in float16 (measured): the next number is
+two further on, and the sum rounds back. An accuracy over 10,000 samples comes out wrong,
+without a word.
+
+## Example
+    correct = torch.zeros((), device="cuda", dtype=torch.bfloat16)
+    for x, y in loader:
+        correct += (model(x).argmax(1) == y).sum()
+
+## Use instead
+    correct = torch.zeros((), device="cuda")
+    for x, y in loader:
+        correct += (model(x).argmax(1) == y).sum()
+
+## Fix safety
+No automatic fix: the figure changes, and the sum's dtype may be set elsewhere.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from ampwise.lint.findings import Edit
+from ampwise.lint.model.analysis import Analysis
+from ampwise.lint.model.events import Accumulate
+from ampwise.lint.model.queries import edit
+from ampwise.lint.model.tensors import is_low
+from ampwise.lint.model.values import Const, Tensor
+from ampwise.lint.rule import Mistake, rule
+
+
+@rule("AMP217", "metrics-in-half", "warning", fix="unsafe")
+def check(code: Analysis) -> Iterator[Mistake]:
+    for trace in code.traces:
+        for event in trace.of(Accumulate):
+            into, added = event.into, event.added
+            if not any(each.over_data for each in event.context.loops):
+                continue
+            if _is_half_sum(into, added):
+                yield Mistake(
+                    event.node,
+                    event.module,
+                    "a running sum is kept in half precision: adding 1 stops counting at 256 in "
+                    "bfloat16 and 2,048 in float16, and small values are lost sooner; add up in "
+                    "float32 (value.float()), or in Python numbers",
+                    _edits(event),
+                )
+
+
+def _edits(event: Accumulate) -> tuple[Edit, ...]:
+    node = event.node
+    if not isinstance(node, ast.AugAssign) or isinstance(event.into, Tensor):
+        return ()  # the sum itself is half: its making must change
+    text = event.module.text_of(node.value)
+    plain = isinstance(node.value, ast.Name | ast.Attribute | ast.Call | ast.Subscript)
+    return (edit("replace", node.value, f"{text if plain else f'({text})'}.float()"),)
+
+
+def _is_half_sum(into: object, added: object) -> bool:
+    if isinstance(into, Tensor) and into.op in ("zeros", "zeros_like", "tensor", "full", "add"):
+        return is_low(into.dtype) and (not isinstance(added, Tensor) or added.dtype != "float32")
+    if isinstance(into, Const) and into.value == 0:
+        return (
+            isinstance(added, Tensor) and is_low(added.dtype) and added.op in ("sum", "mean", "add")
+        )
+    return False

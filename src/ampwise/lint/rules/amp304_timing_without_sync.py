@@ -1,0 +1,85 @@
+"""# timing-without-sync
+
+## What it does
+Reports a time taken in a training loop, around work on the device, with no synchronize, event
+or read value before the clock is read the second time.
+
+## Why is this bad
+Calls to CUDA return when work is queued. The difference is the time of queuing, not of
+computing: a comparison of float32 with 16 bits compares how fast Python queues the two.
+
+## Example
+    start = time.perf_counter()
+    train_step(x, y)
+    seconds = time.perf_counter() - start
+
+## Use instead
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    train_step(x, y)
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - start
+
+## Fix safety
+No automatic fix: CUDA events, or a block of steps with one synchronize, disturb the measurement
+less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ampwise.lint.model.analysis import Analysis
+from ampwise.lint.model.events import (
+    Backward,
+    Elapsed,
+    Event,
+    Forward,
+    HostSync,
+    OptimizerStep,
+    ScalerStep,
+    Synchronize,
+)
+from ampwise.lint.model.queries import step_loops, uses_amp
+from ampwise.lint.rule import Mistake, rule
+
+
+@rule("AMP304", "timing-without-sync", "warning")
+def check(code: Analysis) -> Iterator[Mistake]:
+    if not uses_amp(code):
+        return
+    loops = step_loops(code)
+    for trace in code.traces:
+        for event in trace.of(Elapsed):
+            begun = trace.events[event.begin - 1].context.loops[-1:]
+            inside = any(id(each.node) in loops.nodes for each in event.context.loops)
+            # Over a whole epoch, what is still queued at its end does not count.
+            if (
+                inside
+                and begun == event.context.loops[-1:]
+                and _ends_at_work(trace.events[event.begin : event.end])
+            ):
+                yield _mistake(trace.events[event.end - 1])
+
+
+def _ends_at_work(events: list[Event]) -> bool:
+    """Whether the device was given work that nobody has waited for."""
+    for event in reversed(events):
+        match event:
+            case HostSync() | Synchronize():
+                return False
+            case Forward() | Backward() | ScalerStep() | OptimizerStep():
+                return True
+            case _:
+                pass
+    return False
+
+
+def _mistake(event: Event) -> Mistake:
+    return Mistake(
+        event.node,
+        event.module,
+        "the clock is read while the device still works: calls return at once, so this measures how "
+        "fast work is queued, not done; call torch.cuda.synchronize() before reading the clock, or "
+        "use CUDA events",
+    )

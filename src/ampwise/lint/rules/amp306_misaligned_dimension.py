@@ -1,0 +1,68 @@
+"""# misaligned-dimension
+
+## What it does
+Reports literal widths above 64 that are no multiple of 8, in Linear, Embedding, Conv, LSTM and
+GRU layers of files that train in mixed precision. Narrower layers cost too little to matter.
+
+## Why is this bad
+Eight 16-bit values are 16 bytes; rows of another length are not aligned to that. torch's own
+compiler (Inductor's `pad_mm`) pads 16-bit matrix products to multiples of 8 where that pays. A
+vocabulary of 50257 is the usual case: it sits in the largest product of the network.
+
+## Example
+    self.embed = nn.Embedding(50257, 768)
+    self.out = nn.Linear(768, 50257)
+
+## Use instead
+    self.embed = nn.Embedding(50304, 768)
+    self.out = nn.Linear(768, 50304)
+
+## Fix safety
+No automatic fix: the shapes of parameters change, and old checkpoints no longer load.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from ampwise.lint.model.analysis import Analysis
+from ampwise.lint.model.events import Made
+from ampwise.lint.model.queries import uses_amp
+from ampwise.lint.model.values import Const, Model, Value
+from ampwise.lint.rule import Mistake, rule
+
+LAYER = re.compile(r"^torch\.nn\.(Linear|Embedding|Conv[123]d|LSTM|GRU)$")
+NAMES = (
+    ("#0", "in_features", "in_channels", "num_embeddings", "input_size"),
+    ("#1", "out_features", "out_channels", "embedding_dim", "hidden_size"),
+)
+SMALLEST = 64
+"""Narrower layers (classes, image channels) cost too little to matter."""
+
+
+@rule("AMP306", "misaligned-dimension", "info")
+def check(code: Analysis) -> Iterator[Mistake]:
+    if not uses_amp(code):
+        return
+    for event in code.of(Made):
+        layer = event.value
+        if not isinstance(layer, Model) or not LAYER.match(layer.path):
+            continue
+        widths = [_width(layer.arguments, names) for names in NAMES]
+        odd = [each for each in widths if each is not None and each > SMALLEST and each % 8]
+        if odd:
+            yield Mistake(
+                event.node,
+                event.module,
+                f"a width of {odd[0]} is no multiple of 8: tensor cores pad it or are not used, and "
+                f"lower precision gains little; use {-(-odd[0] // 8) * 8}",
+            )
+
+
+def _width(arguments: dict[str, Value], names: tuple[str, ...]) -> int | None:
+    for name in names:
+        value = arguments.get(name)
+        if isinstance(value, Const) and isinstance(value.value, int):
+            return value.value
+    return None

@@ -1,0 +1,167 @@
+"""Reading files: encodings, notebooks, and what cannot be read, with the reason."""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import re
+import tokenize
+import warnings
+from bisect import bisect_right
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+MAX_BYTES = 4 << 20
+"""Larger files are data or generated; the largest of torch's own has 1.3 MB."""
+
+PYTHON_2 = re.compile(
+    r"^\s*(print\s+[\"'\w]|exec\s+[\"'\w]|except\s+[\w.()]+\s*,\s*\w+\s*:|raise\s+\w+\s*,)",
+    re.MULTILINE,
+)
+IGNORE = re.compile(r"#\s*ampwise:\s*ignore(?P<file>-file)?(?:\[(?P<codes>[\w\s,]*)\])?")
+MAGIC = re.compile(r"^\s*(%|!|\?)|^[\w.]+\?{1,2}\s*$")
+PYTHON_CELLS = ("%%time", "%%timeit", "%%capture", "%%prun", "%%python", "%%python3")
+
+
+class UnreadableError(Exception):
+    """A file that cannot be checked; the message is the reason."""
+
+
+@dataclass(slots=True)
+class Source:
+    """The text of a file, and its syntax tree. Of a notebook: its code cells, one after another."""
+
+    path: Path
+    text: str
+    tree: ast.Module
+    encoding: str = "utf-8"
+    cells: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    """Of a notebook: (number of the cell from 1, its first line in `text`)."""
+
+    @property
+    def lines(self) -> list[str]:
+        """The text by lines, as Python counts them: a form feed ends none."""
+        return re.split(r"\r\n|\r|\n", self.text)
+
+    def cell_of(self, line: int) -> tuple[int, int] | None:
+        """The cell a line of `text` lies in, and its line there; None outside notebooks."""
+        if not self.cells:
+            return None
+        number, first = self.cells[bisect_right([each[1] for each in self.cells], line) - 1]
+        return number, line - first + 1
+
+    def ignored(self) -> tuple[dict[int, set[str] | None], bool]:
+        """Codes silenced on each line (None: all of them), and whether the file is left out."""
+        lines: dict[int, set[str] | None] = {}
+        if "ampwise:" not in self.text:
+            return lines, False
+        # A comment ends a physical line; a string that looks like one is none.
+        for token in tokenize.generate_tokens(io.StringIO(self.text).readline):
+            if token.type != tokenize.COMMENT or not (found := IGNORE.search(token.string)):
+                continue
+            if found["file"]:
+                return lines, True
+            codes = found["codes"]
+            named = {each.strip().upper() for each in codes.split(",")} if codes else None
+            lines[token.start[0]] = named
+        return lines, False
+
+
+def read(path: Path) -> Source:
+    """Read and parse a file.
+
+    Raises
+    ------
+    UnreadableError
+        With the reason, in words.
+    """
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise UnreadableError(f"larger than {MAX_BYTES >> 20} MiB")
+        raw = path.read_bytes()
+    except OSError as error:
+        raise UnreadableError(error.strerror or str(error)) from None
+    if path.suffix == ".ipynb":
+        return _notebook(path, raw)
+    text, encoding = decode(raw)
+    return Source(path, text, parse(text), encoding)
+
+
+def decode(raw: bytes) -> tuple[str, str]:
+    """Text of a source file, by its encoding declaration or byte-order mark (PEP 263)."""
+    try:
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(raw).readline)
+        text = raw.decode(encoding)
+    except (SyntaxError, UnicodeDecodeError, LookupError) as error:
+        raise UnreadableError(f"not decodable: {_first_line(error)}") from None
+    if "\0" in text:
+        raise UnreadableError("holds null bytes: not Python source")
+    return text, encoding
+
+
+def parse(text: str) -> ast.Module:
+    """The syntax tree of a module."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # invalid escapes in other people's strings
+            return ast.parse(text)
+    except SyntaxError as error:
+        if PYTHON_2.search(text):
+            raise UnreadableError("Python 2 code") from None
+        raise UnreadableError(f"syntax error in line {error.lineno}: {error.msg}") from None
+    except (RecursionError, MemoryError):
+        raise UnreadableError("nested too deeply to parse") from None
+    except ValueError as error:
+        raise UnreadableError(f"not parsable: {_first_line(error)}") from None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
+def _notebook(path: Path, raw: bytes) -> Source:
+    try:
+        book: Any = json.loads(raw.decode("utf-8-sig"))
+        cells = book["cells"] if "cells" in book else book["worksheets"][0]["cells"]
+        language = book.get("metadata", {}).get("kernelspec", {}).get("language", "python")
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+        raise UnreadableError(f"not a notebook: {_first_line(error)}") from None
+    if str(language).lower() not in ("python", ""):
+        raise UnreadableError(f"a notebook in {language}")
+    lines: list[str] = []
+    places: list[tuple[int, int]] = []
+    for number, cell in enumerate(cells, 1):
+        if not isinstance(cell, dict) or cell.get("cell_type") != "code":
+            continue
+        body = cell_text(cell)
+        places.append((number, len(lines) + 1))
+        lines += without_magics(body)
+    text = "\n".join(lines) + "\n"
+    return Source(path, text, parse(text), "utf-8", places or [(1, 1)])
+
+
+def cell_text(cell: dict[str, Any]) -> str:
+    """What a code cell holds; nbformat allows a string or a list of lines."""
+    body = cell.get("source", cell.get("input", ""))
+    return "".join(map(str, body)) if isinstance(body, list) else str(body)
+
+
+def without_magics(body: str) -> list[str]:
+    """A cell's lines, with what only IPython understands made comments; as many lines as before."""
+    lines = body.split("\n")
+    start = next((each.strip() for each in lines if each.strip()), "")
+    if start.startswith("%%") and not start.startswith(PYTHON_CELLS):
+        return ["#" + each for each in lines]
+    kept: list[str] = []
+    continued = False
+    for line in lines:
+        if continued or MAGIC.match(line):
+            continued = line.rstrip().endswith("\\")
+            indent = line[: len(line) - len(line.lstrip())]
+            # A magic may be all there is in a block.
+            kept.append(f"{indent}pass  #{line.strip()}" if indent else f"#{line}")
+        else:
+            kept.append(line)
+    return kept

@@ -1,0 +1,201 @@
+"""Shows what a check of some files found: text with excerpts, annotations, SARIF, statistics."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markdown import Markdown
+from rich.text import Text
+
+import ampwise
+from ampwise.lint.findings import Finding, LintReport
+from ampwise.lint.rule import Rule, all_rules
+
+STYLES = {"error": "bold red", "warning": "bold yellow", "info": "bold blue"}
+SARIF_LEVELS = {"error": "error", "warning": "warning", "info": "note"}
+GITHUB_LEVELS = {"error": "error", "warning": "warning", "info": "notice"}
+SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
+EXCERPT = 160
+"""Characters of a source line that are shown: some lines are data."""
+
+
+def render(report: LintReport, console: Console | None = None, *, summary: bool = True) -> None:
+    """Print findings with their source lines, what was skipped, and a count."""
+    console = console or Console(soft_wrap=True)
+    for each in report.findings:
+        _finding(each, console)
+    for each in report.skipped:
+        console.print(Text.assemble((each.path, "bold"), f": skipped: {each.reason}"))
+    if summary:
+        console.print(_summary(report))
+
+
+def place(finding: Finding) -> str:
+    """``path:line:column``, with the cell of a notebook."""
+    cell = f":cell {finding.cell}" if finding.cell is not None else ""
+    return f"{finding.path}{cell}:{finding.line}:{finding.column}"
+
+
+def _finding(finding: Finding, console: Console) -> None:
+    style = STYLES[finding.severity]
+    mendable = f" [{finding.fix} fix]" if finding.edits else ""
+    console.print(
+        Text.assemble(
+            (place(finding), "bold"), ": ", (finding.code, style), f" {finding.name}{mendable}"
+        )
+    )
+    number = str(finding.line)
+    text = finding.source.expandtabs(4).rstrip()
+    if len(text) > EXCERPT:
+        text = text[:EXCERPT] + "..."
+    bar = " " * len(number)
+    console.print(Text.assemble((f"  {number} | ", "dim"), text))
+    column = len(finding.source[: finding.column - 1].expandtabs(4))
+    if column < EXCERPT:
+        console.print(Text.assemble((f"  {bar} | ", "dim"), " " * column, ("^", style)))
+    width = max(40, min(console.width, 100)) - 4
+    for line in textwrap.wrap(finding.message, width):
+        console.print(Text(f"    {line}"))
+    console.print()
+
+
+def _summary(report: LintReport) -> Text:
+    files = f"{report.files:,} file{'s' if report.files != 1 else ''}"
+    counts = {
+        kind: sum(each.severity == kind for each in report.findings) for kind in STYLES
+    }
+    words = {"error": "error", "warning": "warning", "info": "hint"}
+    parts = [
+        f"{count} {words[kind]}{'s' if count != 1 else ''}" for kind, count in counts.items() if count
+    ]
+    text = Text(f"{files}: {', '.join(parts) if parts else 'no findings'}")
+    if report.fixed:
+        text.append(f"; {report.fixed} mended")
+    safe = sum(bool(each.edits) and each.fix == "safe" for each in report.findings)
+    unsafe = sum(bool(each.edits) and each.fix == "unsafe" for each in report.findings)
+    if safe:
+        text.append(f"; --fix mends {safe}")
+    if unsafe:
+        text.append(f"; --unsafe-fixes {unsafe} more")
+    if report.baselined:
+        text.append(f"; {report.baselined} known")
+    if report.skipped:
+        text.append(f"; {len(report.skipped)} skipped")
+    return text
+
+
+def statistics(report: LintReport, console: Console | None = None) -> None:
+    """Print how often each rule fired."""
+    console = console or Console(soft_wrap=True)
+    rules = all_rules()
+    for code, count in report.statistics.most_common():
+        rule = rules[code]
+        console.print(
+            Text.assemble(f"{count:>6}  ", (code, STYLES[rule.severity]), f"  {rule.name}")
+        )
+    console.print(_summary(report))
+
+
+def github(report: LintReport) -> None:
+    """Print findings as the workflow commands GitHub shows beside the lines of a pull request."""
+    for each in report.findings:
+        level = GITHUB_LEVELS[each.severity]
+        print(  # noqa: T201 - the format is this output
+            f"::{level} file={_property(each.path)},line={each.line},col={each.column},"
+            f"title={_property(f'{each.code} {each.name}')}::{_data(each.message)}"
+        )
+
+
+def _data(text: str) -> str:
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _property(text: str) -> str:
+    return _data(text).replace(":", "%3A").replace(",", "%2C")
+
+
+def explain(rule: Rule, console: Console | None = None) -> None:
+    """Print a rule's documentation: formatted on a terminal, as it is elsewhere."""
+    console = console or Console()
+    title = f"{rule.code} {rule.name} ({rule.severity})"
+    body = rule.doc.partition("\n")[2].strip()
+    if console.is_terminal:
+        console.print(Markdown(f"# {title}\n\n{body}"))
+    else:
+        console.file.write(f"# {title}\n\n{body}\n")
+
+
+def to_sarif(report: LintReport) -> dict[str, Any]:
+    """A SARIF 2.1.0 log (OASIS standard) of a report."""
+    used = sorted({each.code for each in report.findings})
+    rules = all_rules()
+    return {
+        "$schema": SARIF_SCHEMA,
+        "version": "2.1.0",
+        "runs": [
+            {
+                "tool": {
+                    "driver": {
+                        "name": "ampwise",
+                        "version": ampwise.__version__,
+                        "rules": [_sarif_rule(rules[code]) for code in used],
+                    }
+                },
+                "results": [_sarif_result(each, used.index(each.code)) for each in report.findings],
+                "invocations": [
+                    {
+                        "executionSuccessful": True,
+                        "toolExecutionNotifications": [
+                            {
+                                "level": "note",
+                                "message": {"text": f"skipped: {each.reason}"},
+                                "locations": [_sarif_place(each.path)],
+                            }
+                            for each in report.skipped
+                        ],
+                    }
+                ],
+                "columnKind": "unicodeCodePoints",
+            }
+        ],
+    }
+
+
+def _sarif_rule(rule: Rule) -> dict[str, Any]:
+    return {
+        "id": rule.code,
+        "name": rule.name,
+        "shortDescription": {"text": rule.name.replace("-", " ")},
+        "help": {"text": rule.doc, "markdown": rule.doc},
+        "defaultConfiguration": {"level": SARIF_LEVELS[rule.severity]},
+    }
+
+
+def _sarif_result(finding: Finding, index: int) -> dict[str, Any]:
+    region = {"startLine": finding.line, "startColumn": finding.column}
+    return {
+        "ruleId": finding.code,
+        "ruleIndex": index,
+        "level": SARIF_LEVELS[finding.severity],
+        "message": {"text": finding.message},
+        "locations": [_sarif_place(finding.path, region)],
+    }
+
+
+def _sarif_place(path: str, region: dict[str, int] | None = None) -> dict[str, Any]:
+    place: dict[str, Any] = {"artifactLocation": {"uri": _uri(path)}}
+    if region is not None:
+        place["region"] = region
+    return {"physicalLocation": place}
+
+
+def _uri(path: str) -> str:
+    file = Path(path)
+    if file.is_absolute():
+        return file.as_uri()
+    from urllib.parse import quote
+
+    return quote(file.as_posix())
