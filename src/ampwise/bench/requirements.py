@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from ampwise.bench.parity import ParityReport
@@ -97,27 +98,37 @@ def _accuracy(
 
     if parity is None:
         return unmeasured("not asked for (--seeds 0)")
-    found = parity.arms.get(precision.name)
-    if found is None:
+    if precision.name not in parity.arms:
         return unmeasured(_why_not(precision))
     if not parity.learning:
         return unmeasured(parity.why_not)
     if precision.name in parity.errors:
         return Requirement("fail", None, threshold, parity.errors[precision.name])
-    unit = "relative" if parity.relative else "absolute"
-    said = (
-        f"{parity.metric} {found.difference:+.4f} {unit} [{found.low:+.4f}, {found.high:+.4f}], "
-        f"{found.seeds} paired seeds"
-    )
+    return _compared(precision.name, threshold, parity)
+
+
+def _compared(name: str, threshold: float, parity: ParityReport) -> Requirement:
+    """By the paired differences of an arm that trained to the end."""
+    found, said = parity.arms[name], parity.said(name)
+    if loss := parity.loss_says(name):
+        said += f"; but {loss}"
+    if parity.too_coarse(name):
+        why = f"{parity.metric} is too coarse to tell: all {found.seeds} differences are exactly 0"
+        said = f"undecided: {why}{_steps(parity)}; evaluate on more held-out data"
+        return Requirement("not measured", None, threshold, said)
     if found.decision == "equivalent":
         return Requirement("pass", found.difference, threshold, said)
     if found.decision == "undecided":
-        needed = parity.needed.get(precision.name)
+        needed = parity.needed.get(name)
         more = f"; about {needed} seeds would decide (--seeds {needed})" if needed else ""
         return Requirement("not measured", found.difference, threshold, f"undecided: {said}{more}")
-    if parity.worse(precision.name):
+    if parity.worse(name):
         return Requirement("fail", found.difference, threshold, said)
     return Requirement("pass", found.difference, threshold, f"better than fp32: {said}")
+
+
+def _steps(parity: ParityReport) -> str:
+    return f", in steps of {parity.resolution:.2g}" if math.isfinite(parity.resolution) else ""
 
 
 def _why_not(precision: PrecisionResult) -> str:

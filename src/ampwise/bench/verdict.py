@@ -92,7 +92,8 @@ def _accuracy(report: BenchReport) -> list[str]:
         if names:
             runs = f"{parity.seeds} paired seeds of {parity.steps} steps"
             said.append(f"{' and '.join(names)}: {meaning}, by {runs}.")
-    return said
+    hidden = {name: parity.loss_says(name) for name in parity.arms}
+    return said + [f"But {name}: {loss}." for name, loss in hidden.items() if loss]
 
 
 def _diverged(precision: PrecisionResult, baseline: PrecisionResult) -> bool:
