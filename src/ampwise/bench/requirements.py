@@ -10,6 +10,7 @@ from ampwise.bench.result import PrecisionResult, Requirement
 from ampwise.bench.stats import Interval
 from ampwise.errors import UsageError
 
+NOT_ASKED = "not asked for (--seeds 0)"
 NOISY = 1.05
 """How far apart two equal arms may seem to lie before the machine is called noisy."""
 
@@ -51,12 +52,19 @@ def judge(
     thresholds: Thresholds,
     parity: ParityReport | None,
     noise: Interval | None = None,
+    ended: str = "",
 ) -> dict[str, Requirement]:
-    """Every requirement on a precision that is not the baseline."""
+    """Every requirement on a precision that is not the baseline.
+
+    Parameters
+    ----------
+    ended
+        What ended the run before parity began, if something did: ``interrupted`` or ``failed``.
+    """
     return {
         "speedup": _speedup(precision, thresholds.speedup, noise),
         "memory_reduction": _memory(precision, thresholds.memory_reduction),
-        "accuracy_difference": _accuracy(precision, thresholds.accuracy_difference, parity),
+        "accuracy_difference": _accuracy(precision, thresholds.accuracy_difference, parity, ended),
     }
 
 
@@ -91,13 +99,13 @@ def _memory(precision: PrecisionResult, threshold: float) -> Requirement:
 
 
 def _accuracy(
-    precision: PrecisionResult, threshold: float, parity: ParityReport | None
+    precision: PrecisionResult, threshold: float, parity: ParityReport | None, ended: str
 ) -> Requirement:
     def unmeasured(reason: str) -> Requirement:
         return Requirement("not measured", None, threshold, reason)
 
     if parity is None:
-        return unmeasured("not asked for (--seeds 0)")
+        return unmeasured(f"{ended} before it was measured" if ended else NOT_ASKED)
     if precision.name not in parity.arms:
         return unmeasured(_why_not(precision))
     if not parity.learning:

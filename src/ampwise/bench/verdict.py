@@ -20,6 +20,8 @@ def verdict(report: BenchReport, thresholds: Thresholds) -> list[str]:
     baseline, others = report.precisions[0], report.precisions[1:]
     if report.interrupted:
         return ["Interrupted: the figures cover what was measured until then."]
+    if report.failed:
+        return [f"Failed: {report.failed}.", "The figures cover what was measured until then."]
     diverged = [each for each in others if _diverged(each, baseline)]
     worse = [each for each in others if each not in diverged and _worse(each)]
     refused = diverged + worse
