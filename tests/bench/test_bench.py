@@ -222,6 +222,7 @@ def test_an_arm_that_only_skips_falls_out_and_the_others_go_on(monkeypatch):
     _, bf16, tf32 = report.precisions
     assert (bf16.status, tf32.status) == ("failed", "measured")
     assert bf16.reason.startswith("bf16: SkippedStepsError: ")
+    assert bf16.reason.endswith("ampwise diagnose finds out why")
     assert bf16.speedup is None
     assert report.rounds == 70
 

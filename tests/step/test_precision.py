@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ampwise.errors import InactivePolicyError, PolicyError
+from ampwise.policy import PRESETS, Resolution
 from ampwise.step import TrainStep
 
 from .helpers import OPTIMIZERS, batches, classify, mlp, parameters
@@ -128,6 +129,13 @@ class TestIslands:
     def test_a_pattern_that_matches_nothing_is_refused(self):
         with pytest.raises(PolicyError, match="no module matches 'head'; modules are named like 0"):
             step_of(mlp(), "bf16:islands=head")
+
+    def test_a_typo_is_refused_also_where_the_device_falls_back_to_float32(self):
+        fallen_back = Resolution(
+            "bf16:islands=head", PRESETS["fp32"], "cpu", ("bfloat16 is emulated",), changed=True
+        )
+        with pytest.raises(PolicyError, match="no module matches 'head'"):
+            step_of(mlp(), fallen_back)
 
 
 class TestMasterWeights:

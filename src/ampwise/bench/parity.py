@@ -38,7 +38,7 @@ from ampwise.bench.equivalence import (
     least_sd_of,
     seeds_needed,
 )
-from ampwise.bench.race import FAILURES, in_one_line
+from ampwise.bench.race import FAILURES, why_it_fell_out
 from ampwise.errors import TaskError, UsageError
 from ampwise.policy import Policy
 from ampwise.tasks import Task
@@ -262,7 +262,7 @@ def _train(
     except FAILURES as failure:
         if policy.name == "fp32":
             raise
-        error = in_one_line(failure)
+        error = why_it_fell_out(failure)
     history = arm.step.history
     return Run(
         losses=[record.loss for record in history],

@@ -26,7 +26,14 @@ from ampwise.bench.equivalence import FIRST_LOOK, MAX_SEEDS
 from ampwise.bench.levers import Levers, measure_levers, refit
 from ampwise.bench.memory import measure
 from ampwise.bench.parity import ParityPlan, ParityReport, check_metric, run_parity
-from ampwise.bench.race import FAILURES, Race, in_one_line, run_race, speedups
+from ampwise.bench.race import (
+    FAILURES,
+    Race,
+    in_one_line,
+    run_race,
+    speedups,
+    why_it_fell_out,
+)
 from ampwise.bench.requirements import Thresholds, judge
 from ampwise.bench.result import BenchReport, PrecisionResult
 from ampwise.bench.stats import typical
@@ -405,7 +412,7 @@ def _note_memory(
     except FAILURES as error:
         if result.name == BASELINE:
             raise
-        result.status, result.reason = "failed", f"{result.name}: {in_one_line(error)}"
+        result.status, result.reason = "failed", f"{result.name}: {why_it_fell_out(error)}"
         return
     result.peak_memory_bytes, result.memory = use.peak_bytes, use.parts
 

@@ -58,10 +58,11 @@ class Options(Common):
     """Requirement: at least this share of fp32's peak memory saved."""
 
     max_accuracy_difference: float = 0.01
-    """Requirement: held-out metric within this of fp32's; for a loss, relative to it."""
+    """Requirement: held-out metric within this of fp32's; relative to it, but for scores from 0
+    to 1, such as an accuracy."""
 
     levers: bool = True
-    """Measure what else helps, beside precision; --no-levers leaves it out."""
+    """Leave out what else helps, beside precision."""
 
     compile: bool = False
     """Try torch.compile as one of the levers; it takes a while and needs a compiler."""

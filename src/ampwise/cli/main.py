@@ -25,7 +25,7 @@ from ampwise.errors import AmpwiseError, UsageError, nearest
 
 COMMANDS = {
     "bench": "every precision side by side: speed, memory, verdict (the main job)",
-    "verify": "every requirement of mixed precision on a task: measured, score, PASS or BLOCK",
+    "verify": "every requirement on a task: measured, score; PASS, BLOCK or UNDECIDED",
     "diagnose": "where and why a precision fails: operation, line, cause, fixes tried on the step",
     "tune": "the fewest modules that must stay in float32, and the fastest policy that holds",
     "report": "show a stored run again (terminal, JSON, Markdown, HTML), or compare two",

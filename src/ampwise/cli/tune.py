@@ -34,7 +34,7 @@ class Options(Common):
     """Decibels of SQNR that gradients must keep against float64; 20 is an error of a tenth."""
 
     bench: bool = True
-    """Race the policies that hold against fp32, with parity; --no-bench leaves that out."""
+    """Leave out the race against fp32, and parity, of the policies that hold."""
 
     seeds: int = 5
     """Paired seeds for parity; 0 leaves it out."""

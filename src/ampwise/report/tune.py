@@ -6,9 +6,9 @@ from rich.console import Console
 from rich.text import Text
 
 from ampwise.numerics.search import Tried, Tuned
-from ampwise.report.bench import new_table
 from ampwise.report.markdown import cell
 from ampwise.report.page import number, page
+from ampwise.report.table import new_table
 
 
 def render(found: Tuned, console: Console) -> None:
