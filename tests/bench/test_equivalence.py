@@ -112,10 +112,10 @@ def noise(kind: str, true: float, sd: float, draws: int, rng: np.random.Generato
     return np.round(values * 360) / 360 if kind == "counts of 360" else values
 
 
-def run_through(values: np.ndarray, looks: int = LOOKS) -> tuple[str, int]:
+def run_through(values: np.ndarray, looks: int = LOOKS, resolution: float = 0.0) -> tuple[str, int]:
     """Decision of one bench that adds seeds until decided, and the seeds it took."""
     for seeds in range(FIRST_LOOK, MAX_SEEDS + 1):
-        decision = alone(values[:seeds], looks).decision
+        decision = alone(values[:seeds], looks, resolution).decision
         if decision != "undecided":
             return decision, seeds
     return "undecided", MAX_SEEDS
@@ -139,6 +139,19 @@ def test_false_equivalence_stays_below_its_level(kind, true):
     assert rate["equivalent"] <= ALPHA + slack
     if abs(true) == 0.02:
         assert rate["different"] > 0.99
+
+
+@pytest.mark.parametrize("believed", [True, False])
+def test_a_coarse_metric_hides_a_difference_and_passes_only_if_its_zeros_are_believed(believed):
+    """Accuracies on 20 samples of arms that differ by the margin itself, or more."""
+    rng = np.random.default_rng(1)
+    accuracy = rng.normal(0.8, 0.002, (400, 2, MAX_SEEDS))
+    accuracy[:, 1] -= 0.015
+    differences = np.diff(np.round(accuracy * 20) / 20, axis=1)[:, 0]
+    resolution = 0.0 if believed else 1 / 20
+    decisions = [run_through(each, resolution=resolution)[0] for each in differences]
+    assert (decisions.count("equivalent") > 0.9 * len(decisions)) == believed
+    assert believed or decisions.count("equivalent") == 0
 
 
 def test_without_the_correction_for_looks_the_level_does_not_hold():

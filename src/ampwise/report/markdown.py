@@ -31,7 +31,7 @@ def to_markdown(report: BenchReport) -> str:
             str(each.speedup or ""),
             size(each.peak_memory_bytes) if each.peak_memory_bytes else "",
             number(each.memory_reduction, ".1%"),
-            "" if parity is None else number(parity.difference, "+.4f"),
+            "" if parity is None else number(parity.difference, "+z.4f"),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     lines += ["", *(f"- {cell(each)}" for each in remarks(report))]
