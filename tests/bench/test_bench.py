@@ -286,6 +286,17 @@ def test_ctrl_c_in_the_race_keeps_what_was_measured():
     assert accuracy.reason == "interrupted before it was measured"
 
 
+def test_ctrl_c_in_the_first_seed_says_interrupted_of_accuracy():
+    class Interrupting(Silent):
+        def seed(self, name, seed, planned):
+            raise KeyboardInterrupt
+
+    config = BenchConfig(CPU, [PRESETS["bf16"]], max_rounds=3, parity_steps=5, max_seeds=5)
+    report = run_bench(small_task(), config, Interrupting())
+    accuracy = report.precisions[1].requirements["accuracy_difference"]
+    assert accuracy.reason == "interrupted before it was measured"
+
+
 def test_an_error_in_parity_keeps_the_race_and_the_seeds_so_far():
     made: list[int] = []
 

@@ -61,9 +61,18 @@ def test_strict_fails_when_the_asked_precision_was_not_active():
 
 def test_without_strict_it_warns_and_goes_on():
     step = step_of(Stubborn(), "bf16")
-    with pytest.warns(UserWarning, match="was not active"):
+    with pytest.warns(UserWarning, match="was not active") as caught:
         step(classify, batches(1)[0])
+    assert caught[0].filename == __file__
     assert step.steps == 1
+
+
+def test_a_loop_of_ones_own_is_warned_at_its_own_line():
+    step = step_of(Stubborn(), "bf16")
+    batch = batches(1)[0]
+    with pytest.warns(UserWarning, match="was not active") as caught, step.autocast():
+        classify(step.model, batch)
+    assert caught[0].filename == __file__
 
 
 def test_a_compiled_model_is_not_watched_and_says_so():

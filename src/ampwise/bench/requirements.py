@@ -59,20 +59,22 @@ def judge(
     Parameters
     ----------
     ended
-        What ended the run before parity began, if something did: ``interrupted`` or ``failed``.
+        What ended the run before everything was measured: ``interrupted``, ``failed``, or nothing.
     """
     return {
-        "speedup": _speedup(precision, thresholds.speedup, noise),
-        "memory_reduction": _memory(precision, thresholds.memory_reduction),
+        "speedup": _speedup(precision, thresholds.speedup, noise, ended),
+        "memory_reduction": _memory(precision, thresholds.memory_reduction, ended),
         "accuracy_difference": _accuracy(precision, thresholds.accuracy_difference, parity, ended),
     }
 
 
-def _speedup(precision: PrecisionResult, threshold: float, noise: Interval | None) -> Requirement:
+def _speedup(
+    precision: PrecisionResult, threshold: float, noise: Interval | None, ended: str
+) -> Requirement:
     """Decided where the whole interval, widened by the noise floor, lies on one side."""
     measured = precision.speedup
     if measured is None:
-        return Requirement("not measured", None, threshold, _why_not(precision))
+        return Requirement("not measured", None, threshold, _why_not(precision, ended))
     floor = 1.0 if noise is None else max(noise.median, 1 / noise.median)
     if measured.low / floor >= threshold:
         return Requirement("pass", measured.median, threshold, str(measured))
@@ -89,10 +91,10 @@ def _undecided(measured: Interval, threshold: float) -> str:
     return f"undecided: {measured} includes {threshold:g}; {what_to_do}"
 
 
-def _memory(precision: PrecisionResult, threshold: float) -> Requirement:
+def _memory(precision: PrecisionResult, threshold: float, ended: str) -> Requirement:
     saved = precision.memory_reduction
     if saved is None:
-        return Requirement("not measured", None, threshold, _why_not(precision))
+        return Requirement("not measured", None, threshold, _why_not(precision, ended))
     # The peak is deterministic: there is no interval to be undecided in.
     status = "pass" if saved >= threshold else "fail"
     return Requirement(status, saved, threshold, f"{saved:.0%} of fp32's peak saved")
@@ -105,9 +107,9 @@ def _accuracy(
         return Requirement("not measured", None, threshold, reason)
 
     if parity is None:
-        return unmeasured(f"{ended} before it was measured" if ended else NOT_ASKED)
+        return unmeasured(_why_not(precision, ended) if ended else NOT_ASKED)
     if precision.name not in parity.arms:
-        return unmeasured(_why_not(precision))
+        return unmeasured(_why_not(precision, ended))
     if not parity.learning:
         return unmeasured(parity.why_not)
     if precision.name in parity.errors:
@@ -139,5 +141,5 @@ def _steps(parity: ParityReport) -> str:
     return f", in steps of {parity.resolution:.2g}" if math.isfinite(parity.resolution) else ""
 
 
-def _why_not(precision: PrecisionResult) -> str:
-    return precision.reason or "the run ended before it was measured"
+def _why_not(precision: PrecisionResult, ended: str) -> str:
+    return precision.reason or f"{ended or 'the run ended'} before it was measured"
