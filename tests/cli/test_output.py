@@ -59,13 +59,18 @@ def test_work_after_the_output_is_lost_is_done(monkeypatch, tmp_path, capsys, er
 
 
 @pytest.mark.parametrize(
-    ("into", "code"), [("| true; exit ${PIPESTATUS[0]}", 1), ("> /dev/full", 3)]
+    ("into", "code"),
+    [
+        ("--quiet | true; exit ${PIPESTATUS[0]}", 1),
+        ("2>&1 | true; exit ${PIPESTATUS[0]}", 1),
+        ("--quiet > /dev/full", 3),
+    ],
 )
 def test_a_diagnosis_is_stored_whoever_reads_it(tmp_path, into, code):
     (tmp_path / "scores.py").write_text(
         "from tests.numerics.cases import CASES\ntask = CASES['scores before scaling'].make\n"
     )
-    command = f"{sys.executable} -m ampwise diagnose scores.py --quiet --out run {into}"
+    command = f"{sys.executable} -m ampwise diagnose scores.py --out run {into}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert done.returncode == code
     assert done.stderr.count("\n") == (code == 3)

@@ -69,10 +69,13 @@ def run(options: Options) -> int:
             found = run_diagnosis(
                 task, DiagnoseConfig(policy, settings, options.steps, options.budget), shown
             )
-        except KeyboardInterrupt as interruption:
-            record = {"status": "interrupted", "steps": shown.steps}
-            folder.write({"command": "diagnose", "task": task.name, **record})
-            saved_in(interruption, folder.path)
+        except BaseException as error:
+            interrupted = isinstance(error, KeyboardInterrupt)
+            if interrupted or (folder.path / "diagnosis.json").exists():
+                status = "interrupted" if interrupted else "failed"
+                record = {"status": status, "steps": shown.steps}
+                folder.write({"command": "diagnose", "task": task.name, **record})
+                saved_in(error, folder.path)
             raise
         finally:
             line.clear()

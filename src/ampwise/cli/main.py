@@ -42,11 +42,18 @@ _WRONG_PLACE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EIS
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line (default: the process's own); the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    with lasting_output() as output:
+        code = _exit_code(arguments)
+        output.flush()
+        return _fail(output.complaint, errors.EXIT_RUN) if output.complaint else code
+
+
+def _exit_code(arguments: list[str]) -> int:
+    """Run a command line; every error ends here, as one line and a code."""
     debug = "--debug" in arguments
     try:
-        with _sigterm_interrupts(), lasting_output() as output:
-            code = _dispatch([each for each in arguments if each != "--debug"])
-            output.flush()
+        with _sigterm_interrupts():
+            return _dispatch([each for each in arguments if each != "--debug"])
     except KeyboardInterrupt as interruption:
         return _fail("interrupted" + _saved(interruption), errors.EXIT_INTERRUPTED)
     except SystemExit as leaving:
@@ -55,7 +62,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             traceback.print_exc()
         return _explain(error, debug=debug)
-    return _fail(output.complaint, errors.EXIT_RUN) if output.complaint else code
 
 
 @contextmanager

@@ -1,8 +1,8 @@
-"""Standard output that a command can lose without losing its work.
+"""Standard output and error that a command can lose without losing its work.
 
 A reader may go away (``| head -1``), and a disk may be full (``> file``). Either ends the output,
-and neither ends the command: it writes its files and keeps its exit code. What a full disk cost is
-an error all the same, said at the end; a reader that has gone wants no more.
+and neither ends the command: it writes its files and keeps its exit code. What a full disk cost of
+the standard output is an error all the same, said at the end; a reader that has gone wants no more.
 """
 
 from __future__ import annotations
@@ -63,11 +63,7 @@ class Output:
 
 @contextlib.contextmanager
 def lasting_output() -> Generator[Output]:
-    """Inside, ``sys.stdout`` is an `Output`."""
-    before = sys.stdout
-    output = Output(before)
-    sys.stdout = output  # pyright: ignore[reportAttributeAccessIssue]
-    try:
+    """Inside, ``sys.stdout`` and ``sys.stderr`` are of `Output`; gives the former."""
+    output, progress = Output(sys.stdout), Output(sys.stderr)
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(progress):
         yield output
-    finally:
-        sys.stdout = before
