@@ -182,7 +182,7 @@ class ParityReport:
 
 
 def _percent(difference: float) -> str:
-    return f"{100 * difference:+.3g} %"
+    return f"{100 * difference:+.3g}%"
 
 
 def _absolute(difference: float) -> str:
