@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 
@@ -221,6 +222,7 @@ def test_an_arm_that_only_skips_falls_out_and_the_others_go_on(monkeypatch):
     _, bf16, tf32 = report.precisions
     assert (bf16.status, tf32.status) == ("failed", "measured")
     assert bf16.reason.startswith("bf16: SkippedStepsError: ")
+    assert bf16.reason.endswith("ampwise diagnose finds out why")
     assert bf16.speedup is None
     assert report.rounds == 70
 
@@ -280,6 +282,42 @@ def test_ctrl_c_in_the_race_keeps_what_was_measured():
     assert report.precisions[1].speedup is not None
     assert report.precisions[1].peak_memory_bytes is not None
     assert "Interrupted" in report.verdict[0]
+    accuracy = report.precisions[1].requirements["accuracy_difference"]
+    assert accuracy.reason == "interrupted before it was measured"
+
+
+def test_ctrl_c_in_the_first_seed_says_interrupted_of_accuracy():
+    class Interrupting(Silent):
+        def seed(self, name, seed, planned):
+            raise KeyboardInterrupt
+
+    config = BenchConfig(CPU, [PRESETS["bf16"]], max_rounds=3, parity_steps=5, max_seeds=5)
+    report = run_bench(small_task(), config, Interrupting())
+    accuracy = report.precisions[1].requirements["accuracy_difference"]
+    assert accuracy.reason == "interrupted before it was measured"
+
+
+def test_an_error_in_parity_keeps_the_race_and_the_seeds_so_far():
+    made: list[int] = []
+
+    def evaluate(model):
+        made.append(1)
+        if len(made) == 9:
+            raise ValueError("data set unmounted")
+        return {"loss": model(torch.ones(4, 32)).float().square().mean().item()}
+
+    task = dataclasses.replace(small_task(), evaluate=evaluate)
+    config = BenchConfig(CPU, [PRESETS["bf16"]], max_rounds=5, parity_steps=5, max_seeds=5)
+    kept: list[BenchReport] = []
+    with pytest.raises(ValueError, match="unmounted"):
+        run_bench(task, config, Silent(), kept.append)
+    (report,) = kept
+    assert report.ended == "failed"
+    assert report.rounds == 5
+    assert report.verdict[0] == "Failed: ValueError: data set unmounted."
+    assert report.parity.seeds == 1
+    assert report.precisions[1].requirements["speedup"].value is not None
+    assert BenchReport.from_json(json.loads(json.dumps(report.to_json()))).failed == report.failed
 
 
 # -- the record ------------------------------------------------------------------------------------

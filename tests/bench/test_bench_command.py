@@ -38,6 +38,22 @@ def test_it_writes_a_report_and_says_where(task, tmp_path, capsys):
     assert (tmp_path / "runs/bench-mine-2/bench.json").exists()
 
 
+def test_an_error_late_in_the_run_exits_with_3_and_keeps_what_there_was(task, tmp_path, capsys):
+    failing = TASK.replace("def task", "calls = []\ndef task").replace(
+        ".mean())", ".mean(), evaluate=lambda m: calls.append(1) or {'a': 1 / (len(calls) != 8)})"
+    )
+    (tmp_path / task).write_text(failing)
+    assert bench(task, "--parity-steps", "2", "--no-levers", "--quiet") == 3
+    out, err = capsys.readouterr()
+    assert "Failed: ZeroDivisionError" in out
+    assert 'mine.py", line' in err
+    assert err.endswith("raised ZeroDivisionError; what there was is in runs/bench-mine-1\n")
+    folder = tmp_path / "runs/bench-mine-1"
+    assert json.loads((folder / "run.json").read_text())["status"] == "failed"
+    assert json.loads((folder / "bench.json").read_text())["rounds"] == 4
+    assert (folder / "report.html").exists()
+
+
 def test_json_to_stdout_is_alone_there(task, capsys):
     assert bench(task, "--json", "-", "--quiet") == 0
     json.loads(capsys.readouterr().out)

@@ -8,15 +8,23 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from ampwise.bench.equivalence import ALPHA, FIRST_LOOK, MAX_SEEDS, decide, holm, seeds_needed
+from ampwise.bench.equivalence import (
+    ALPHA,
+    FIRST_LOOK,
+    MAX_SEEDS,
+    decide,
+    holm,
+    least_sd_of,
+    seeds_needed,
+)
 
 MARGIN = 0.01
 LOOKS = MAX_SEEDS - FIRST_LOOK + 1
 DRAWS = 1000
 
 
-def alone(values, looks: int = 1):
-    return decide({"bf16": values}, MARGIN, looks)["bf16"]
+def alone(values, looks: int = 1, resolution: float = 0.0):
+    return decide({"bf16": values}, MARGIN, looks, {"bf16": least_sd_of(resolution)})["bf16"]
 
 
 def test_tost_against_scipy():
@@ -42,6 +50,25 @@ def test_holm_by_hand():
 def test_equal_bit_for_bit_is_equivalent_and_a_constant_loss_is_different():
     assert alone([0.0] * 5).decision == "equivalent"
     assert alone([-0.02] * 5).decision == "different"
+
+
+@pytest.mark.parametrize("resolution", [1 / 20, math.inf])
+def test_no_difference_in_a_coarse_metric_decides_nothing(resolution):
+    parity = alone([0.0] * MAX_SEEDS, LOOKS, resolution)
+    assert parity.decision == "undecided"
+    assert parity.low < -MARGIN
+    assert parity.sd == 0
+    assert alone([0.0] * FIRST_LOOK, LOOKS, 1 / 360).decision == "equivalent"
+
+
+def test_the_resolution_is_the_spread_of_rounding():
+    """Differences of values that are rounded, of a true difference that is not."""
+    rng = np.random.default_rng(0)
+    values = rng.uniform(0.5, 0.9, (2, 100_000))
+    rounded = np.round(values * 20) / 20
+    assert (rounded - values)[0].std() * math.sqrt(2) == pytest.approx(
+        least_sd_of(1 / 20), rel=0.02
+    )
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -85,10 +112,10 @@ def noise(kind: str, true: float, sd: float, draws: int, rng: np.random.Generato
     return np.round(values * 360) / 360 if kind == "counts of 360" else values
 
 
-def run_through(values: np.ndarray, looks: int = LOOKS) -> tuple[str, int]:
+def run_through(values: np.ndarray, looks: int = LOOKS, resolution: float = 0.0) -> tuple[str, int]:
     """Decision of one bench that adds seeds until decided, and the seeds it took."""
     for seeds in range(FIRST_LOOK, MAX_SEEDS + 1):
-        decision = alone(values[:seeds], looks).decision
+        decision = alone(values[:seeds], looks, resolution).decision
         if decision != "undecided":
             return decision, seeds
     return "undecided", MAX_SEEDS
@@ -112,6 +139,19 @@ def test_false_equivalence_stays_below_its_level(kind, true):
     assert rate["equivalent"] <= ALPHA + slack
     if abs(true) == 0.02:
         assert rate["different"] > 0.99
+
+
+@pytest.mark.parametrize("believed", [True, False])
+def test_a_coarse_metric_hides_a_difference_and_passes_only_if_its_zeros_are_believed(believed):
+    """Accuracies on 20 samples of arms that differ by the margin itself, or more."""
+    rng = np.random.default_rng(1)
+    accuracy = rng.normal(0.8, 0.002, (400, 2, MAX_SEEDS))
+    accuracy[:, 1] -= 0.015
+    differences = np.diff(np.round(accuracy * 20) / 20, axis=1)[:, 0]
+    resolution = 0.0 if believed else 1 / 20
+    decisions = [run_through(each, resolution=resolution)[0] for each in differences]
+    assert (decisions.count("equivalent") > 0.9 * len(decisions)) == believed
+    assert believed or decisions.count("equivalent") == 0
 
 
 def test_without_the_correction_for_looks_the_level_does_not_hold():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -12,8 +13,9 @@ from ampwise.bench import parity as parity_module
 from ampwise.bench.arm import Arm, Settings
 from ampwise.bench.parity import ParityPlan, ParityReport, run_parity
 from ampwise.bench.requirements import Thresholds, judge
-from ampwise.bench.result import PrecisionResult
+from ampwise.bench.result import BenchReport, PrecisionResult
 from ampwise.bench.run import BenchConfig, run_bench
+from ampwise.bench.verdict import verdict
 from ampwise.errors import TaskError, UsageError
 from ampwise.policy import PRESETS
 from ampwise.step import TrainStep
@@ -143,8 +145,6 @@ def test_an_unknown_metric_names_those_there_are():
 
 
 def test_what_parity_cannot_compare_is_said_before_anything_is_measured():
-    import dataclasses
-
     broken = dataclasses.replace(blobs(), evaluate=lambda model: {"accuracy": math.nan})
     config = BenchConfig(torch.device("cpu"), [PRESETS["bf16"]])
     with pytest.raises(TaskError, match=r"evaluate\(\) gives nan as accuracy of a model in fp32"):
@@ -170,9 +170,117 @@ def test_a_loss_is_compared_relative_to_float32s():
     assert report.arms["bf16"].difference == pytest.approx(sum(ratios) / len(ratios))
 
 
-def test_a_task_without_evaluate_is_judged_by_its_training_loss():
-    import dataclasses
+# -- made-up runs --------------------------------------------------------------------------------
 
+
+def made_up(monkeypatch, begun, fp32, bf16, losses=((2.0, 1.0), (2.0, 1.0)), **stated):
+    """Parity of runs that end with these metrics (per seed: a mapping), without any training."""
+
+    def train(task, policy, settings, seed, steps, untrained):
+        if len(untrained) == seed:
+            untrained.append(begun(seed))
+        other = policy.text == "bf16"
+        metrics = (bf16 if other else fp32)(seed)
+        return parity_module.Run(losses=[*losses[other]], metrics=metrics)
+
+    monkeypatch.setattr(parity_module, "_train", train)
+    return compared(dataclasses.replace(blobs(), chance={}, **stated), "bf16", seeds=8)
+
+
+@pytest.mark.parametrize("metric", ["mse", "val_mae", "RMSE", "wer"])
+def test_a_small_error_that_is_many_times_larger_is_different(monkeypatch, metric):
+    """Seen: mse 3.4e-4 in bf16, 1e-14 in fp32, and "as accurate as fp32 (within 0.01)"."""
+    report = made_up(
+        monkeypatch,
+        begun=lambda seed: {metric: 0.04},
+        fp32=lambda seed: {metric: 1e-14 * (1 + seed)},
+        bf16=lambda seed: {metric: 3.4e-4 * (1 + 0.01 * seed)},
+    )
+    assert report.relative
+    assert report.learning
+    assert report.arms["bf16"].decision == "different"
+    assert requirement(report).status == "fail"
+
+
+def test_what_training_left_nothing_of_is_compared_with_where_it_began(monkeypatch):
+    """A held-out loss of exactly 0 divides nothing, and 1e-9 beside it is no difference."""
+    report = made_up(
+        monkeypatch,
+        begun=lambda seed: {"loss": 0.7},
+        fp32=lambda seed: {"loss": 0.0},
+        bf16=lambda seed: {"loss": 1e-9 * (seed % 2)},
+        losses=((1.0, 0.0), (1.0, 1e-9)),
+    )
+    assert report.arms["bf16"].decision == "equivalent"
+    assert report.learning
+
+
+def test_a_metric_that_is_always_0_is_no_division_by_it(monkeypatch):
+    def zero(seed):
+        return {"loss": 0.0}
+
+    report = made_up(monkeypatch, zero, zero, zero)
+    assert not report.learning
+    assert requirement(report).status == "not measured"
+
+
+def test_scores_without_bounds_are_compared_relative(monkeypatch):
+    report = made_up(
+        monkeypatch,
+        begun=lambda seed: {"bleu": 0.1},
+        fp32=lambda seed: {"bleu": 30 + 0.1 * seed},
+        bf16=lambda seed: {"bleu": 30.02 + 0.1 * seed + 0.01 * (seed % 2)},
+    )
+    assert report.relative
+    assert report.higher_is_better
+    assert report.arms["bf16"].decision == "equivalent"
+
+
+def test_an_equal_accuracy_does_not_hide_a_loss_that_is_worse(monkeypatch):
+    report = made_up(
+        monkeypatch,
+        begun=lambda seed: {"accuracy": 0.25, "loss": 1.4},
+        fp32=lambda seed: {"accuracy": 0.9 + 0.001 * seed, "loss": 0.3 + 0.001 * seed},
+        bf16=lambda seed: {"accuracy": 0.901 + 0.001 * (seed % 3), "loss": 0.36 + 0.001 * seed},
+    )
+    assert report.arms["bf16"].decision == "equivalent"
+    assert "its held-out loss ends 19" in requirement(report).reason
+    found = BenchReport("t", "cpu", {}, precisions=[PrecisionResult("fp32")], parity=report)
+    said = verdict(found, Thresholds())
+    assert any(each.startswith("But bf16: its held-out loss ends 19") for each in said)
+
+
+@pytest.mark.parametrize("identical", [False, True])
+def test_a_metric_that_never_moves_passes_only_what_trained_bit_for_bit(monkeypatch, identical):
+    report = made_up(
+        monkeypatch,
+        begun=lambda seed: {"accuracy": 0.5},
+        fp32=lambda seed: {"accuracy": 1.0},
+        bf16=lambda seed: {"accuracy": 1.0},
+        losses=((2.0, 1.0), (2.0, 1.0 if identical else 1.1)),
+    )
+    said = requirement(report)
+    if identical:
+        assert said.status == "pass"
+    else:
+        assert said.status == "not measured"
+        assert "accuracy is too coarse to tell: all 8 differences are exactly 0" in said.reason
+        assert "in steps of 0.5" in said.reason
+
+
+def test_not_learning_names_the_direction_that_was_guessed(monkeypatch):
+    def falls(seed):
+        return {"score_of_mine": 0.1 + 0.01 * seed}
+
+    report = made_up(monkeypatch, lambda seed: {"score_of_mine": 0.5}, falls, falls)
+    assert 'Task(higher_is_better={"score_of_mine": False}) says otherwise' in report.why_not
+    assert "higher is taken to be better" in report.why_not
+    stated = {"higher_is_better": {"score_of_mine": True}}
+    report = made_up(monkeypatch, lambda seed: {"score_of_mine": 0.5}, falls, falls, **stated)
+    assert "taken to be" not in report.why_not
+
+
+def test_a_task_without_evaluate_is_judged_by_its_training_loss():
     task = dataclasses.replace(blobs(), evaluate=None, chance={})
     report = compared(task, "bf16", steps=60)
     assert report.metric == "training loss"

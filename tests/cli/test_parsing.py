@@ -13,6 +13,7 @@ from typing import Annotated
 import pytest
 import tyro
 
+from ampwise.cli.main import main
 from ampwise.cli.options import Common, Gate, positive, write_json
 from ampwise.cli.parsing import parse
 from ampwise.errors import UsageError
@@ -140,6 +141,8 @@ def test_help_says_what_the_fields_say(capsys):
     assert "--rate FLOAT How fast. (default: 1.5)" in said
     assert "--seed INT Seed of initialisation, dropout and data order. (default: 0)" in said
     assert "--name WHO" in said
+    assert "(default: None)" not in said
+    assert "(default: False)" not in said
     assert "--gate {off,fail,strict}" in said
     assert "--debug" in said
 
@@ -152,6 +155,14 @@ def test_every_option_of_every_command_has_help(command):
         assert re.search(
             rf'^    {field.name}: [^"]*(?:"[^"]*"[^"]*)*\n    """\w', sources, re.MULTILINE
         )
+
+
+def test_a_switch_says_what_it_does_not_what_is_done_without_it(capsys):
+    assert main(["verify", "--help"]) == 0
+    said = " ".join(re.sub("[│╭╮╰╯─]", " ", capsys.readouterr().out).split())
+    assert "--no-bench Leave out speed, memory and accuracy, which take minutes. --seeds" in said
+    assert "(default: csv)" in said
+    assert not re.search(r"\(default: (None|True|False)?\)", said)
 
 
 FILES = {

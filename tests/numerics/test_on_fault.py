@@ -109,6 +109,7 @@ def test_on_an_accelerator_the_next_step_waits_for_the_diagnosis(accumulate, mon
 def test_the_warning_names_line_cause_and_fix():
     with pytest.warns(UserWarning, match="was skipped") as caught:
         trained(7, on_fault="diagnose")
+    assert caught[0].filename == __file__  # the user's line, not one of ours
     text = str(caught[0].message)
     assert "step 8 was skipped: RANGE_OVERFLOW" in text
     assert "self.first(x)" in text

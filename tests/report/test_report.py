@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 import math
 import re
@@ -10,6 +11,7 @@ from html.parser import HTMLParser
 
 import pytest
 import torch
+from rich.console import Console
 
 from ampwise.bench.equivalence import Parity
 from ampwise.bench.parity import ParityReport
@@ -19,6 +21,7 @@ from ampwise.bench.stats import Interval
 from ampwise.bench.verdict import verdict
 from ampwise.cli.main import main
 from ampwise.errors import UsageError
+from ampwise.report.bench import render
 from ampwise.report.compare import compare
 from ampwise.report.html import to_html
 from ampwise.report.markdown import to_markdown
@@ -193,6 +196,35 @@ def test_hostile_names_stay_text():
     marked = to_markdown(report(task=HOSTILE, name=HOSTILE))
     assert "<script>" not in marked.replace("\\<", "")
     assert all(line.count(" | ") in (0, 3, 5) for line in marked.splitlines())
+
+
+@pytest.mark.parametrize("width", [50, 80, 120])
+def test_markup_in_names_is_no_markup_on_a_terminal_nor_in_a_figure(width):
+    name = "$\\frac$[/b][car]"
+    made = report(task=name, name=name)
+    made.parity.metric = name
+    assert "<svg" in to_html(made)
+    paper = io.StringIO()
+    render(made, Console(file=paper, width=width))
+    assert "[/b][car]" in paper.getvalue()
+
+
+def test_small_models_are_measured_in_kilobytes_and_a_loss_nobody_gives_has_no_column():
+    made = report()
+    for each in made.precisions[:2]:
+        each.peak_memory_bytes, each.memory = 8_000, dict.fromkeys(PARTS, 2_000)
+    paper = io.StringIO()
+    render(made, Console(file=paper, width=80))
+    shown = paper.getvalue()
+    assert "8.0 kB" in shown
+    assert "kB at the peak" in shown
+    assert "loss" not in shown.split("kB at the peak")[0]
+    rows = Page(to_html(made)).tables["memory-table"]
+    assert rows[0][0] == "kB at the peak"
+    assert float(rows[1][-3]) == 8.0
+    made.precisions[0].loss_after = 1.5
+    render(made, Console(file=paper, width=80))
+    assert "1.500" in paper.getvalue()
 
 
 def test_json_comes_back_as_the_same_report():

@@ -116,6 +116,37 @@ def test_a_diagnosis_shows_again_in_every_form(diagnosed, capsys):
     )
 
 
+def test_a_search_shows_again_in_every_form(tmp_path, capsys):
+    folder = tmp_path / "tuned"
+    arguments = ["tune", "digits", "--precisions", "bf16", "--no-bench", "--steps", "2"]
+    assert main([*arguments, "--quiet", "--out", str(folder)]) == 0
+    capsys.readouterr()
+    for form, wanted in (("terminal", "These hold: bf16."), ("markdown", "| bf16 | bf16 |")):
+        assert main(["report", str(folder), "--format", form]) == 0
+        assert wanted in capsys.readouterr().out
+    assert main(["report", str(folder), "--format", "json"]) == 0
+    assert capsys.readouterr().out == (folder / "tune.json").read_text()
+    page = (folder / "report.html").read_text()
+    assert Page(page).tables["tried"][1][:2] == ["bf16", "bf16"]
+    assert main(["report", str(folder), "--format", "html"]) == 0
+    assert (folder / "report.html").read_text() == page
+    assert main(["report", str(folder), "--gate"]) == 2
+    (folder / "tune.json").write_text('{"schema": "ampwise.tune/1", "tried": []}')
+    assert main(["report", str(folder)]) == 2
+    assert "the search is damaged" in capsys.readouterr().err
+
+
+def test_out_takes_what_the_terminal_would_show(tmp_path, capsys):
+    folder = tmp_path / "verified"
+    folder.mkdir()
+    (folder / "verify.json").write_text(json.dumps(verification().to_json()))
+    assert main(["report", str(folder), "--out", "told.txt"]) == 0
+    assert capsys.readouterr().out == "wrote told.txt\n"
+    told = (tmp_path / "told.txt").read_text()
+    assert "PASS: 1 of 2" in told
+    assert "\x1b" not in told
+
+
 def test_hostile_names_stay_text(trained, diagnosed):
     run = TrainedRun.load(trained)
     run.result.task = HOSTILE

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ampwise.errors import InactivePolicyError, PolicyError
+from ampwise.policy import PRESETS, Resolution
 from ampwise.step import TrainStep
 
 from .helpers import OPTIMIZERS, batches, classify, mlp, parameters
@@ -60,9 +61,18 @@ def test_strict_fails_when_the_asked_precision_was_not_active():
 
 def test_without_strict_it_warns_and_goes_on():
     step = step_of(Stubborn(), "bf16")
-    with pytest.warns(UserWarning, match="was not active"):
+    with pytest.warns(UserWarning, match="was not active") as caught:
         step(classify, batches(1)[0])
+    assert caught[0].filename == __file__
     assert step.steps == 1
+
+
+def test_a_loop_of_ones_own_is_warned_at_its_own_line():
+    step = step_of(Stubborn(), "bf16")
+    batch = batches(1)[0]
+    with pytest.warns(UserWarning, match="was not active") as caught, step.autocast():
+        classify(step.model, batch)
+    assert caught[0].filename == __file__
 
 
 def test_a_compiled_model_is_not_watched_and_says_so():
@@ -128,6 +138,13 @@ class TestIslands:
     def test_a_pattern_that_matches_nothing_is_refused(self):
         with pytest.raises(PolicyError, match="no module matches 'head'; modules are named like 0"):
             step_of(mlp(), "bf16:islands=head")
+
+    def test_a_typo_is_refused_also_where_the_device_falls_back_to_float32(self):
+        fallen_back = Resolution(
+            "bf16:islands=head", PRESETS["fp32"], "cpu", ("bfloat16 is emulated",), changed=True
+        )
+        with pytest.raises(PolicyError, match="no module matches 'head'"):
+            step_of(mlp(), fallen_back)
 
 
 class TestMasterWeights:

@@ -217,3 +217,16 @@ def test_direction_of_metrics():
     directions = {name: higher_is_better(stated, name) for name in ("loss_ratio", "score", "f1")}
     assert directions == {"loss_ratio": True, "score": False, "f1": True}
     assert not any(higher_is_better(task(), name) for name in ("val_loss", "Perplexity", "error"))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["mse", "val_mae", "RMSE", "test/nll", "bpc", "bpb", "ppl", "WER@10", "cer", "fid", "valKl"],
+)
+def test_names_of_metrics_that_should_fall(name):
+    assert not higher_is_better(task(), name)
+
+
+@pytest.mark.parametrize("name", ["accuracy", "f1_per_class", "R2", "kinetic_score", "mIoU"])
+def test_names_of_metrics_that_should_rise(name):
+    assert higher_is_better(task(), name)

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 from ampwise.bench.arm import Settings
+from ampwise.bench.requirements import NOT_ASKED
+from ampwise.bench.result import BenchReport, PrecisionResult, Requirement
+from ampwise.bench.run import BenchConfig
 from ampwise.cli.main import main
+from ampwise.cli.verify import gate_exit_code
 from ampwise.policy import PRESETS, Policy
+from ampwise.report.verify import decision, render
 from ampwise.step import LossScale
 from ampwise.step.buffers import BufferGuard
 from ampwise.step.guard import Guard
 from ampwise.tasks import Task
 from ampwise.trackers import TrackerSet
 from ampwise.training import checkpoint
-from ampwise.verify import checks
+from ampwise.verify import checks, run
 from ampwise.verify.checks import CHECKS, Subject
 from ampwise.verify.result import Finding, Verification
+from ampwise.verify.run import VerifyConfig, verify
 
 CPU = torch.device("cpu")
 MECHANISMS = [
@@ -188,23 +196,107 @@ def finding(status, critical=True):
 
 def test_what_is_not_measured_never_counts_as_passed():
     found = Verification("t", "cpu", "bf16", "fp16", {}, [
-        finding("pass"), finding("not measured"), finding("not applicable"), finding("pass"),
+        finding("pass"), finding("not measured", False), finding("not applicable"), finding("pass"),
     ])  # fmt: skip
     assert (found.passed, len(found.applicable)) == (2, 3)
     assert found.score == pytest.approx(2 / 3)
     assert found.decision == "PASS"
 
 
-@pytest.mark.parametrize(("critical", "decision"), [(True, "BLOCK"), (False, "PASS")])
-def test_only_a_critical_failure_blocks(critical, decision):
+@pytest.mark.parametrize(("critical", "wanted"), [(True, "BLOCK"), (False, "PASS")])
+def test_only_a_critical_failure_blocks(critical, wanted):
     found = Verification(
         "t", "cpu", "bf16", "fp16", {}, [finding("pass"), finding("fail", critical)]
     )
-    assert found.decision == decision
+    assert found.decision == wanted
 
 
 def test_nothing_checked_is_no_pass():
     assert Verification("t", "cpu", "bf16", "fp16", {}).decision == "BLOCK"
+
+
+def test_a_critical_requirement_that_could_not_be_measured_is_no_pass():
+    """Seen: PASS for a precision whose first step is NaN."""
+    left_out = dataclasses.replace(finding("not measured"), left_out=True)
+    found = Verification("t", "cpu", "bf16", "fp16", {}, [finding("pass"), left_out])
+    assert found.decision == "PASS"
+    found.findings += [finding("not measured", critical=False), finding("not applicable")]
+    assert found.decision == "PASS"
+    found.findings.append(finding("not measured"))
+    assert found.decision == "UNDECIDED"
+    assert decision(found).endswith("; not measured: b")
+    assert [gate_exit_code(found, gate) for gate in ("off", "fail", "strict")] == [0, 0, 1]
+    found.findings.append(finding("fail"))
+    assert found.decision == "BLOCK"
+    assert Verification.from_json(json.loads(json.dumps(found.to_json()))) == found
+
+
+def test_what_the_user_leaves_out_leaves_nothing_undecided():
+    def benched(requirement):
+        report = BenchReport("t", "cpu", {}, precisions=[PrecisionResult("bf16")])
+        report.precisions[0].requirements["accuracy_difference"] = requirement
+        return run._finding(accuracy, subject(bench=report))
+
+    (accuracy,) = [each for each in CHECKS if each.id == "accuracy_difference"]
+    assert run._finding(accuracy, subject()).left_out
+    assert benched(Requirement("not measured", None, 0.01, NOT_ASKED)).left_out
+    assert benched(Requirement("not measured", None, 0.01, "undecided")).open
+
+
+class Stopping:
+    """Progress that interrupts when something begins."""
+
+    def __init__(self, at: str) -> None:
+        self.at = at
+
+    def stage(self, what) -> None:
+        if what == self.at:
+            raise KeyboardInterrupt
+
+    def round(self, race) -> None: ...
+
+    def seed(self, name, seed, planned) -> None: ...
+
+
+def verified(at: str) -> Verification:
+    bench = BenchConfig(CPU, [PRESETS["bf16"]], max_rounds=3, max_seeds=0)
+    config = VerifyConfig(Settings(CPU), PRESETS["bf16"], bench=bench)
+    return verify(small(), config, Stopping(at))
+
+
+@pytest.mark.parametrize("at", ["switched off, it is plain float32", "parity", "the race"])
+def test_an_interruption_keeps_what_was_checked(at):
+    found = verified(at)
+    assert found.interrupted == (at != "parity")  # which was not asked for
+    assert len(found.findings) == len(CHECKS)
+    statuses = {each.id: each.status for each in found.findings}
+    assert statuses["parameters_are_float32"] == "pass"
+    if not found.interrupted:
+        return
+    assert found.decision == "UNDECIDED"
+    assert decision(found).startswith("INTERRUPTED: ")
+    benched = at == "the race"  # which comes after all checks that take seconds
+    assert (statuses["a_resumed_run_is_the_run"] == "pass") == benched
+
+
+def test_a_bench_that_fails_loses_no_check(monkeypatch):
+    def broken(task, config, progress, failed):
+        raise ValueError("data set unmounted")
+
+    monkeypatch.setattr(run, "run_bench", broken)
+    found = verified("never")
+    assert found.passed == len(MECHANISMS)
+    assert found.decision == "UNDECIDED"
+    (accuracy,) = [each for each in found.findings if each.id == "accuracy_difference"]
+    assert accuracy.evidence == "the bench failed: ValueError: data set unmounted"
+
+
+def test_the_table_shows_what_is_critical_and_how_it_was_checked(capsys):
+    found = Verification("t", "cpu", "bf16", "fp16", {}, [finding("pass"), finding("fail", False)])
+    render(found, Console(width=80))
+    shown = capsys.readouterr().out.splitlines()
+    assert sum("b *" in line for line in shown) == 1
+    assert sum(line.strip() == "c" for line in shown) == 2
 
 
 def test_the_command(tmp_path, capsys):

@@ -12,6 +12,10 @@ Errors are controlled over the whole procedure, at `ALPHA` = 5 % false "equivale
   err, so each uses ``ALPHA / looks`` (Bonferroni: valid however the looks depend on each other);
 - over precisions: Holm's step-down adjustment of the p values at each look.
 
+Differences that are all the same have no spread, and a t test would take any mean for certain. An
+accuracy on 20 samples moves in steps of 0.05: differences of exactly 0 then say little about 0.01.
+So the caller gives the least standard deviation that the metric's resolution leaves room for.
+
 What that costs in seeds, simulated with normal differences around 0, margin 0.01, one arm, looks at
 5 to 12 seeds: at a standard deviation of 0.002 to 0.004 the median run ends at the first look, at
 0.006 with 7 seeds, and at 0.010 half of the runs are undecided after 12. With the true difference
@@ -49,7 +53,7 @@ class Parity:
     low, high
         95 % confidence interval of the mean (of this look alone).
     sd
-        Standard deviation of the differences.
+        Standard deviation of the differences as seen; tests and interval may use a larger one.
     p_equivalent, p_different
         The larger p value of the two one-sided tests, and that of lying inside the margin;
         adjusted for looks and precisions, so that both are compared with `ALPHA`.
@@ -68,7 +72,10 @@ class Parity:
 
 
 def decide(
-    differences: Mapping[str, Sequence[float]], margin: float, looks: int = 1
+    differences: Mapping[str, Sequence[float]],
+    margin: float,
+    looks: int = 1,
+    least_sd: Mapping[str, float] | None = None,
 ) -> dict[str, Parity]:
     """Judge every arm by its differences so far.
 
@@ -80,8 +87,13 @@ def decide(
         Differences within ``(-margin, margin)`` do not matter.
     looks
         How often this is called in all, at most, as seeds are added.
+    least_sd
+        Per arm the least standard deviation to believe (see `least_sd_of`); default 0.
     """
-    raw = {name: _tests(values, margin) for name, values in differences.items()}
+    least = least_sd or {}
+    raw = {
+        name: _tests(values, margin, least.get(name, 0.0)) for name, values in differences.items()
+    }
     same = holm({name: each.p_equivalent * looks for name, each in raw.items()})
     other = holm({name: each.p_different * looks for name, each in raw.items()})
     return {
@@ -99,7 +111,15 @@ def holm(p_values: Mapping[str, float]) -> dict[str, float]:
     return adjusted
 
 
-def _tests(values: Sequence[float], margin: float) -> Parity:
+def least_sd_of(resolution: float) -> float:
+    """Standard deviation of a difference that a metric's resolution hides.
+
+    Each of two values, rounded to steps of r, is off by a uniform error of sd ``r / sqrt(12)``.
+    """
+    return resolution / math.sqrt(6)
+
+
+def _tests(values: Sequence[float], margin: float, least_sd: float) -> Parity:
     """Both tests on one arm, not adjusted."""
     seen = np.asarray(values, dtype=float)
     count = len(seen)
@@ -109,7 +129,7 @@ def _tests(values: Sequence[float], margin: float) -> Parity:
         mean = float(seen.mean()) if count else math.nan
         return Parity(count, mean, -math.inf, math.inf, math.nan, 1.0, 1.0)
     mean, sd = float(seen.mean()), float(seen.std(ddof=1))
-    error, freedom = sd / math.sqrt(count), count - 1
+    error, freedom = max(sd, least_sd) / math.sqrt(count), count - 1
     reach = float(stdtrit(freedom, 0.975)) * error
     inside = margin - abs(mean)  # how far the mean lies inside the margin; negative outside
     if error > 0:

@@ -6,15 +6,18 @@ rate falls to zero, as it does in runs that are meant to end: at a constant rate
 decide where a run stands, and the paired differences spread three times as wide. Seeds are added
 until each precision is decided by `ampwise.bench.equivalence`, or there are enough.
 
-The metric is the first that the task's `evaluate` gives, or another of them by name. Accuracies are
-compared by their difference; losses, which have no unit of their own, by their difference relative
-to float32's. A task on which float32 itself learns nothing decides nothing: there
-everything is as good as everything else there.
+The metric is the first that the task's `evaluate` gives, or another of them by name. Scores between
+-1 and 1 of which more is better (an accuracy) are compared by their difference. Everything else, a
+loss, an mse, a BLEU of 30, has a unit of its own, and is compared relative to float32's value. A
+metric may agree where the loss does not: the loss is compared as well, and what it says is said.
+A task on which float32 itself learns nothing decides nothing: everything is as good as everything
+else there.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,14 +29,25 @@ import torch
 from scipy import stats
 
 from ampwise.bench.arm import Arm, Settings
-from ampwise.bench.equivalence import ALPHA, FIRST_LOOK, Decision, Parity, decide, seeds_needed
-from ampwise.bench.race import FAILURES, in_one_line
+from ampwise.bench.equivalence import (
+    ALPHA,
+    FIRST_LOOK,
+    Decision,
+    Parity,
+    decide,
+    least_sd_of,
+    seeds_needed,
+)
+from ampwise.bench.race import FAILURES, why_it_fell_out
 from ampwise.errors import TaskError, UsageError
 from ampwise.policy import Policy
 from ampwise.tasks import Task
 from ampwise.tasks.checks import endless, higher_is_better
 
 CURVE_POINTS = 200
+
+_NOTHING_LEFT = 1e-6
+"""Share of its value before training below which a metric counts as 0: float32's own noise."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +61,7 @@ class ParityPlan:
     max_seeds
         Seeds after which an arm stays undecided; the first look is after 5, or after all if fewer.
     margin
-        Differences below this do not matter: absolute, or relative for losses.
+        Differences below this do not matter: absolute, or relative to float32's value.
     metric
         Name of the metric; None for the first that the task gives.
     budget_s
@@ -98,8 +112,10 @@ class ParityReport:
         Whether float32 learnt; `why_not` says how that was seen otherwise.
     arms
         Per precision the statistics of the metric.
-    losses
-        Per precision the statistics of the held-out loss, relative to float32's.
+    losses, loss
+        Per precision the statistics of the loss, relative to float32's; and which loss it is.
+    resolution
+        Smallest difference between two values of the metric that were seen: how fine it is.
     finals
         Per precision (float32 too) the metric after each seed's run.
     curves
@@ -124,6 +140,8 @@ class ParityReport:
     why_not: str = ""
     arms: dict[str, Parity] = field(default_factory=dict[str, Parity])
     losses: dict[str, Parity] = field(default_factory=dict[str, Parity])
+    loss: str = "loss"
+    resolution: float = 0.0
     finals: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
     curves: dict[str, dict[str, list[float]]] = field(
         default_factory=dict[str, dict[str, list[float]]]
@@ -138,6 +156,37 @@ class ParityReport:
         """Whether an arm's difference points to the worse side."""
         difference = self.arms[name].difference
         return not math.isfinite(difference) or (difference < 0) == self.higher_is_better
+
+    def too_coarse(self, name: str) -> bool:
+        """Whether an arm is undecided because the metric shows no difference at all."""
+        found = self.arms[name]
+        return found.decision == "undecided" and found.sd == 0 and found.p_equivalent > ALPHA
+
+    def loss_says(self, name: str) -> str:
+        """That the loss ends beyond the margin where the metric does not; "" if it does not."""
+        found = self.losses.get(name)
+        hidden = self.arms[name].decision != "different" and "loss" not in self.metric
+        if found is None or not hidden or found.decision != "different" or found.difference <= 0:
+            return ""
+        return f"its {self.loss} ends {_percent(found.difference)[1:]} above fp32's"
+
+    def said(self, name: str) -> str:
+        """An arm's difference with its interval, in words."""
+        found = self.arms[name]
+        write, unit = (_percent, "of fp32's") if self.relative else (_absolute, "absolute")
+        low, high = write(found.low), write(found.high)
+        return (
+            f"{self.metric} {write(found.difference)} [{low}, {high}] {unit}, "
+            f"{found.seeds} paired seeds"
+        )
+
+
+def _percent(difference: float) -> str:
+    return f"{100 * difference:+.3g}%"
+
+
+def _absolute(difference: float) -> str:
+    return f"{difference:+.3g}"
 
 
 def run_parity(
@@ -179,7 +228,7 @@ def run_parity(
             run = _train(task, policy, settings, seed, plan.steps, untrained)
             runs[policy.text].append(run)
             if seed == 0 and policy is baseline:
-                _choose_metric(task, plan.metric, run.metrics, report)
+                _choose_metric(task, plan.metric, run.metrics, untrained[0], report)
         report.seeds = seed + 1
         _fill(task, runs, untrained, plan, report)
         if report.seeds >= plan.first_look:
@@ -213,7 +262,7 @@ def _train(
     except FAILURES as failure:
         if policy.name == "fp32":
             raise
-        error = in_one_line(failure)
+        error = why_it_fell_out(failure)
     history = arm.step.history
     return Run(
         losses=[record.loss for record in history],
@@ -255,12 +304,20 @@ def check_metric(asked: str | None, metrics: Mapping[str, float]) -> None:
 
 
 def _choose_metric(
-    task: Task, asked: str | None, metrics: Mapping[str, float], report: ParityReport
+    task: Task,
+    asked: str | None,
+    metrics: Mapping[str, float],
+    untrained: Mapping[str, float],
+    report: ParityReport,
 ) -> None:
+    """Which metric, and how: a margin of 0.01 means something by itself on a scale of 1 only."""
     check_metric(asked, metrics)
     report.metric = asked or next(iter(metrics), "training loss")
-    report.relative = "loss" in report.metric
     report.higher_is_better = higher_is_better(task, report.metric)
+    values = [each[report.metric] for each in (metrics, untrained) if report.metric in each]
+    bounded = all(abs(each) <= 1 for each in values)
+    report.relative = not (report.higher_is_better and bounded)
+    report.loss = "held-out loss" if "loss" in metrics else "training loss"
 
 
 def _fill(
@@ -273,23 +330,13 @@ def _fill(
     """Judge what there is; an arm that was decided at an earlier look stays so."""
     decided = {n: p for n, p in report.arms.items() if p.decision != "undecided"}
     names = list(runs)
-    baseline, others = names[0], names[1:]
-    finals = {name: [_final(run, report.metric) for run in runs[name]] for name in names}
-    losses = {name: [_final(run, "loss") for run in runs[name]] for name in names}
-    report.finals = finals
-    early = report.seeds < plan.first_look
-
-    def judged(values: Mapping[str, Sequence[float]], *, relative: bool) -> dict[str, Parity]:
-        differences = {
-            name: _differences(values[baseline], values[name], relative=relative) for name in others
-        }
-        found = decide(differences, plan.margin, plan.looks)
-        if early:  # before the first look nothing is decided
-            found = {n: dataclasses.replace(p, decision="undecided") for n, p in found.items()}
-        return found
-
-    report.arms = judged(finals, relative=report.relative) | decided
-    report.losses = judged(losses, relative=True) if _all_finite(losses[baseline]) else {}
+    others = names[1:]
+    report.finals = _finals(runs, report.metric)
+    report.resolution = _resolution(report.metric, report.finals, untrained)
+    found = _judged(runs, untrained, report.metric, plan, relative=report.relative)
+    report.arms = found | decided
+    known = all(math.isfinite(_final(run, "loss")) for run in runs[names[0]])
+    report.losses = _judged(runs, untrained, "loss", plan, relative=True) if known else {}
     report.needed = {
         name: needed
         for name, parity in report.arms.items()
@@ -301,7 +348,42 @@ def _fill(
     report.scales = {
         name: _scale_of(runs[name][0]) for name in names if runs[name] and runs[name][0].scales
     }
-    report.learning, report.why_not = _learning(task, finals[baseline], untrained, report)
+    report.learning, report.why_not = _learning(task, report.finals[names[0]], untrained, report)
+
+
+def _judged(
+    runs: Mapping[str, Sequence[Run]],
+    untrained: Sequence[Mapping[str, float]],
+    metric: str,
+    plan: ParityPlan,
+    *,
+    relative: bool,
+) -> dict[str, Parity]:
+    """Statistics of every arm in one metric; before the first look nothing is decided."""
+    (baseline, first), *others = runs.items()
+    finals = _finals(runs, metric)
+    scales = [
+        _scale(run, before, metric) if relative else 1.0
+        for run, before in zip(first, untrained, strict=True)
+    ]
+    differences = {
+        name: [
+            _difference(*pair) for pair in zip(finals[baseline], finals[name], scales, strict=False)
+        ]  # a decided arm has fewer
+        for name, _ in others
+    }
+    resolution = _resolution(metric, finals, untrained) / (min(scales) or 1.0)
+    least_sd = {
+        name: 0.0 if _identical(first, those) else least_sd_of(resolution) for name, those in others
+    }
+    found = decide(differences, plan.margin, plan.looks, least_sd)
+    if len(first) < plan.first_look:
+        return {n: dataclasses.replace(p, decision="undecided") for n, p in found.items()}
+    return found
+
+
+def _finals(runs: Mapping[str, Sequence[Run]], metric: str) -> dict[str, list[float]]:
+    return {name: [_final(each, metric) for each in those] for name, those in runs.items()}
 
 
 def _final(run: Run, metric: str) -> float:
@@ -314,9 +396,31 @@ def _final(run: Run, metric: str) -> float:
     return float(np.mean(tail)) if tail else math.nan
 
 
-def _differences(baseline: Sequence[float], arm: Sequence[float], *, relative: bool) -> list[float]:
-    pairs = list(zip(baseline, arm, strict=False))  # a decided arm has fewer
-    return [(b - a) / (abs(a) if relative else 1.0) for a, b in pairs]
+def _scale(run: Run, untrained: Mapping[str, float], metric: str) -> float:
+    """What a difference is relative to: float32's value, unless training left nothing of it."""
+    begun = untrained.get(metric, run.losses[0] if run.losses else 0.0)
+    least = _NOTHING_LEFT * abs(begun) if math.isfinite(begun) else 0.0
+    return max(abs(_final(run, metric)), least)
+
+
+def _difference(baseline: float, arm: float, scale: float) -> float:
+    if scale == 0:  # float32 began and ended at exactly 0
+        return 0.0 if arm == 0 else math.inf
+    return (arm - baseline) / scale
+
+
+def _identical(first: Sequence[Run], others: Sequence[Run]) -> bool:
+    """Whether an arm trained bit for bit as float32 did: then no metric could tell them apart."""
+    return all(a.losses == b.losses for a, b in zip(first, others, strict=False))
+
+
+def _resolution(
+    metric: str, finals: Mapping[str, Sequence[float]], untrained: Sequence[Mapping[str, float]]
+) -> float:
+    """The smallest step between values that were seen; inf where there was but one value."""
+    seen = {each for values in finals.values() for each in values if math.isfinite(each)}
+    seen |= {each[metric] for each in untrained if math.isfinite(each.get(metric, math.nan))}
+    return min((b - a for a, b in itertools.pairwise(sorted(seen))), default=math.inf)
 
 
 def _learning(
@@ -337,7 +441,7 @@ def _learning(
         reference, said = [start[0]] * len(finals), f"in the first step, {start[0]:.4g}"
     sign = 1 if report.higher_is_better else -1
     gains = [
-        sign * (after - before) / (abs(before) if report.relative else 1.0)
+        sign * (after - before) / ((abs(before) if report.relative else 0.0) or 1.0)
         for after, before in zip(finals, reference, strict=True)
     ]
     enough = bool(np.mean(gains) > report.margin)
@@ -348,8 +452,18 @@ def _learning(
         return True, ""
     return False, (
         f"the task is not learning: fp32's {metric} after {report.steps} steps is "
-        f"{np.mean(finals):.4g}, {said}; train longer (--parity-steps) or mend the task"
+        f"{np.mean(finals):.4g}, {said}{_guessed(task, report)}; train longer (--parity-steps) or "
+        "mend the task"
     )
+
+
+def _guessed(task: Task, report: ParityReport) -> str:
+    """The direction that the metric's name was taken to have, where the task does not say."""
+    if report.metric in task.higher_is_better or not task.evaluate:
+        return ""
+    direction = "higher" if report.higher_is_better else "lower"
+    other = f'Task(higher_is_better={{"{report.metric}": {not report.higher_is_better}}})'
+    return f" ({direction} is taken to be better; {other} says otherwise)"
 
 
 def _curve(losses: Sequence[Sequence[float]]) -> dict[str, list[float]]:
@@ -376,7 +490,3 @@ def _scale_of(run: Run) -> dict[str, list[float]]:
         "scale": [scales[i] for i in steps],
         "skipped": [float(each) for each in run.skipped],
     }
-
-
-def _all_finite(values: Sequence[float]) -> bool:
-    return all(map(math.isfinite, values))

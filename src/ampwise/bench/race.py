@@ -14,7 +14,7 @@ import torch
 
 from ampwise.bench.arm import Arm
 from ampwise.bench.stats import Interval, paired_speedup
-from ampwise.errors import RunError
+from ampwise.errors import RunError, SkippedStepsError
 
 MIN_ROUNDS = 20
 MAX_WARM_UP = 15
@@ -118,6 +118,12 @@ def in_one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
+def why_it_fell_out(error: BaseException) -> str:
+    """`in_one_line`, and what to do about steps that are not finite."""
+    hint = "; ampwise diagnose finds out why" if isinstance(error, SkippedStepsError) else ""
+    return in_one_line(error) + hint
+
+
 def _warm_up(running: list[Arm], batches: Iterator[Any], race: Race) -> None:
     """Step until the last three steps of each arm lie within 10 % of each other, or long enough."""
     recent: dict[str, list[float]] = {arm.name: [] for arm in running}
@@ -142,7 +148,7 @@ def _timed(arm: Arm, batch: Any, race: Race) -> bool:
     except FAILURES as error:
         if arm.name == race.baseline:
             raise
-        race.fell_out[arm.name] = in_one_line(error)
+        race.fell_out[arm.name] = why_it_fell_out(error)
         return False
     race.times_ms[arm.name].append(elapsed_ms)
     return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from ampwise.bench.parity import ParityReport
@@ -9,6 +10,7 @@ from ampwise.bench.result import PrecisionResult, Requirement
 from ampwise.bench.stats import Interval
 from ampwise.errors import UsageError
 
+NOT_ASKED = "not asked for (--seeds 0)"
 NOISY = 1.05
 """How far apart two equal arms may seem to lie before the machine is called noisy."""
 
@@ -50,20 +52,29 @@ def judge(
     thresholds: Thresholds,
     parity: ParityReport | None,
     noise: Interval | None = None,
+    ended: str = "",
 ) -> dict[str, Requirement]:
-    """Every requirement on a precision that is not the baseline."""
+    """Every requirement on a precision that is not the baseline.
+
+    Parameters
+    ----------
+    ended
+        What ended the run before everything was measured: ``interrupted``, ``failed``, or nothing.
+    """
     return {
-        "speedup": _speedup(precision, thresholds.speedup, noise),
-        "memory_reduction": _memory(precision, thresholds.memory_reduction),
-        "accuracy_difference": _accuracy(precision, thresholds.accuracy_difference, parity),
+        "speedup": _speedup(precision, thresholds.speedup, noise, ended),
+        "memory_reduction": _memory(precision, thresholds.memory_reduction, ended),
+        "accuracy_difference": _accuracy(precision, thresholds.accuracy_difference, parity, ended),
     }
 
 
-def _speedup(precision: PrecisionResult, threshold: float, noise: Interval | None) -> Requirement:
+def _speedup(
+    precision: PrecisionResult, threshold: float, noise: Interval | None, ended: str
+) -> Requirement:
     """Decided where the whole interval, widened by the noise floor, lies on one side."""
     measured = precision.speedup
     if measured is None:
-        return Requirement("not measured", None, threshold, _why_not(precision))
+        return Requirement("not measured", None, threshold, _why_not(precision, ended))
     floor = 1.0 if noise is None else max(noise.median, 1 / noise.median)
     if measured.low / floor >= threshold:
         return Requirement("pass", measured.median, threshold, str(measured))
@@ -80,45 +91,55 @@ def _undecided(measured: Interval, threshold: float) -> str:
     return f"undecided: {measured} includes {threshold:g}; {what_to_do}"
 
 
-def _memory(precision: PrecisionResult, threshold: float) -> Requirement:
+def _memory(precision: PrecisionResult, threshold: float, ended: str) -> Requirement:
     saved = precision.memory_reduction
     if saved is None:
-        return Requirement("not measured", None, threshold, _why_not(precision))
+        return Requirement("not measured", None, threshold, _why_not(precision, ended))
     # The peak is deterministic: there is no interval to be undecided in.
     status = "pass" if saved >= threshold else "fail"
     return Requirement(status, saved, threshold, f"{saved:.0%} of fp32's peak saved")
 
 
 def _accuracy(
-    precision: PrecisionResult, threshold: float, parity: ParityReport | None
+    precision: PrecisionResult, threshold: float, parity: ParityReport | None, ended: str
 ) -> Requirement:
     def unmeasured(reason: str) -> Requirement:
         return Requirement("not measured", None, threshold, reason)
 
     if parity is None:
-        return unmeasured("not asked for (--seeds 0)")
-    found = parity.arms.get(precision.name)
-    if found is None:
-        return unmeasured(_why_not(precision))
+        return unmeasured(_why_not(precision, ended) if ended else NOT_ASKED)
+    if precision.name not in parity.arms:
+        return unmeasured(_why_not(precision, ended))
     if not parity.learning:
         return unmeasured(parity.why_not)
     if precision.name in parity.errors:
         return Requirement("fail", None, threshold, parity.errors[precision.name])
-    unit = "relative" if parity.relative else "absolute"
-    said = (
-        f"{parity.metric} {found.difference:+.4f} {unit} [{found.low:+.4f}, {found.high:+.4f}], "
-        f"{found.seeds} paired seeds"
-    )
+    return _compared(precision.name, threshold, parity)
+
+
+def _compared(name: str, threshold: float, parity: ParityReport) -> Requirement:
+    """By the paired differences of an arm that trained to the end."""
+    found, said = parity.arms[name], parity.said(name)
+    if loss := parity.loss_says(name):
+        said += f"; but {loss}"
+    if parity.too_coarse(name):
+        why = f"{parity.metric} is too coarse to tell: all {found.seeds} differences are exactly 0"
+        said = f"undecided: {why}{_steps(parity)}; evaluate on more held-out data"
+        return Requirement("not measured", None, threshold, said)
     if found.decision == "equivalent":
         return Requirement("pass", found.difference, threshold, said)
     if found.decision == "undecided":
-        needed = parity.needed.get(precision.name)
+        needed = parity.needed.get(name)
         more = f"; about {needed} seeds would decide (--seeds {needed})" if needed else ""
         return Requirement("not measured", found.difference, threshold, f"undecided: {said}{more}")
-    if parity.worse(precision.name):
+    if parity.worse(name):
         return Requirement("fail", found.difference, threshold, said)
     return Requirement("pass", found.difference, threshold, f"better than fp32: {said}")
 
 
-def _why_not(precision: PrecisionResult) -> str:
-    return precision.reason or "the run ended before it was measured"
+def _steps(parity: ParityReport) -> str:
+    return f", in steps of {parity.resolution:.2g}" if math.isfinite(parity.resolution) else ""
+
+
+def _why_not(precision: PrecisionResult, ended: str) -> str:
+    return precision.reason or f"{ended or 'the run ended'} before it was measured"

@@ -120,6 +120,8 @@ class BenchReport:
         What else helps, beside precision; None when not asked for.
     interrupted
         Whether the run was stopped before its end.
+    failed
+        What was raised, in one line, if that ended the run.
     """
 
     task: str
@@ -138,6 +140,12 @@ class BenchReport:
     parity: ParityReport | None = None
     levers: Levers | None = None
     interrupted: bool = False
+    failed: str = ""
+
+    @property
+    def ended(self) -> str:
+        """What ended the run early: ``interrupted``, ``failed``, or nothing."""
+        return "failed" if self.failed else "interrupted" if self.interrupted else ""
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain values, schema ``ampwise.bench/1``; NaN and inf become null."""

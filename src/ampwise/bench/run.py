@@ -26,7 +26,14 @@ from ampwise.bench.equivalence import FIRST_LOOK, MAX_SEEDS
 from ampwise.bench.levers import Levers, measure_levers, refit
 from ampwise.bench.memory import measure
 from ampwise.bench.parity import ParityPlan, ParityReport, check_metric, run_parity
-from ampwise.bench.race import FAILURES, Race, in_one_line, run_race, speedups
+from ampwise.bench.race import (
+    FAILURES,
+    Race,
+    in_one_line,
+    run_race,
+    speedups,
+    why_it_fell_out,
+)
 from ampwise.bench.requirements import Thresholds, judge
 from ampwise.bench.result import BenchReport, PrecisionResult
 from ampwise.bench.stats import typical
@@ -104,10 +111,21 @@ class Progress(Protocol):
         """A precision starts to train under a seed."""
 
 
-def run_bench(task: Task, config: BenchConfig, progress: Progress) -> BenchReport:
+def run_bench(
+    task: Task,
+    config: BenchConfig,
+    progress: Progress,
+    failed: Callable[[BenchReport], object] = lambda _: None,
+) -> BenchReport:
     """Measure a task in every precision.
 
     Interrupting (Ctrl-C) during the race ends it; the report then says so, with what there is.
+
+    Parameters
+    ----------
+    failed
+        Given the report so far when an error ends the run after something was measured; the error
+        is raised afterwards.
 
     Raises
     ------
@@ -116,13 +134,34 @@ def run_bench(task: Task, config: BenchConfig, progress: Progress) -> BenchRepor
     """
     capability = probe(config.device)
     policies, left_out = choose(config.precisions, capability)
-    report = BenchReport(
+    report = _begun(task, config, policies, capability)
+    report.left_out = left_out
+    with torch.random.fork_rng():
+        batch = first_batch(task)
+        try:
+            _measure(task, config, policies, report, progress)
+        except KeyboardInterrupt:
+            report.interrupted = True
+        except Exception as error:
+            if report.precisions[0].memory:
+                report.failed = in_one_line(error)
+                _conclude(report, config, samples_in(task, batch))
+                failed(report)
+            raise
+        _conclude(report, config, samples_in(task, batch))
+    return report
+
+
+def _begun(
+    task: Task, config: BenchConfig, policies: Sequence[Policy], capability: DeviceCapability
+) -> BenchReport:
+    """A report in which nothing is measured yet."""
+    return BenchReport(
         task=task.name or "task",
         device=str(config.device),
         environment=environment(config.device),
         task_info=dict(task.info),
         unit=str(task.info.get("samples", "samples")),
-        left_out=left_out,
         precisions=[
             PrecisionResult(
                 policy.text,
@@ -132,26 +171,23 @@ def run_bench(task: Task, config: BenchConfig, progress: Progress) -> BenchRepor
             for policy in policies
         ],
     )
-    with torch.random.fork_rng():
-        batch = first_batch(task)
-        try:
-            _measure(task, config, policies, report, progress)
-        except KeyboardInterrupt:
-            report.interrupted = True
+
+
+def _conclude(report: BenchReport, config: BenchConfig, samples_per_step: int) -> None:
+    """Ratios, requirements and verdict, of whatever was measured."""
     baseline = report.precisions[0]
+    ended = report.ended if config.max_seeds else ""
     for result in report.precisions[1:]:
         _compare(result, baseline)
         _note_parity(result, baseline, report.parity)
-        result.requirements = judge(result, config.thresholds, report.parity, report.noise)
+        result.requirements = judge(result, config.thresholds, report.parity, report.noise, ended)
     for result in report.precisions:
         if result.step_ms is not None:
-            per_step = samples_in(task, batch)
-            result.samples_per_s = per_step / result.step_ms.median * 1e3
+            result.samples_per_s = samples_per_step / result.step_ms.median * 1e3
     if report.contamination is not None:
         for complaint in report.contamination.complaints():
             report.notes.append(f"while the race ran, {complaint}: close other programs")
     report.verdict = verdict(report, config.thresholds)
-    return report
 
 
 def choose(
@@ -376,7 +412,7 @@ def _note_memory(
     except FAILURES as error:
         if result.name == BASELINE:
             raise
-        result.status, result.reason = "failed", f"{result.name}: {in_one_line(error)}"
+        result.status, result.reason = "failed", f"{result.name}: {why_it_fell_out(error)}"
         return
     result.peak_memory_bytes, result.memory = use.peak_bytes, use.parts
 

@@ -20,6 +20,8 @@ def verdict(report: BenchReport, thresholds: Thresholds) -> list[str]:
     baseline, others = report.precisions[0], report.precisions[1:]
     if report.interrupted:
         return ["Interrupted: the figures cover what was measured until then."]
+    if report.failed:
+        return [f"Failed: {report.failed}.", "The figures cover what was measured until then."]
     diverged = [each for each in others if _diverged(each, baseline)]
     worse = [each for each in others if each not in diverged and _worse(each)]
     refused = diverged + worse
@@ -92,7 +94,8 @@ def _accuracy(report: BenchReport) -> list[str]:
         if names:
             runs = f"{parity.seeds} paired seeds of {parity.steps} steps"
             said.append(f"{' and '.join(names)}: {meaning}, by {runs}.")
-    return said
+    hidden = {name: parity.loss_says(name) for name in parity.arms}
+    return said + [f"But {name}: {loss}." for name, loss in hidden.items() if loss]
 
 
 def _diverged(precision: PrecisionResult, baseline: PrecisionResult) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ampwise.cli.options import Common, Gate, check_seeds, positive, write_json
+from ampwise.cli.options import Common, Gate, check_seeds, positive, saved_in, write_json
 from ampwise.errors import EXIT_GATE, EXIT_INTERRUPTED, EXIT_OK, RunError, UsageError
 
 if TYPE_CHECKING:
@@ -58,10 +58,11 @@ class Options(Common):
     """Requirement: at least this share of fp32's peak memory saved."""
 
     max_accuracy_difference: float = 0.01
-    """Requirement: held-out metric within this of fp32's; for a loss, relative to it."""
+    """Requirement: held-out metric within this of fp32's; relative to it, but for scores from 0
+    to 1, such as an accuracy."""
 
     levers: bool = True
-    """Measure what else helps, beside precision; --no-levers leaves it out."""
+    """Leave out what else helps, beside precision."""
 
     compile: bool = False
     """Try torch.compile as one of the levers; it takes a while and needs a compiler."""
@@ -80,12 +81,9 @@ def run(options: Options) -> int:
 
     # The profiler's library announces each start on stderr, in the middle of our progress.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    from rich.console import Console
-
     from ampwise.bench.requirements import Thresholds
     from ampwise.bench.run import BenchConfig, run_bench
     from ampwise.cli.progress import bench_progress
-    from ampwise.report.bench import render
     from ampwise.tasks import load_task
     from ampwise.telemetry.run import RunFolder
 
@@ -109,21 +107,38 @@ def run(options: Options) -> int:
         ),
     )
     task = load_task(options.task, options.settings())
-    folder = RunFolder.create(options.out, f"bench-{task.name or 'task'}", _say)
-    folder.write({"command": "bench", "task": task.name, "status": "running"})
-    with bench_progress(quiet=options.quiet) as progress:
-        report = run_bench(task, config, progress)
-
-    text = json.dumps(report.to_json(), indent=2, allow_nan=False)
-    if options.json != "-":  # first, so that a full disk loses nothing
-        render(report, Console())
-    written = _store(folder, text, report)
-    if options.json != "-":
-        print(f"\nreport: {' and '.join(map(str, written))}")
-    write_json(text, options.json)
+    partial: list[BenchReport] = []
+    with RunFolder.create(options.out, f"bench-{task.name or 'task'}", _say) as folder:
+        folder.write({"command": "bench", "task": task.name, "status": "running"})
+        try:
+            with bench_progress(quiet=options.quiet) as progress:
+                report = run_bench(task, config, progress, failed=partial.append)
+        except Exception as error:
+            for each in partial:
+                _finish(options, folder, each)
+                saved_in(error, folder.path)
+            raise
+        _finish(options, folder, report)
     if report.interrupted:
         return EXIT_INTERRUPTED
     return gate_exit_code(report, options.gate)
+
+
+def _finish(options: Options, folder: RunFolder, report: BenchReport) -> None:
+    """Store a report, then show it, also when the disk is too full to store it."""
+    from rich.console import Console
+
+    from ampwise.report.bench import render
+
+    text = json.dumps(report.to_json(), indent=2, allow_nan=False)
+    try:
+        written = _store(folder, text, report)
+    finally:
+        if options.json != "-":
+            render(report, Console())
+    if options.json != "-":
+        print(f"\nreport: {' and '.join(map(str, written))}")
+    write_json(text, options.json)
 
 
 def _store(folder: RunFolder, text: str, report: BenchReport) -> list[Path]:
@@ -136,6 +151,15 @@ def _store(folder: RunFolder, text: str, report: BenchReport) -> list[Path]:
         atomic_write_text(written[0], text + "\n")
     except OSError as error:
         raise RunError(f"cannot write {written[0]}: {error.strerror}; free disk space") from None
+    folder.write(
+        {
+            "command": "bench",
+            "task": report.task,
+            "status": report.ended or "finished",
+            "environment": report.environment,
+            "report": "bench.json",
+        }
+    )
     try:
         atomic_write_text(folder.path / "report.html", to_html(report))
         written.append(folder.path / "report.html")
@@ -143,16 +167,6 @@ def _store(folder: RunFolder, text: str, report: BenchReport) -> list[Path]:
         _say(
             f"report.html: {error.strerror}; ampwise report {folder.path} --format html tries again"
         )
-    folder.write(
-        {
-            "command": "bench",
-            "task": report.task,
-            "status": "interrupted" if report.interrupted else "finished",
-            "environment": report.environment,
-            "report": "bench.json",
-        }
-    )
-    folder.close()
     return written
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ampwise.cli.options import Common, positive, write_json
+from ampwise.cli.options import Common, positive, saved_in, write_json
 from ampwise.errors import EXIT_GATE, EXIT_OK
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
     from ampwise.cli.progress import Line
     from ampwise.numerics.result import Diagnosis
+    from ampwise.telemetry.run import RunFolder
 
 
 @dataclass
@@ -50,7 +52,6 @@ def run(options: Options) -> int:
     from ampwise.cli.progress import Line
     from ampwise.numerics.diagnose import DiagnoseConfig, run_diagnosis
     from ampwise.policy import Policy
-    from ampwise.report.diagnosis import render_cause, render_fixes
     from ampwise.tasks import load_task
     from ampwise.telemetry.run import RunFolder
 
@@ -59,49 +60,65 @@ def run(options: Options) -> int:
         device_of(options.device), options.seed, options.accumulate, options.max_grad_norm
     )
     task = load_task(options.task, options.settings())
-    folder = RunFolder.create(options.out, f"diagnose-{task.name or 'task'}", print)
     console = None if options.json == "-" else Console()
     line = Line(quiet=options.quiet)
-    shown = _Shown(line, console)
-    try:
-        found = run_diagnosis(
-            task, DiagnoseConfig(policy, settings, options.steps, options.budget), shown
-        )
-    finally:
-        line.clear()
-    if console is not None:
-        if not shown.cause:
-            render_cause(found, console)
-        render_fixes(found, console)
-    store(found, folder)
+    with RunFolder.create(options.out, f"diagnose-{task.name or 'task'}", print) as folder:
+        folder.write({"command": "diagnose", "task": task.name, "status": "running"})
+        shown = _Shown(line, console, folder)
+        try:
+            found = run_diagnosis(
+                task, DiagnoseConfig(policy, settings, options.steps, options.budget), shown
+            )
+        except BaseException as error:
+            interrupted = isinstance(error, KeyboardInterrupt)
+            if interrupted or (folder.path / "diagnosis.json").exists():
+                status = "interrupted" if interrupted else "failed"
+                record = {"status": status, "steps": shown.steps}
+                folder.write({"command": "diagnose", "task": task.name, **record})
+                saved_in(error, folder.path)
+            raise
+        finally:
+            line.clear()
+        try:
+            store(found, folder)
+        finally:
+            shown.rest(found)
     if console is not None:
         print(f"\nreport: {folder.path / 'diagnosis.json'} and {folder.path / 'report.html'}")
-    write_json(json.dumps(found.to_json(), indent=2, allow_nan=False), options.json)
+    write_json(_text(found), options.json)
     return EXIT_GATE if found.status == "fault" else EXIT_OK
 
 
-def store(found: Diagnosis, folder: object) -> None:
+def store(found: Diagnosis, folder: RunFolder) -> None:
     """Write ``diagnosis.json``, ``report.html`` and ``run.json``."""
     from ampwise.report.diagnosis import to_html
     from ampwise.telemetry.files import atomic_write_text
-    from ampwise.telemetry.run import RunFolder
 
-    assert isinstance(folder, RunFolder)
-    text = json.dumps(found.to_json(), indent=2, allow_nan=False)
-    atomic_write_text(folder.path / "diagnosis.json", text + "\n")
-    atomic_write_text(folder.path / "report.html", to_html(found))
+    atomic_write_text(folder.path / "diagnosis.json", _text(found) + "\n")
     folder.write({"command": "diagnose", "task": found.task, "status": found.status})
-    folder.close()
+    atomic_write_text(folder.path / "report.html", to_html(found))
+
+
+def _text(found: Diagnosis) -> str:
+    return json.dumps(found.to_json(), indent=2, allow_nan=False)
 
 
 class _Shown:
-    """Shows the cause as soon as it is known."""
+    """Stores and shows the cause as soon as it is known; fixes are tried after that.
 
-    def __init__(self, line: Line, console: Console | None) -> None:
-        self._line, self._console = line, console
-        self.cause = False
+    Attributes
+    ----------
+    steps
+        Steps made so far.
+    """
+
+    def __init__(self, line: Line, console: Console | None, folder: RunFolder) -> None:
+        self.steps = 0
+        self._line, self._console, self._folder = line, console, folder
+        self._cause = False
 
     def step(self, number: int, planned: int, loss: float) -> None:
+        self.steps = number
         self._line.show(f"step {number} of at most {planned}, loss {loss:.4f}")
 
     def stage(self, what: str) -> None:
@@ -109,8 +126,21 @@ class _Shown:
 
     def found(self, diagnosis: Diagnosis) -> None:
         from ampwise.report.diagnosis import render_cause
+        from ampwise.telemetry.files import atomic_write_text
 
+        with contextlib.suppress(OSError):  # a full disk is an error when all of it is stored
+            atomic_write_text(self._folder.path / "diagnosis.json", _text(diagnosis) + "\n")
         if self._console is not None:
             self._line.clear()
             render_cause(diagnosis, self._console)
-            self.cause = True
+            self._cause = True
+
+    def rest(self, diagnosis: Diagnosis) -> None:
+        """Show what is known at the end."""
+        from ampwise.report.diagnosis import render_cause, render_fixes
+
+        if self._console is None:
+            return
+        if not self._cause:
+            render_cause(diagnosis, self._console)
+        render_fixes(diagnosis, self._console)

@@ -20,11 +20,12 @@ from typing import Any
 
 import ampwise
 from ampwise import errors
+from ampwise.cli.output import lasting_output
 from ampwise.errors import AmpwiseError, UsageError, nearest
 
 COMMANDS = {
     "bench": "every precision side by side: speed, memory, verdict (the main job)",
-    "verify": "every requirement of mixed precision on a task: measured, score, PASS or BLOCK",
+    "verify": "every requirement on a task: measured, score; PASS, BLOCK or UNDECIDED",
     "diagnose": "where and why a precision fails: operation, line, cause, fixes tried on the step",
     "tune": "the fewest modules that must stay in float32, and the fastest policy that holds",
     "lint": "find mixed-precision mistakes in code, and fix them; executes nothing",
@@ -42,26 +43,26 @@ _WRONG_PLACE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EIS
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line (default: the process's own); the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    with lasting_output() as output:
+        code = _exit_code(arguments)
+        output.flush()
+        return _fail(output.complaint, errors.EXIT_RUN) if output.complaint else code
+
+
+def _exit_code(arguments: list[str]) -> int:
+    """Run a command line; every error ends here, as one line and a code."""
     debug = "--debug" in arguments
     try:
         with _sigterm_interrupts():
-            code = _dispatch([each for each in arguments if each != "--debug"])
-            sys.stdout.flush()
-    except KeyboardInterrupt:
-        return _fail("interrupted", errors.EXIT_INTERRUPTED)
-    except BrokenPipeError:
-        # The reader (head, say) has gone: no error of ours. Python would complain at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return errors.EXIT_OK
+            return _dispatch([each for each in arguments if each != "--debug"])
+    except KeyboardInterrupt as interruption:
+        return _fail("interrupted" + _saved(interruption), errors.EXIT_INTERRUPTED)
     except SystemExit as leaving:
-        if isinstance(leaving.__context__, BrokenPipeError):  # rich leaves so, its output closed
-            return errors.EXIT_OK
         return _fail(f"the task called sys.exit({leaving.code!r})", errors.EXIT_USAGE)
     except Exception as error:  # noqa: BLE001 - the one place where every error ends
         if debug:
             traceback.print_exc()
         return _explain(error, debug=debug)
-    return code
 
 
 @contextmanager
@@ -92,10 +93,14 @@ def _dispatch(arguments: list[str]) -> int:
             f"unknown {what} {name!r}: expected one of {', '.join(legal)}{nearest(name, legal)}"
         )
     module = importlib.import_module(f"ampwise.cli.{name}")
+    from ampwise.cli.options import check_target
     from ampwise.cli.parsing import parse
 
     options = parse(module.Options, rest, f"ampwise {name}")
-    return module.run(options) if options is not None else errors.EXIT_OK
+    if options is None:
+        return errors.EXIT_OK
+    check_target("json", getattr(options, "json", None))
+    return module.run(options)
 
 
 def _overview() -> str:
@@ -111,22 +116,31 @@ def _overview() -> str:
 
 
 def _explain(error: Exception, *, debug: bool) -> int:
-    """One line about an error, and its exit code."""
+    """One line about an error, and its exit code; one that left results behind is a failed run."""
+    message, code = _words(error, debug=debug)
+    saved = _saved(error)
+    return _fail(message + saved, errors.EXIT_RUN if saved else code)
+
+
+def _saved(error: BaseException) -> str:
+    """Where a command put what it had, for the end of the line."""
+    place = getattr(error, "__ampwise_saved__", None)
+    return "" if place is None else f"; what there was is in {place}"
+
+
+def _words(error: Exception, *, debug: bool) -> tuple[str, int]:
     if isinstance(error, AmpwiseError):
-        return _fail(str(error), error.exit_code)
+        return str(error), error.exit_code
     if _out_of_memory(error):
-        return _fail(
-            f"out of memory: use smaller batches with --accumulate, or a lower precision "
-            f"({_first_line(error)})",
-            errors.EXIT_RUN,
-        )
+        remedy = "use smaller batches with --accumulate, or a lower precision"
+        return f"out of memory: {remedy} ({_first_line(error)})", errors.EXIT_RUN
     if hasattr(error, "__ampwise_user__"):
-        return _explain_users(error, debug=debug)
+        return _users_words(error, debug=debug), errors.EXIT_USAGE
     if isinstance(error, OSError):
         code = errors.EXIT_USAGE if error.errno in _WRONG_PLACE else errors.EXIT_RUN
-        return _fail(f"{error.filename or 'file'}: {error.strerror or error}", code)
+        return f"{error.filename or 'file'}: {error.strerror or error}", code
     hint = "" if debug else "; --debug shows where"
-    return _fail(
+    return (
         f"{type(error).__name__}: {_first_line(error)} (this is a bug in ampwise{hint})",
         errors.EXIT_RUN,
     )
@@ -142,8 +156,8 @@ def _out_of_memory(error: Exception) -> bool:
     )
 
 
-def _explain_users(error: Exception, *, debug: bool) -> int:
-    """An error of the task's own code: its traceback without our frames."""
+def _users_words(error: Exception, *, debug: bool) -> str:
+    """An error of the task's own code: its traceback without our frames, printed."""
     if not debug:
         own = os.path.dirname(ampwise.__file__)  # noqa: PTH120 - compared with frame file names
         frames = traceback.extract_tb(error.__traceback__)
@@ -152,7 +166,7 @@ def _explain_users(error: Exception, *, debug: bool) -> int:
         print("".join(traceback.format_list(theirs)), end="", file=sys.stderr)
         print("".join(traceback.format_exception_only(error)), end="", file=sys.stderr)
     where: Any = getattr(error, "__ampwise_user__", "the task")
-    return _fail(f"{where} raised {type(error).__name__}", errors.EXIT_USAGE)
+    return f"{where} raised {type(error).__name__}"
 
 
 def _first_line(error: Exception) -> str:

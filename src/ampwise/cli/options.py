@@ -6,6 +6,7 @@ its help. `ampwise.cli.parsing` has tyro turn a command line and a ``--config`` 
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,6 +79,33 @@ def check_seeds(seeds: int) -> None:
     """Refuse one seed: it has no partner to be compared with."""
     if seeds < 0 or seeds == 1:
         raise UsageError(f"seeds: expected 0 (no parity) or at least 2, got {seeds}")
+
+
+def check_target(name: str, target: str | Path | None) -> None:
+    """Refuse a file that cannot be written, before any work is done for it.
+
+    Raises
+    ------
+    UsageError
+        When its folder is not there, or it cannot be written.
+    """
+    if target is None or str(target) == "-":
+        return
+    file = Path(target)
+    if file.is_dir():
+        why = "it is a folder"
+    elif not file.parent.is_dir():
+        why = f"there is no folder {file.parent}"
+    elif not os.access(file if file.exists() else file.parent, os.W_OK):
+        why = "no permission to write there"
+    else:
+        return
+    raise UsageError(f"{name}: cannot write to {target}: {why}; name a writable file")
+
+
+def saved_in(error: BaseException, place: Path) -> None:
+    """Note where results are that an error did not take along; `ampwise.cli.main` says it."""
+    error.__ampwise_saved__ = place  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def write_json(text: str, target: str | None) -> None:

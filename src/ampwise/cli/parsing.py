@@ -16,7 +16,7 @@ import re
 import typing
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import tyro
 
@@ -37,7 +37,7 @@ def parse(kind: type[T], arguments: Sequence[str], program: str) -> T | None:
     arguments = _with_gate_value(arguments)
     if "-h" in arguments or "--help" in arguments:
         with contextlib.suppress(SystemExit):
-            tyro.cli(kind, args=["--help"], prog=program, config=_STYLE)
+            tyro.cli(_for_help(kind), args=["--help"], prog=program, config=_STYLE)
         return None
     options = _tyro(kind, arguments, program)
     path: Path | None = getattr(options, "config", None)
@@ -56,6 +56,27 @@ def parse(kind: type[T], arguments: Sequence[str], program: str) -> T | None:
 
 
 _STYLE = (tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
+
+
+def _for_help(kind: type) -> type[Any]:
+    """The same options, which say their default only where it is a value."""
+    annotations: dict[str, Any] = {}
+    for name, hint in typing.get_type_hints(kind, include_extras=True).items():
+        bare, *marks = typing.get_args(hint) if hasattr(hint, "__metadata__") else (hint,)
+        shown: Any = tyro.conf.arg(help_behavior_hint=_default)
+        for place, mark in enumerate(marks):
+            if isinstance(mark, type(shown)):
+                shown = dataclasses.replace(marks.pop(place), help_behavior_hint=_default)
+                break
+        annotations[name] = Annotated[(bare, *marks, shown)]
+    defaults = {field.name: field.default for field in dataclasses.fields(kind)}  # pyright: ignore[reportArgumentType]
+    members = {"__annotations__": annotations, "__doc__": kind.__doc__, **defaults}
+    return dataclasses.dataclass(type(kind.__name__, (kind,), members))
+
+
+def _default(label: str) -> str:
+    """Nothing for a switch, nor for an option that is not given unless it is given."""
+    return "" if label in ("", "None", "True", "False") else f"(default: {label})"
 
 
 def _tyro(kind: type[T], arguments: Sequence[str], program: str, default: T | None = None) -> T:

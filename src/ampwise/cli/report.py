@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from ampwise.cli.options import Gate, Shared, write_json
 from ampwise.errors import EXIT_GATE, EXIT_OK, UsageError
 
 if TYPE_CHECKING:
-    from ampwise.report.stored import Run
+    from ampwise.report.stored import Forms, Run
 
 Format = Literal["terminal", "json", "markdown", "html"]
 
@@ -23,7 +24,7 @@ class Options(Shared):
     """Show a stored run again, or compare two bench runs of one task, the older first."""
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN]")] = ()
-    """Folder of a bench, verify, diagnose or train run, or its result file."""
+    """Folder of a bench, verify, diagnose, tune or train run, or its result file."""
 
     format: Format = "terminal"
     """What to write; html goes to report.html in the run folder unless --out says otherwise."""
@@ -58,6 +59,8 @@ def run(options: Options) -> int:
         text = forms.to_markdown(found).rstrip("\n")
     elif options.format == "json":
         text = values
+    elif options.out is not None:
+        text = _drawn(forms, found)
     elif options.json != "-":
         from rich.console import Console
 
@@ -70,9 +73,19 @@ def run(options: Options) -> int:
     return _gate(found, options.gate)
 
 
+def _drawn(forms: Forms, found: Run) -> str:
+    """What the terminal would show, as plain text of 80 columns."""
+    from rich.console import Console
+
+    paper = io.StringIO()
+    forms.render(found, Console(file=paper, width=80))
+    return paper.getvalue().strip("\n")
+
+
 def _gate(found: Run, gate: Gate) -> int:
     from ampwise.bench.result import BenchReport
     from ampwise.numerics.result import Diagnosis
+    from ampwise.numerics.search import Tuned
     from ampwise.report.train import TrainedRun
 
     if isinstance(found, BenchReport):
@@ -81,9 +94,10 @@ def _gate(found: Run, gate: Gate) -> int:
         return gate_exit_code(found, gate)
     if isinstance(found, Diagnosis):
         return EXIT_GATE if gate != "off" and found.status == "fault" else EXIT_OK
-    if isinstance(found, TrainedRun):
+    if isinstance(found, TrainedRun | Tuned):
         if gate != "off":
-            raise UsageError("gate: a train run has no requirements; name a bench or verify run")
+            kind = "train" if isinstance(found, TrainedRun) else "tune"
+            raise UsageError(f"gate: a {kind} run has no requirements; name a bench or verify run")
         return EXIT_OK
     from ampwise.cli.verify import gate_exit_code as verified
 

@@ -113,9 +113,9 @@ def run(options: Options) -> int:
     with train_progress(quiet=options.quiet) as progress:
         progress.message(f"precision: {resolution}")
         result = train(task, config, progress)
+    _write_page(result.folder)
     if options.json != "-":
         render(result, Console())
-    _write_page(result.folder)
     write_json(json.dumps(plain(result.to_json()), indent=2, allow_nan=False), options.json)
     return EXIT_INTERRUPTED if result.status == "interrupted" else EXIT_OK
 

@@ -5,9 +5,14 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from ampwise.cli.options import Common, check_seeds, positive, write_json
-from ampwise.errors import EXIT_GATE, EXIT_OK
+from ampwise.cli.options import Common, check_seeds, positive, saved_in, write_json
+from ampwise.errors import EXIT_GATE, EXIT_INTERRUPTED, EXIT_OK
+
+if TYPE_CHECKING:
+    from ampwise.numerics.search import Tuned
+    from ampwise.telemetry.run import RunFolder
 
 _RACE_S, _PARITY_S = 30.0, 90.0
 
@@ -29,7 +34,7 @@ class Options(Common):
     """Decibels of SQNR that gradients must keep against float64; 20 is an error of a tenth."""
 
     bench: bool = True
-    """Race the policies that hold against fp32, with parity; --no-bench leaves that out."""
+    """Leave out the race against fp32, and parity, of the policies that hold."""
 
     seeds: int = 5
     """Paired seeds for parity; 0 leaves it out."""
@@ -51,8 +56,7 @@ def run(options: Options) -> int:
     from ampwise.numerics.search import TuneConfig, tune
     from ampwise.report.tune import render
     from ampwise.tasks import load_task
-    from ampwise.telemetry.files import atomic_write_text
-    from ampwise.telemetry.run import RunFolder, plain
+    from ampwise.telemetry.run import RunFolder
 
     settings = Settings(device_of(options.device), options.seed)
     bench = BenchConfig(
@@ -72,15 +76,41 @@ def run(options: Options) -> int:
         bench if options.bench else None,
     )
     task = load_task(options.task, options.settings())
-    folder = RunFolder.create(options.out, f"tune-{task.name or 'task'}", print)
-    with bench_progress(quiet=options.quiet) as progress:
-        found = tune(task, config, progress)
-    text = json.dumps(plain(found.to_json()), indent=2, allow_nan=False)
-    atomic_write_text(folder.path / "tune.json", text + "\n")
-    folder.write({"command": "tune", "task": found.task, "choice": found.choice})
-    folder.close()
+    with RunFolder.create(options.out, f"tune-{task.name or 'task'}", print) as folder:
+        folder.write({"command": "tune", "task": task.name, "status": "running"})
+        try:
+            with bench_progress(quiet=options.quiet) as progress:
+                found = tune(task, config, progress, lambda found: _store(folder, found))
+        except BaseException as error:
+            if (folder.path / "tune.json").exists():
+                saved_in(error, folder.path)
+            raise
+        try:
+            _store(folder, found)
+        finally:
+            if options.json != "-":
+                render(found, Console())
     if options.json != "-":
-        render(found, Console())
-        print(f"\nreport: {folder.path / 'tune.json'}")
-    write_json(text, options.json)
+        print(f"\nreport: {folder.path / 'tune.json'} and {folder.path / 'report.html'}")
+    write_json(_text(found), options.json)
+    if found.bench is not None and found.bench.interrupted:
+        return EXIT_INTERRUPTED
     return EXIT_OK if any(each.policy for each in found.tried) else EXIT_GATE
+
+
+def _store(folder: RunFolder, found: Tuned) -> None:
+    """Write ``tune.json`` and ``run.json``, and at the end ``report.html``."""
+    from ampwise.report.tune import to_html
+    from ampwise.telemetry.files import atomic_write_text
+
+    atomic_write_text(folder.path / "tune.json", _text(found) + "\n")
+    status = "finished" if found.finished else "unfinished"
+    folder.write({"command": "tune", "task": found.task, "status": status, "choice": found.choice})
+    if found.verdict:
+        atomic_write_text(folder.path / "report.html", to_html(found))
+
+
+def _text(found: Tuned) -> str:
+    from ampwise.telemetry.run import plain
+
+    return json.dumps(plain(found.to_json()), indent=2, allow_nan=False)

@@ -10,16 +10,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from ampwise.cli.options import Common, Gate, check_seeds, positive, write_json
+from ampwise.cli.options import Common, Gate, check_seeds, check_target, positive, write_json
 from ampwise.errors import EXIT_GATE, EXIT_INTERRUPTED, EXIT_OK
 
 if TYPE_CHECKING:
+    from ampwise.telemetry.run import RunFolder
     from ampwise.verify.result import Verification
 
 
 @dataclass
 class Options(Common):
-    """Check every requirement on a task: how, the evidence, a score, and PASS or BLOCK."""
+    """Check every requirement on a task: how, the evidence, a score; PASS, BLOCK or UNDECIDED."""
 
     precision: str | None = None
     """Precision to verify; default: the device's best, or bf16 where none gains."""
@@ -28,7 +29,7 @@ class Options(Common):
     """Comma-separated trackers whose logs are read back: csv, tensorboard, mlflow, wandb."""
 
     bench: bool = True
-    """Measure speed, memory and accuracy, too; --no-bench leaves them out."""
+    """Leave out speed, memory and accuracy, which take minutes."""
 
     seeds: int = 12
     """Paired seeds for accuracy, at most."""
@@ -47,6 +48,7 @@ def run(options: Options) -> int:
     """Check, print, write ``verify.json``; the exit code."""
     positive("parity-steps", options.parity_steps)
     check_seeds(options.seeds)
+    check_target("markdown", options.markdown)
 
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     from rich.console import Console
@@ -56,7 +58,7 @@ def run(options: Options) -> int:
     from ampwise.cli.bench import device_of
     from ampwise.cli.progress import bench_progress
     from ampwise.policy import Policy
-    from ampwise.report.verify import render, to_html, to_markdown
+    from ampwise.report.verify import render, to_markdown
     from ampwise.tasks import load_task
     from ampwise.telemetry.files import atomic_write_text
     from ampwise.telemetry.run import RunFolder, plain
@@ -79,20 +81,19 @@ def run(options: Options) -> int:
     )
     task = load_task(options.task, options.settings())
     config = VerifyConfig(settings, policy, track, bench if options.bench else None)
-    folder = RunFolder.create(options.out, f"verify-{task.name or 'task'}", _ignore)
-    with bench_progress(quiet=options.quiet) as progress:
-        found = verify(task, config, progress)
-
-    text = json.dumps(plain(found.to_json()), indent=2, allow_nan=False)
-    atomic_write_text(folder.path / "verify.json", text + "\n")
-    atomic_write_text(folder.path / "verify.md", to_markdown(found))
-    atomic_write_text(folder.path / "report.html", to_html(found))
-    folder.write({"command": "verify", "task": found.task, "decision": found.decision})
-    folder.close()
+    with RunFolder.create(options.out, f"verify-{task.name or 'task'}", _ignore) as folder:
+        folder.write({"command": "verify", "task": task.name, "status": "running"})
+        with bench_progress(quiet=options.quiet) as progress:
+            found = verify(task, config, progress)
+        text = json.dumps(plain(found.to_json()), indent=2, allow_nan=False)
+        try:
+            _store(folder, found, text)
+        finally:
+            if options.json != "-":
+                render(found, Console())
     if options.markdown is not None:
         atomic_write_text(options.markdown, to_markdown(found))
     if options.json != "-":
-        render(found, Console())
         print(f"\nreport: {folder.path / 'verify.json'}, verify.md and report.html")
     write_json(text, options.json)
     if found.interrupted:
@@ -100,8 +101,21 @@ def run(options: Options) -> int:
     return gate_exit_code(found, options.gate)
 
 
+def _store(folder: RunFolder, found: Verification, text: str) -> None:
+    """Write ``verify.json``, ``run.json``, ``verify.md`` and ``report.html``."""
+    from ampwise.report.verify import to_html, to_markdown
+    from ampwise.telemetry.files import atomic_write_text
+
+    atomic_write_text(folder.path / "verify.json", text + "\n")
+    status = "interrupted" if found.interrupted else "finished"
+    record = {"task": found.task, "status": status, "decision": found.decision}
+    folder.write({"command": "verify", **record})
+    atomic_write_text(folder.path / "verify.md", to_markdown(found))
+    atomic_write_text(folder.path / "report.html", to_html(found))
+
+
 def gate_exit_code(found: Verification, gate: Gate) -> int:
-    """1 on BLOCK, and on what ``--gate`` asks for."""
+    """1 on BLOCK, and on what ``--gate`` asks for; UNDECIDED fails a strict gate only."""
     statuses = {each.status for each in found.findings}
     bad = {"off": set[str](), "fail": {"fail"}, "strict": {"fail", "not measured"}}[gate]
     return EXIT_GATE if found.decision == "BLOCK" or statuses & bad else EXIT_OK

@@ -10,7 +10,7 @@ found is then held against other batches, and against training on, which may sho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
@@ -84,6 +84,8 @@ class Tuned:
         What to do, in sentences.
     bench
         Speed, memory and parity of the policies that hold, against fp32.
+    finished
+        Whether everything asked for was tried; what an interruption leaves behind was not.
     """
 
     task: str
@@ -93,12 +95,33 @@ class Tuned:
     choice: str = "fp32"
     verdict: list[str] = field(default_factory=list[str])
     bench: BenchReport | None = None
+    finished: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         bench = None if self.bench is None else self.bench.to_json()
         values = {**asdict(replace(self, bench=None)), "bench": bench}
         return {"schema": SCHEMA, **values}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Tuned:
+        """What `to_json` wrote.
+
+        Raises
+        ------
+        UsageError
+            When `data` is something else, or of another version.
+        """
+        if data.get("schema") != SCHEMA:
+            raise UsageError(f"expected a search of schema {SCHEMA}, got {data.get('schema')!r}")
+        values = {name: each for name, each in data.items() if name != "schema"}
+        try:
+            values["tried"] = [Tried(**each) for each in values["tried"]]
+            if values["bench"] is not None:
+                values["bench"] = BenchReport.from_json(values["bench"])
+            return cls(**values)
+        except (KeyError, TypeError) as error:
+            raise UsageError(f"the search is damaged: {type(error).__name__}: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -134,8 +157,18 @@ class Progress(Protocol):
         """A precision starts to train under a seed."""
 
 
-def tune(task: Task, config: TuneConfig, progress: Progress) -> Tuned:
+def tune(
+    task: Task,
+    config: TuneConfig,
+    progress: Progress,
+    save: Callable[[Tuned], object] = lambda _: None,
+) -> Tuned:
     """Make precisions hold with as few islands as possible, and choose the fastest.
+
+    Parameters
+    ----------
+    save
+        Given what was found so far after each precision: a search may take long.
 
     Raises
     ------
@@ -151,11 +184,13 @@ def tune(task: Task, config: TuneConfig, progress: Progress) -> Tuned:
     for policy in config.precisions:
         progress.stage(f"{policy.text}: looking for what it needs")
         found.tried.append(make_hold(task, policy, config))
+        save(found)
     holding = [each for each in found.tried if each.policy is not None]
     if config.bench is not None and holding:
         policies = [Policy.parse(each.policy) for each in holding if each.policy]
         found.bench = run_bench(task, replace(config.bench, precisions=policies), progress)
         _choose(found, holding, found.bench)
+    found.finished = found.bench is None or not found.bench.ended
     found.verdict = _verdict(found)
     return found
 
@@ -333,11 +368,13 @@ def _choose(found: Tuned, holding: Sequence[Tried], report: BenchReport) -> None
 
 def _verdict(found: Tuned) -> list[str]:
     sentences: list[str] = []
-    if found.bench is None:
+    if found.bench is None or found.bench.ended:
         holding = [each.policy for each in found.tried if each.policy]
         sentences.append(
             f"These hold: {', '.join(holding)}." if holding else "None of the precisions holds."
         )
+        if found.bench is not None:
+            sentences.append("Which is the fastest is not known: the race was interrupted.")
     elif found.choice == "fp32":
         sentences.append("Keep fp32: no precision that holds is faster here.")
     else:

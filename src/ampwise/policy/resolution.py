@@ -62,6 +62,12 @@ class Resolution:
             use = f"auto: {use}"
         return f"{use}: {'; '.join(self.reasons)}" if self.reasons else use
 
+    @property
+    def asked_islands(self) -> tuple[str, ...]:
+        """Islands of the request, also where another policy came of it."""
+        asked = _as_policy(self.request)
+        return () if asked is None else asked.islands
+
     def to_json(self) -> dict[str, object]:
         """The resolution as plain values."""
         return {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from rich import box
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
@@ -11,6 +10,7 @@ from rich.text import Text
 from ampwise.advice import AdviseReport, DeviceAdvice
 from ampwise.capability import FormatSupport, ratio
 from ampwise.policy import PRESETS
+from ampwise.report.table import new_table
 
 _STYLES = {"native": "green", "emulated": "yellow", "unsupported": "red"}
 
@@ -39,7 +39,7 @@ def _render_device(advice: DeviceAdvice, report: AdviseReport, console: Console)
 
 
 def _table(advice: DeviceAdvice) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table = new_table()
     table.add_column("format", no_wrap=True)
     table.add_column("presets", no_wrap=True)
     table.add_column("unit")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from rich import box
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
@@ -11,6 +10,8 @@ from ampwise.bench.levers import Levers, Refit
 from ampwise.bench.memory import PARTS
 from ampwise.bench.result import BenchReport, PrecisionResult, Requirement
 from ampwise.bench.stats import Interval
+from ampwise.report.page import size, size_unit
+from ampwise.report.table import new_table
 
 _STYLES = {"pass": "green", "fail": "red", "not measured": "yellow"}
 _SHORT = {
@@ -57,9 +58,11 @@ def _speed(report: BenchReport) -> Table:
     table.add_column("speed, vs fp32", justify="right", no_wrap=True)
     table.add_column(f"{report.unit}/s", justify="right", no_wrap=True)
     table.add_column("peak memory", justify="right", no_wrap=True)
-    table.add_column("loss", justify="right", no_wrap=True)
+    has_loss = any(each.loss_after is not None for each in report.precisions)
+    if has_loss:  # a task need not say it
+        table.add_column("loss", justify="right", no_wrap=True)
     for each in report.precisions:
-        table.add_row(
+        cells = (
             each.name,
             _milliseconds(each.step_ms),
             _speedup(each),
@@ -67,6 +70,7 @@ def _speed(report: BenchReport) -> Table:
             _peak(each),
             _loss(each),
         )
+        table.add_row(*cells[: len(table.columns)])
     before = next((p.loss_before for p in report.precisions if p.loss_before is not None), None)
     loss = "" if before is None else f"; held-out loss after the rounds, {before:.3f} before"
     noise = "" if report.noise is None else f"; fp32 against itself: {report.noise}"
@@ -77,12 +81,13 @@ def _speed(report: BenchReport) -> Table:
 
 def _memory(report: BenchReport) -> Table:
     table = new_table()
-    table.add_column("MB at the peak", no_wrap=True)
+    unit, one = size_unit(max(each.peak_memory_bytes or 0 for each in report.precisions))
+    table.add_column(f"{unit} at the peak", no_wrap=True)
     for part in PARTS:
         table.add_column(_SHORT.get(part, part), justify="right", no_wrap=True)
     for each in report.precisions:
         if each.memory:
-            sizes = [f"{each.memory.get(part, 0) / 1e6:,.1f}" for part in PARTS]
+            sizes = [f"{each.memory.get(part, 0) / one:,.1f}" for part in PARTS]
             table.add_row(each.name, *sizes)
     return table
 
@@ -130,7 +135,7 @@ def _refit(found: Refit, unit: str) -> Table:
         f"{found.times}x as large",
         found.precision,
         str(found.samples_per_s_ratio or ""),
-        f"{found.peak_memory_bytes / 1e6:,.1f} MB",
+        size(found.peak_memory_bytes),
     )
     return table
 
@@ -156,11 +161,6 @@ def remarks(report: BenchReport) -> list[str]:
     return remarks + report.notes
 
 
-def new_table() -> Table:
-    """A table with a rule below its head and nothing else."""
-    return Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-
-
 def _milliseconds(step: Interval | None) -> str:
     return "" if step is None else f"{step.median:,.1f}"
 
@@ -174,9 +174,8 @@ def _speedup(precision: PrecisionResult) -> str:
 def _peak(precision: PrecisionResult) -> str:
     if precision.peak_memory_bytes is None:
         return ""
-    size = f"{precision.peak_memory_bytes / 1e6:,.1f} MB"
-    saved = precision.memory_reduction
-    return size if saved is None else f"{size} ({-saved:+.0%})"
+    peak, saved = size(precision.peak_memory_bytes), precision.memory_reduction
+    return peak if saved is None else f"{peak} ({-saved:+.0%})"
 
 
 def _loss(precision: PrecisionResult) -> str:

@@ -28,7 +28,17 @@ _STYLE: dict[Any, Any] = {
     "grid.color": INK,
     "grid.alpha": 0.12,
     "legend.frameon": False,
+    "text.parse_math": False,  # a $ in a name is a dollar
 }
+
+
+def log_scale(axes: Any, base: float) -> None:
+    """A logarithmic vertical axis; its numbers plain, as mathematics is not typeset here."""
+    from matplotlib.ticker import NullFormatter
+
+    axes.set_yscale("log", base=base)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def svg(name: str, draw: Callable[[Any], None], *, height: float) -> str:

@@ -12,13 +12,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from ampwise.bench.result import BenchReport, PrecisionResult
 from ampwise.bench.stats import Interval
 from ampwise.errors import UsageError
-from ampwise.report.bench import new_table
+from ampwise.report.table import new_table
 
 SCHEMA = "ampwise.compare/1"
 TOLERANCE = 0.02
@@ -94,7 +93,7 @@ def compare(before: BenchReport, after: BenchReport, names: tuple[str, str]) -> 
 
 def render(comparison: Comparison, console: Console) -> None:
     """Print the changes, regressions marked."""
-    table: Table = new_table()
+    table = new_table()
     table.add_column("precision", no_wrap=True)
     table.add_column("figure", no_wrap=True)
     for each in ("before", "after", "after / before"):

@@ -12,10 +12,10 @@ from rich.text import Text
 from ampwise import formats
 from ampwise.numerics.result import Diagnosis, Fix, Origin, Values
 from ampwise.policy import Policy
-from ampwise.report.bench import new_table
 from ampwise.report.canvas import COLOURS, INK, svg
 from ampwise.report.markdown import cell
 from ampwise.report.page import figure, number, page
+from ampwise.report.table import new_table
 
 _STYLES = {"fault": "bold red", "clean": "bold green", "benign": "bold yellow"}
 _MOST_ROWS = 24

@@ -7,7 +7,8 @@ from typing import Any
 
 from ampwise.bench.memory import PARTS
 from ampwise.bench.result import BenchReport
-from ampwise.report.canvas import COLOURS, INK, svg
+from ampwise.report.canvas import COLOURS, INK, log_scale, svg
+from ampwise.report.page import size_unit
 
 
 def speed(report: BenchReport) -> str:
@@ -49,10 +50,12 @@ def memory(report: BenchReport) -> str:
     if not rows:
         return ""
 
+    unit, one = size_unit(max(sum(each.memory.values()) for each in rows))
+
     def draw(axes: Any) -> None:
         starts = [0.0] * len(rows)
         for index, part in enumerate(PARTS):
-            sizes = [each.memory.get(part, 0) / 1e6 for each in reversed(rows)]
+            sizes = [each.memory.get(part, 0) / one for each in reversed(rows)]
             if any(sizes):
                 axes.barh(
                     range(len(rows)), sizes, left=starts, height=0.55, label=part,
@@ -60,10 +63,10 @@ def memory(report: BenchReport) -> str:
                 )  # fmt: skip
             starts = [a + b for a, b in zip(starts, sizes, strict=True)]
         for place, end in enumerate(starts):
-            axes.annotate(f"{end:,.1f} MB", (end, place), (6, 0), textcoords="offset points",
+            axes.annotate(f"{end:,.1f} {unit}", (end, place), (6, 0), textcoords="offset points",
                           va="center")  # fmt: skip
         axes.set_yticks(range(len(rows)), [each.name for each in reversed(rows)])
-        axes.set_xlabel("MB of live tensors at the peak")
+        axes.set_xlabel(f"{unit} of live tensors at the peak")
         axes.set_xlim(0, max(starts) * 1.18)
         axes.legend(ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0), fontsize=9)
 
@@ -124,7 +127,7 @@ def scale(report: BenchReport) -> str:
             for index, step in enumerate(each["skipped"]):
                 label = f"skipped ({name})" if index == 0 else None
                 axes.axvline(step, color=colour, alpha=0.4, linewidth=1, label=label)
-        axes.set_yscale("log", base=2)
+        log_scale(axes, base=2)
         axes.set_xlabel("step")
         axes.set_ylabel("loss scale")
         axes.legend()

@@ -9,7 +9,7 @@ from ampwise.bench.memory import PARTS
 from ampwise.bench.result import BenchReport
 from ampwise.report import figures
 from ampwise.report.bench import asked, remarks
-from ampwise.report.page import css, figure, number, page
+from ampwise.report.page import css, figure, number, page, size_unit
 
 
 def to_html(report: BenchReport) -> str:
@@ -18,8 +18,11 @@ def to_html(report: BenchReport) -> str:
     def drawn(name: str, caption: str) -> Any:
         return figure(getattr(figures, name)(report), caption)
 
+    unit, one = size_unit(max(each.peak_memory_bytes or 0 for each in report.precisions))
     return page(
         "bench.html",
+        unit=unit,
+        one=one,
         report=report,
         environment=report.environment,
         parity=report.parity,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ampwise.bench.result import BenchReport
 from ampwise.report.bench import asked, remarks
-from ampwise.report.page import number
+from ampwise.report.page import number, size
 
 
 def to_markdown(report: BenchReport) -> str:
@@ -24,15 +24,14 @@ def to_markdown(report: BenchReport) -> str:
         "| --- | ---: | ---: | ---: | ---: | ---: |",
     ]
     for each in report.precisions:
-        peak = None if each.peak_memory_bytes is None else each.peak_memory_bytes / 1e6
         parity = None if report.parity is None else report.parity.arms.get(each.name)
         cells = [
             cell(each.name),
             number(each.step_ms.median, ",.2f") if each.step_ms else each.status,
             str(each.speedup or ""),
-            f"{number(peak, ',.1f')} MB" if peak else "",
+            size(each.peak_memory_bytes) if each.peak_memory_bytes else "",
             number(each.memory_reduction, ".1%"),
-            "" if parity is None else number(parity.difference, "+.4f"),
+            "" if parity is None else number(parity.difference, "+z.4f"),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     lines += ["", *(f"- {cell(each)}" for each in remarks(report))]

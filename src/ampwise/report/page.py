@@ -19,6 +19,17 @@ def number(value: float | None, style: str) -> str:
     return format(value, style)
 
 
+def size_unit(largest_bytes: float) -> tuple[str, float]:
+    """The unit that sizes up to this one are put in, and its bytes."""
+    return ("MB", 1e6) if largest_bytes >= 1e6 else ("kB", 1e3)
+
+
+def size(count: float) -> str:
+    """A number of bytes, as ``12.3 MB``, or in kB where that would be less than one."""
+    unit, one = size_unit(count)
+    return f"{count / one:,.1f} {unit}"
+
+
 def css(status: str) -> str:
     """Class of a status: its colour."""
     return {"pass": "pass", "equivalent": "pass", "fail": "fail", "different": "fail"}.get(

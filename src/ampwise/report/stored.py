@@ -12,11 +12,12 @@ from rich.console import Console
 from ampwise.bench.result import BenchReport
 from ampwise.errors import UsageError
 from ampwise.numerics.result import Diagnosis
-from ampwise.report import bench, diagnosis, html, markdown, train, verify
+from ampwise.numerics.search import Tuned
+from ampwise.report import bench, diagnosis, html, markdown, train, tune, verify
 from ampwise.report.train import TrainedRun
 from ampwise.verify.result import Verification
 
-Run = BenchReport | Diagnosis | TrainedRun | Verification
+Run = BenchReport | Diagnosis | TrainedRun | Tuned | Verification
 
 
 class Forms(NamedTuple):
@@ -31,12 +32,14 @@ _FORMS: Mapping[type[Run], Forms] = {
     BenchReport: Forms(bench.render, markdown.to_markdown, html.to_html),
     Diagnosis: Forms(diagnosis.render, diagnosis.to_markdown, diagnosis.to_html),
     TrainedRun: Forms(train.render_run, train.to_markdown, train.to_html),
+    Tuned: Forms(tune.render, tune.to_markdown, tune.to_html),
     Verification: Forms(verify.render, verify.to_markdown, verify.to_html),
 }
 
 _FILES: Mapping[str, Callable[[Mapping[str, Any]], Run]] = {
     "bench.json": BenchReport.from_json,
     "diagnosis.json": Diagnosis.from_json,
+    "tune.json": Tuned.from_json,
     "verify.json": Verification.from_json,
 }
 """Result files that a run's folder may hold, and how each is read."""
@@ -76,12 +79,15 @@ def _result_file(folder: Path) -> Path:
             return folder / name
     if not record.exists():
         raise UsageError(
-            f"{folder} holds no run: expected the folder of a bench, verify, diagnose or train "
-            "run, such as runs/bench-digits-1"
+            f"{folder} holds no run: expected the folder of a bench, verify, diagnose, tune or "
+            "train run, such as runs/bench-digits-1"
         )
-    command = _content(record).get("command")
+    content = _content(record)
+    command = content.get("command")
     if command != "train":
-        raise UsageError(f"{folder} holds no finished {command} run: its result is not there")
+        steps = f" after {content['steps']} steps" if "steps" in content else ""
+        known = f"it is {content['status']}{steps}" if "status" in content else "no result is there"
+        raise UsageError(f"{folder} holds no finished {command} run: {known}")
     return record
 
 

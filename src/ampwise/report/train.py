@@ -15,7 +15,7 @@ from rich.text import Text
 
 from ampwise.data.feed import SLOW_LOADER, slow_loader
 from ampwise.errors import UsageError
-from ampwise.report.canvas import COLOURS, svg
+from ampwise.report.canvas import COLOURS, log_scale, svg
 from ampwise.report.markdown import cell
 from ampwise.report.page import figure, page
 from ampwise.step import Activity
@@ -118,7 +118,7 @@ def render(result: TrainResult, console: Console) -> None:
     table.add_column()
     table.add_column(overflow="fold")  # a path is shown whole
     for name, value in _rows(result):
-        table.add_row(name, value)
+        table.add_row(name, Text(value))
     console.print(table)
     if result.data_wait_fraction >= SLOW_LOADER:
         console.print(Text(slow_loader(result.data_wait_fraction), style="yellow"))
@@ -207,7 +207,7 @@ def _scale_figure(run: TrainedRun) -> str:
         for index, step in enumerate(skipped[:_POINTS]):
             label = f"skipped ({len(skipped)})" if index == 0 else None
             axes.axvline(step, color=COLOURS[2], alpha=0.5, linewidth=1, label=label)
-        axes.set_yscale("log", base=2)
+        log_scale(axes, base=2)
         axes.set_xlabel("step")
         axes.set_ylabel("loss scale")
         axes.legend()
@@ -222,7 +222,7 @@ def _norm_figure(run: TrainedRun) -> str:
 
     def draw(axes: Any) -> None:
         _curve(axes, norms, COLOURS[3], "grad norm")
-        axes.set_yscale("log")
+        log_scale(axes, base=10)
         axes.set_xlabel("step")
         axes.set_ylabel("grad norm")
 

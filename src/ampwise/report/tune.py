@@ -1,13 +1,14 @@
-"""A `Tuned` on a terminal."""
+"""A `Tuned` on a terminal, as Markdown and as a page."""
 
 from __future__ import annotations
 
 from rich.console import Console
 from rich.text import Text
 
-from ampwise.numerics.search import Tuned
-from ampwise.report.bench import new_table
-from ampwise.report.page import number
+from ampwise.numerics.search import Tried, Tuned
+from ampwise.report.markdown import cell
+from ampwise.report.page import number, page
+from ampwise.report.table import new_table
 
 
 def render(found: Tuned, console: Console) -> None:
@@ -21,13 +22,43 @@ def render(found: Tuned, console: Console) -> None:
     table.add_column("speed, vs fp32", justify="right")
     table.add_column("why", ratio=2)
     for each in found.tried:
-        table.add_row(
-            Text(each.precision),
-            Text(each.policy or "does not hold", style="" if each.policy else "red"),
-            number(each.gradient_db, ".0f"),
-            "" if each.speedup is None else f"{each.speedup:.2f}x",
-            Text(each.reason),
-        )
+        precision, policy, *rest = _cells(each)
+        table.add_row(precision, Text(policy, style="" if each.policy else "red"), *rest)
     console.print(table)
-    for index, sentence in enumerate(found.verdict):
+    for index, sentence in enumerate(sentences(found)):
         console.print(Text(sentence, style="bold" if index == 0 else ""))
+
+
+def sentences(found: Tuned) -> list[str]:
+    """The verdict, or that there is none yet."""
+    unfinished = [] if found.finished else ["Not finished: the search ended early."]
+    return unfinished + found.verdict
+
+
+def to_markdown(found: Tuned) -> str:
+    """The same as a table."""
+    lines = [f"# {cell(found.task)} on {cell(found.device)}", ""]
+    lines += [cell(each) + "  " for each in sentences(found)]
+    lines += [
+        "",
+        "| precision | holds as | gradient dB | speed, vs fp32 | why |",
+        "| --- | --- | ---: | ---: | --- |",
+    ]
+    lines += [f"| {' | '.join(map(cell, _cells(each)))} |" for each in found.tried]
+    return "\n".join(lines) + "\n"
+
+
+def to_html(found: Tuned) -> str:
+    """The same as a page."""
+    rows = [_cells(each) for each in found.tried]
+    return page("tune.html", found=found, rows=rows, sentences=sentences(found))
+
+
+def _cells(each: Tried) -> tuple[str, ...]:
+    return (
+        each.precision,
+        each.policy or "does not hold",
+        number(each.gradient_db, ".0f"),
+        "" if each.speedup is None else f"{each.speedup:.2f}x",
+        each.reason,
+    )

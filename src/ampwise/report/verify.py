@@ -5,9 +5,9 @@ from __future__ import annotations
 from rich.console import Console
 from rich.text import Text
 
-from ampwise.report.bench import new_table
 from ampwise.report.markdown import cell
 from ampwise.report.page import css, page
+from ampwise.report.table import new_table
 from ampwise.verify.result import Verification
 
 _STYLES = {"pass": "green", "fail": "red", "not measured": "yellow", "not applicable": "dim"}
@@ -18,22 +18,27 @@ def render(found: Verification, console: Console) -> None:
     console.print()
     console.print(Text(f"{found.task}, {found.precision} on {found.device}", style="bold"))
     table = new_table()
-    table.add_column("requirement", ratio=2)
+    table.add_column("requirement, and how it was checked", ratio=1)
     table.add_column("status", no_wrap=True)
-    table.add_column("evidence", ratio=3)
+    table.add_column("evidence", ratio=1)
     for each in found.findings:
         status = Text("FAIL" if each.status == "fail" else each.status, style=_STYLES[each.status])
-        table.add_row(Text(each.requirement), status, Text(each.evidence))
+        name = f"{each.requirement}{' *' if each.critical else ''}"
+        table.add_row(Text.assemble(name, "\n", (each.how, "dim")), status, each.evidence)
+    table.caption = "* critical: if it fails it blocks, and not measured it leaves all undecided"
+    table.caption_justify = "left"
     console.print(table)
     console.print(Text(decision(found), style="bold"))
 
 
 def decision(found: Verification) -> str:
-    """The last line: decision and score."""
-    ended = "; interrupted" if found.interrupted else ""
+    """The last line: decision and score, and what a decision lacks."""
+    interrupted = found.interrupted and found.decision != "BLOCK"
+    missing = [each.requirement for each in found.findings if each.open and not interrupted]
     return (
-        f"{found.decision}: {found.passed} of {len(found.applicable)} requirements measured and "
-        f"met ({found.score:.0%}){ended}"
+        f"{'INTERRUPTED' if interrupted else found.decision}: {found.passed} of "
+        f"{len(found.applicable)} requirements measured and met ({found.score:.0%})"
+        f"{'; not measured: ' * bool(missing)}{', '.join(missing)}"
     )
 
 

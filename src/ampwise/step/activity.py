@@ -10,7 +10,6 @@ watched, and the result says so.
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager, nullcontext
@@ -24,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ampwise.errors import InactivePolicyError
 from ampwise.policy import Policy
 from ampwise.step.compiled import is_compiled
+from ampwise.step.warn import warn_user
 
 _MATMULS = frozenset(
     [
@@ -90,7 +90,7 @@ class Activity:
             message = f"precision {policy.text} was not active: {complaint}"
             if strict:
                 raise InactivePolicyError(message)
-            warnings.warn(message, stacklevel=5)
+            warn_user(message)
 
     def __str__(self) -> str:
         ran = ", ".join(f"{count} in {name}" for name, count in self.matmul_dtypes.items())

@@ -92,6 +92,15 @@ def keep_islands(module: nn.Module, patterns: tuple[str, ...], device_type: str)
 
     Inside an island autocast is off and half-precision inputs are raised to float32. Installed as
     forward hooks, so that nothing about the modules themselves changes.
+    """
+    islands = islands_of(module, patterns)
+    for island in islands:
+        make_island(island, device_type)
+    return islands
+
+
+def islands_of(module: nn.Module, patterns: tuple[str, ...]) -> list[nn.Module]:
+    """The submodules whose name matches a pattern.
 
     Raises
     ------
@@ -108,8 +117,6 @@ def keep_islands(module: nn.Module, patterns: tuple[str, ...], device_type: str)
                 f"{', '.join(list(names)[1:4]) or 'nothing: the model has no submodules'}"
             )
         islands += [layer for layer in matching if layer not in islands]
-    for island in islands:
-        make_island(island, device_type)
     return islands
 
 

@@ -16,7 +16,6 @@ waits for the device; with fused optimizers it nowhere does.
 from __future__ import annotations
 
 import importlib
-import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -40,9 +39,10 @@ from ampwise.step.host import HostFlag, Outcomes
 from ampwise.step.loss_scale import LossScale, UnitLossScale
 from ampwise.step.master import MasterWeights
 from ampwise.step.patience import Patience, explain
-from ampwise.step.precision import Float32Mode, Forward, keep_islands
+from ampwise.step.precision import Float32Mode, Forward, islands_of, keep_islands
 from ampwise.step.recorder import Recorder
 from ampwise.step.samples import samples_in
+from ampwise.step.warn import warn_user
 from ampwise.step.window import Weight, Window, divide
 from ampwise.telemetry.ring import COLUMNS, Ring, StepRecord
 
@@ -457,6 +457,10 @@ class TrainStep:
 
     def _install_policy(self) -> MasterWeights:
         """Islands and master weights: what the policy changes about the models, once."""
+        if self.resolution is not None:
+            # A typo is one also where this device fell back to a policy without islands.
+            for module in self._models:
+                islands_of(module, self.resolution.asked_islands)
         islands = [
             layer
             for module in self._models
@@ -573,7 +577,7 @@ class TrainStep:
         if callable(on_fault):
             on_fault(found)
         else:
-            warnings.warn(numerics.summary(found), stacklevel=3)
+            warn_user(numerics.summary(found))
 
     def _follow(self, known: list[bool]) -> None:
         """Scheduler and EMA make a step, unless one was skipped; too many skips abort."""

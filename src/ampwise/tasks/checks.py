@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -205,10 +206,23 @@ def metrics_of(task: Task, model: nn.Module) -> dict[str, float]:
         raise TaskError(f"task evaluate() returned {metrics}: expected numbers by name") from None
 
 
+_LOWER_PARTS = ("loss", "error", "perplexity", "divergence", "distance", "deviance", "entropy")
+"""Anywhere in a name, in small letters: a metric that should fall."""
+
+_LOWER_WORDS = re.compile(
+    "n?r?mse|mae|rmsle|[sw]?mape|wape|nll|nlpd|b?ce|xent|kld?|jsd?|mmd|emd|bp[bcdpt]|ppl|[cdtw]er|"
+    "eer|[em]ce|brier|crps|f[iva]d|kid|lpips|epe|err|fpr|fnr|frr|regret"
+)
+"""The same as whole words of a name: ``val_mse``, ``MSE@10`` and ``testMse``, not ``kinetic``."""
+
+
 def higher_is_better(task: Task, metric: str) -> bool:
     """Direction of a metric, by the task's word or by its name."""
-    words = ("loss", "error", "perplexity")
-    return task.higher_is_better.get(metric, not any(word in metric.lower() for word in words))
+    words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", metric)
+    lower = any(part in metric.lower() for part in _LOWER_PARTS) or any(
+        _LOWER_WORDS.fullmatch(word.lower()) for word in words
+    )
+    return task.higher_is_better.get(metric, not lower)
 
 
 def endless(task: Task) -> Iterator[Any]:

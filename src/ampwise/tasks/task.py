@@ -34,8 +34,8 @@ class Task:
     samples
         Samples (or tokens) in a batch: the unit of rates and of accumulation weights.
     higher_is_better
-        Direction of each metric. A metric that is not listed: higher is better, unless its
-        name contains ``loss``, ``error`` or ``perplexity``.
+        Direction of each metric. A metric that is not listed: higher is better, unless its name
+        says otherwise, as ``val_loss``, ``mse``, ``perplexity``, ``wer`` and ``fid`` do.
     levers
         Variants of the task that should train the same and cost less, by name: ``bench`` measures
         each against the task itself.

@@ -10,13 +10,15 @@ JSON knows neither NaN nor inf; they stand as the strings "nan", "inf" and "-inf
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from types import TracebackType
+from typing import Any, Self, TextIO
 
 from ampwise.errors import UsageError
 from ampwise.telemetry.files import atomic_write_text
@@ -27,6 +29,9 @@ FLUSH_EVERY_S = 1.0
 class RunFolder:
     """A run's folder, new or continued; see `create` and `resume`.
 
+    As a context manager it is closed at the end, and removed again if an error comes before there
+    is anything in it but a record that it runs.
+
     Attributes
     ----------
     path
@@ -36,6 +41,7 @@ class RunFolder:
     def __init__(self, path: Path, report: Callable[[str], None]) -> None:
         self.path = path
         self._report = report
+        self._made = False
         self._lines: TextIO | None = None
         self._flushed = time.monotonic()
 
@@ -63,9 +69,11 @@ class RunFolder:
             When `path` holds a run already, or cannot be written.
         """
         try:
-            path = _next_free(Path("runs"), name) if path is None else _fresh(path)
+            made = path is None or not path.exists()
+            path = _next_free(Path("runs"), name) if path is None else _fresh(path, resumes=trains)
             path.mkdir(parents=True, exist_ok=True)
             folder = cls(path, report)
+            folder._made = made
             if trains:
                 folder.checkpoints.mkdir(exist_ok=True)
                 folder._lines = (path / "steps.jsonl").open("w")
@@ -89,6 +97,28 @@ class RunFolder:
                 f"nothing to resume in {path}: expected the folder of a run, with its run.json"
             )
         return cls(path, report)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+        if error is not None:
+            with contextlib.suppress(OSError):
+                self._remove_if_empty()
+
+    def _remove_if_empty(self) -> None:
+        held = {each.name for each in self.path.iterdir()}
+        if held == {"run.json"} and self.read().get("status") == "running":
+            (self.path / "run.json").unlink()
+            held = set()
+        if self._made and not held:
+            self.path.rmdir()
 
     @property
     def checkpoints(self) -> Path:
@@ -179,9 +209,8 @@ def _next_free(parent: Path, name: str) -> Path:
             return path
 
 
-def _fresh(path: Path) -> Path:
+def _fresh(path: Path, *, resumes: bool) -> Path:
     if (path / "run.json").exists():
-        raise UsageError(
-            f"{path} already holds a run: --resume continues it, another --out starts a new one"
-        )
+        continues = "--resume continues it, " if resumes else ""
+        raise UsageError(f"{path} already holds a run: {continues}another --out starts a new one")
     return path

@@ -27,6 +27,8 @@ class Finding:
         What came of it, with the figures.
     critical
         Whether its failure blocks.
+    left_out
+        Whether it was not measured because the user did not want it.
     """
 
     id: str
@@ -35,6 +37,12 @@ class Finding:
     status: Status
     evidence: str
     critical: bool
+    left_out: bool = False
+
+    @property
+    def open(self) -> bool:
+        """Whether it is critical and nobody knows: asked for, applicable, and not measured."""
+        return self.critical and self.status == "not measured" and not self.left_out
 
 
 @dataclass
@@ -73,10 +81,16 @@ class Verification:
         return self.passed / len(self.applicable) if self.applicable else 0.0
 
     @property
-    def decision(self) -> Literal["PASS", "BLOCK"]:
-        """BLOCK if a critical requirement fails (or nothing was checked)."""
+    def decision(self) -> Literal["PASS", "BLOCK", "UNDECIDED"]:
+        """BLOCK if a critical requirement fails, UNDECIDED if one could not be measured.
+
+        What the user left out leaves nothing undecided; without any check there is no PASS.
+        """
         failed = any(each.critical and each.status == "fail" for each in self.findings)
-        return "BLOCK" if failed or not self.findings else "PASS"
+        if failed or not self.findings:
+            return "BLOCK"
+        undecided = self.interrupted or any(each.open for each in self.findings)
+        return "UNDECIDED" if undecided else "PASS"
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, schema ``ampwise.verify/1``."""

@@ -1,13 +1,19 @@
-"""Runs every check on a task; one that breaks is reported, and the others go on."""
+"""Runs every check on a task; one that breaks is reported, and the others go on.
+
+Checks that take seconds come before the bench, so that an interruption finds something to keep.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
 from ampwise.bench.arm import Arm, Settings
+from ampwise.bench.race import in_one_line
+from ampwise.bench.requirements import NOT_ASKED
 from ampwise.bench.run import BenchConfig, Progress, run_bench
 from ampwise.bench.trial import limit_from, reference_step, try_first_step
 from ampwise.capability import probe
@@ -16,7 +22,7 @@ from ampwise.policy import PRESETS, Policy, decide
 from ampwise.tasks import Task
 from ampwise.tasks.checks import first_batch
 from ampwise.telemetry.environment import environment
-from ampwise.verify.checks import CHECKS, Check, Subject
+from ampwise.verify.checks import CHECKS, NO_BENCH, Check, Subject
 from ampwise.verify.result import Finding, Verification
 
 
@@ -62,18 +68,35 @@ def verify(task: Task, config: VerifyConfig, progress: Progress) -> Verification
         environment(config.settings.device),
     )
     subject = Subject(task, config.settings, policy, scaled, config.track)
+    done: dict[str, Finding] = {}
     try:
-        if config.bench is not None:
-            subject.bench = run_bench(task, config.bench, progress)
-            found.interrupted = subject.bench.interrupted
-        for check in CHECKS:
-            if found.interrupted:
-                break
+        for check in sorted(CHECKS, key=lambda each: each.by_bench):
+            if check.by_bench and config.bench is not None and subject.bench is None:
+                _bench(subject, config.bench, progress)
             progress.stage(check.requirement)
-            found.findings.append(_finding(check, subject))
+            done[check.id] = _finding(check, subject)
     except KeyboardInterrupt:
         found.interrupted = True
+    if subject.bench is not None:
+        found.interrupted |= subject.bench.interrupted
+    found.findings = [done.get(check.id) or _unchecked(check) for check in CHECKS]
     return found
+
+
+def _bench(subject: Subject, config: BenchConfig, progress: Progress) -> None:
+    """Measure; of a bench that an error ends, what there was, and why there is no more."""
+    if subject.no_bench != NO_BENCH:  # it failed before
+        return
+    try:
+        keep = partial(setattr, subject, "bench")
+        subject.bench = run_bench(subject.task, config, progress, keep)
+    except Exception as error:  # noqa: BLE001 - all other checks are done, and are not lost for it
+        subject.no_bench = f"the bench failed: {in_one_line(error)}"
+
+
+def _unchecked(check: Check) -> Finding:
+    why = "interrupted before it was checked"
+    return Finding(check.id, check.requirement, check.how, "not measured", why, check.critical)
 
 
 def _finding(check: Check, subject: Subject) -> Finding:
@@ -82,7 +105,10 @@ def _finding(check: Check, subject: Subject) -> Finding:
             status, evidence = check.run(subject)
         except (AmpwiseError, RuntimeError, OSError) as error:
             status, evidence = "fail", f"{type(error).__name__}: {' '.join(str(error).split())}"
-    return Finding(check.id, check.requirement, check.how, status, evidence, check.critical)
+    left_out = evidence in (NO_BENCH, NOT_ASKED)
+    return Finding(
+        check.id, check.requirement, check.how, status, evidence, check.critical, left_out
+    )
 
 
 def _best(device: torch.device) -> Policy:

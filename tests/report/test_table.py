@@ -1,0 +1,69 @@
+"""Tables keep names as they are, and become lists where there is no room."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from ampwise.report.canvas import log_scale, svg
+from ampwise.report.page import size
+from ampwise.report.table import new_table
+
+NAME = "[car] acc$\\frac$[/b] :smile:"
+
+
+def drawn(width: int, *names: str) -> str:
+    table = new_table()
+    table.add_column("[red]precision", no_wrap=True)
+    table.add_column("why")
+    table.add_column("empty")
+    for name in names or (NAME,):
+        table.add_row(name, f"because of {name}", "")
+    table.caption = f"about {NAME}"
+    paper = io.StringIO()
+    Console(file=paper, width=width).print(table)
+    return paper.getvalue()
+
+
+@pytest.mark.parametrize("width", [40, 60, 100])
+def test_brackets_dollars_and_colons_are_text(width):
+    text = " ".join(drawn(width).split())
+    assert text.count(NAME) == 3
+    assert "[red]precision" in text
+
+
+@pytest.mark.parametrize(("width", "listed"), [(40, True), (69, True), (70, False), (100, False)])
+def test_narrow_terminals_get_names_and_values(width, listed):
+    text = drawn(width, "bf16")
+    assert ("  why: because of bf16\n" in text) == listed
+    assert ("empty:" in text) is False
+    assert max(map(len, text.splitlines())) <= width
+
+
+def test_a_name_that_would_push_the_rest_out_makes_a_list():
+    name = "bf16:islands=" + ",".join(f"layers.{index}" for index in range(12))
+    assert "  why: because of" in drawn(80, name)
+    assert "…" not in drawn(80, name)
+
+
+def test_figures_take_a_dollar_for_a_dollar():
+    def draw(axes):
+        log_scale(axes, base=10)
+        axes.plot([1, 2], [1, 1000], label=NAME)
+        axes.set_xlabel(NAME)
+        axes.legend()
+
+    text = svg("figure", draw, height=2.0)
+    assert text.count("acc$\\frac$") >= 2
+    assert ">1000<" in text
+    assert "mathdefault" not in text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(8_000, "8.0 kB"), (999_949, "999.9 kB"), (1e6, "1.0 MB"), (2.5e9, "2,500.0 MB")],
+)
+def test_sizes_are_never_zero_for_being_small(count, text):
+    assert size(count) == text
