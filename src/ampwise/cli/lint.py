@@ -26,7 +26,9 @@ Many = tyro.conf.UseAppendAction
 class Options(Shared):
     """Find mixed-precision mistakes in Python files, folders and notebooks. Executes nothing."""
 
-    paths: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="[PATH ...]")] = ()
+    paths: Annotated[
+        tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="[PATH ...]")
+    ] = ()
     """Files and folders to check; default: this folder."""
 
     fix: bool = False

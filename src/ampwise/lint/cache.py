@@ -10,14 +10,11 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from ampwise.lint.findings import Edit, Finding
-
-Digest = Callable[[Path], str]
 
 
 def folder() -> Path:

@@ -64,12 +64,12 @@ def _finding(finding: Finding, console: Console) -> None:
 
 def _summary(report: LintReport) -> Text:
     files = f"{report.files:,} file{'s' if report.files != 1 else ''}"
-    counts = {
-        kind: sum(each.severity == kind for each in report.findings) for kind in STYLES
-    }
+    counts = {kind: sum(each.severity == kind for each in report.findings) for kind in STYLES}
     words = {"error": "error", "warning": "warning", "info": "hint"}
     parts = [
-        f"{count} {words[kind]}{'s' if count != 1 else ''}" for kind, count in counts.items() if count
+        f"{count} {words[kind]}{'s' if count != 1 else ''}"
+        for kind, count in counts.items()
+        if count
     ]
     text = Text(f"{files}: {', '.join(parts) if parts else 'no findings'}")
     if report.fixed:

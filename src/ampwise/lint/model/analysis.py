@@ -14,8 +14,9 @@ from typing import TypeVar
 from ampwise.lint.model import calls
 from ampwise.lint.model.arguments import Arguments
 from ampwise.lint.model.events import Event
-from ampwise.lint.model.machine import Budget, BudgetError, Machine, Scope
+from ampwise.lint.model.machine import Machine
 from ampwise.lint.model.paths import Oracle, explore
+from ampwise.lint.model.scope import Budget, BudgetError, Scope
 from ampwise.lint.model.values import Class, Function, Instance, Unknown, Value
 from ampwise.lint.project import Module
 

@@ -19,20 +19,20 @@ from ampwise.lint.model.events import (
     Update,
     ZeroGrad,
 )
-from ampwise.lint.model.naming import as_role, named
 from ampwise.lint.model.roles import LOSS, SCALER, dotted
+from ampwise.lint.model.scope import Scope
 from ampwise.lint.model.values import (
     NONE,
     Bound,
     Class,
+    DictValue,
     Function,
     Instance,
+    ListValue,
     Manager,
-    Mapping_,
     Model,
     Partial,
     Ref,
-    Sequence_,
     Super,
     Tensor,
     Unknown,
@@ -42,9 +42,7 @@ from ampwise.lint.model.values import (
 )
 
 if TYPE_CHECKING:
-    from ampwise.lint.model.machine import Machine, Scope
-
-__all__ = ["Arguments", "as_role", "named"]
+    from ampwise.lint.model.machine import Machine
 
 BUILTINS = frozenset(dir(builtins))
 NETWORK_METHODS = {
@@ -53,8 +51,6 @@ NETWORK_METHODS = {
     "type", "clip_grad_norm_",
 }  # fmt: skip
 STEP_EVENTS = (Backward, ScalerStep, OptimizerStep, Update, Unscale, ZeroGrad, Managed)
-canonical = library.canonical
-is_loader = torch_calls.is_loader
 
 
 def evaluate_call(machine: Machine, node: ast.Call) -> Value:
@@ -113,7 +109,7 @@ def _arguments(machine: Machine, node: ast.Call) -> Arguments:
     for each in node.args:
         value = machine.evaluate(each)
         if isinstance(each, ast.Starred):
-            if isinstance(value, Sequence_):
+            if isinstance(value, ListValue):
                 a.positional += value.items
             else:
                 a.open = True
@@ -123,7 +119,7 @@ def _arguments(machine: Machine, node: ast.Call) -> Arguments:
         value = machine.evaluate(keyword.value)
         if keyword.arg is not None:
             a.named[keyword.arg] = value
-        elif isinstance(value, Mapping_):
+        elif isinstance(value, DictValue):
             a.named |= {k: v for k, v in value.items.items() if isinstance(k, str)}
             a.open |= value.open
         else:
@@ -150,7 +146,7 @@ def _function(machine: Machine, node: ast.Call, function: Function, a: Arguments
     value = machine.call(function, a, node)
     if LOSS.search(name):
         if isinstance(value, Unknown | Tensor):
-            machine.emit(Loss, node, name, tuple(a.values), None)
+            machine.emit(Loss, node, name, tuple(a.values))
         if isinstance(value, Unknown):
             return Tensor(key=value.key, loss=True, inputs=tuple(a.values))
     return value
@@ -163,8 +159,6 @@ def _is_context_manager(function: Function) -> bool:
 
 def _generator_manager(machine: Machine, node: ast.Call, function: Function, a: Arguments) -> Value:
     """A context manager written as a generator: what it holds open around its ``yield``."""
-    from ampwise.lint.model.machine import Scope
-
     scope = Scope(function.module, function.scope)
     managers: list[Manager] = []
     with machine.inside_function(function, scope):
@@ -207,9 +201,9 @@ def bind(machine: Machine, function: Function, a: Arguments, scope: Scope) -> No
     for parameter in parameters:
         left.pop(parameter.arg, None)
     if spec.vararg is not None:
-        scope.names[spec.vararg.arg] = Sequence_(positional[len(parameters) :])
+        scope.names[spec.vararg.arg] = ListValue(positional[len(parameters) :])
     if spec.kwarg is not None:
-        scope.names[spec.kwarg.arg] = Mapping_(left, function.node, open=a.open)
+        scope.names[spec.kwarg.arg] = DictValue(left, function.node, open=a.open)
 
 
 def decorators(machine: Machine, function: Function) -> list[Manager]:
@@ -318,8 +312,8 @@ def _instance(machine: Machine, node: ast.Call, instance: Instance, a: Arguments
         return _forward(machine, node, instance, a, bound)
     value = machine.call(bound, a, node)
     if is_loss:
-        machine.emit(Loss, node, class_.node.name, tuple(a.values), None)
-        if not isinstance(value, Tensor | Sequence_):
+        machine.emit(Loss, node, class_.node.name, tuple(a.values))
+        if not isinstance(value, Tensor | ListValue):
             value = Tensor(key=key_of(value), inputs=tuple(a.values))
         if isinstance(value, Tensor):
             return value.but(loss=True)
@@ -345,9 +339,9 @@ def _output(machine: Machine, node: ast.Call, value: Value) -> Value:
     match value:
         case Tensor():
             return value.but(forward=True, region=value.region or machine.region)
-        case Sequence_(items=items):
-            return Sequence_([_output(machine, node, each) for each in items])
-        case Mapping_():
+        case ListValue(items=items):
+            return ListValue([_output(machine, node, each) for each in items])
+        case DictValue():
             return value
         case _:
             region = machine.region
@@ -393,7 +387,7 @@ def _unknown(machine: Machine, node: ast.Call, function: Value, a: Arguments) ->
 
 
 def _loss(machine: Machine, node: ast.Call, name: str, a: Arguments) -> Value:
-    machine.emit(Loss, node, name, tuple(a.values), None)
+    machine.emit(Loss, node, name, tuple(a.values))
     scaled = Unknown(name, "called") if "scale" in name.lower() else None
     return Tensor(
         key=f"{name}@{node.lineno}#{machine.iteration}",

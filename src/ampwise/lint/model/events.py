@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from ampwise.lint.model.values import (
     Class,
+    DictValue,
     Loader,
-    Mapping_,
     Model,
     Optimizer,
     Region,
@@ -55,7 +55,6 @@ class Context:
     conditions: tuple[Condition, ...] = ()
     regions: tuple[Region, ...] = ()
     no_grad: bool = False
-    no_sync: bool = False
     functions: tuple[str, ...] = ()
     """Names of the functions that are being executed, outermost first."""
 
@@ -64,10 +63,6 @@ class Context:
         """The autocast region in force, if one is on."""
         inner = self.regions[-1] if self.regions else None
         return inner if inner is not None and inner.enabled else None
-
-    def depth(self) -> int:
-        """How many loops deep."""
-        return len(self.loops)
 
     @property
     def is_periodic(self) -> bool:
@@ -126,7 +121,6 @@ class Op(Event):
     inputs: tuple[Value, ...]
     arguments: dict[str, Value] = field(default_factory=dict[str, Value])
     result: Value | None = None
-    layer: Model | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -135,7 +129,6 @@ class Loss(Event):
 
     path: str
     inputs: tuple[Value, ...]
-    layer: Model | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -144,14 +137,12 @@ class Backward(Event):
 
     tensor: Value
     scaled: Value | None
-    retain: bool = False
 
 
 @dataclass(eq=False, slots=True)
 class Grad(Event):
     """``torch.autograd.grad``."""
 
-    outputs: Value
     result: Tensor
 
 
@@ -207,7 +198,6 @@ class OptimizerStep(Event):
     """``optimizer.step()``."""
 
     optimizer: Optimizer
-    closure: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -238,7 +228,7 @@ class Save(Event):
     """``torch.save``."""
 
     what: Value
-    mapping: Mapping_ | None
+    mapping: DictValue | None
 
 
 @dataclass(eq=False, slots=True)

@@ -6,8 +6,10 @@ import ast
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ampwise.lint.model import calls, library, tensors
+from ampwise.lint.model import calls, library, tensors, torch_calls
+from ampwise.lint.model.arguments import Arguments
 from ampwise.lint.model.events import Elapsed, Op
+from ampwise.lint.model.naming import as_role, named
 from ampwise.lint.model.roles import LOSS, dotted
 from ampwise.lint.model.values import (
     FALSE,
@@ -16,12 +18,13 @@ from ampwise.lint.model.values import (
     Bound,
     Class,
     Const,
+    DictValue,
     Function,
     Gradient,
     Imported,
     Instance,
+    ListValue,
     Loader,
-    Mapping_,
     Model,
     Optimizer,
     Parameter,
@@ -29,7 +32,6 @@ from ampwise.lint.model.values import (
     Ref,
     Scaler,
     Scheduler,
-    Sequence_,
     Super,
     Tensor,
     Unknown,
@@ -75,7 +77,7 @@ def _name(machine: Machine, node: ast.Name) -> Value:
     if isinstance(found, Imported):
         found = machine.resolve(found)
         machine.scope.put(node.id, found)
-    return calls.as_role(machine, found, node.id)
+    return as_role(machine, found, node.id)
 
 
 def _attribute(machine: Machine, node: ast.Attribute) -> Value:
@@ -93,23 +95,23 @@ def attribute(machine: Machine, node: ast.AST, owner: Value, attr: str) -> Value
             if attr in attributes and not (
                 isinstance(attributes[attr], Const) and attr in class_.set_later()
             ):
-                return calls.as_role(machine, attributes[attr], text)
+                return as_role(machine, attributes[attr], text)
             if found := class_.lookup(attr):
                 return _of_class(machine, node, owner, found[0], text)
             if attr in calls.NETWORK_METHODS and calls.is_network(class_):
                 return Bound(owner, attr, node)
-            return calls.as_role(machine, Unknown(f"self.{attr}", "given", of=owner), text)
+            return as_role(machine, Unknown(f"self.{attr}", "given", of=owner), text)
         case Class():
             if found := owner.lookup(attr):
                 return found[0]
             if attr == "apply" and calls.is_autograd_function(owner):
                 return Bound(owner, attr, node)
             return Unknown(f"{owner.node.name}.{attr}", "given")
-        case Mapping_(items=items) if attr in items:
+        case DictValue(items=items) if attr in items:
             value = items[attr]
             if isinstance(value, Imported):
                 value = items[attr] = machine.resolve(value)
-            return calls.as_role(machine, value, text)
+            return as_role(machine, value, text)
         case Const(value=str(device)) if attr == "type":
             return Const(device.partition(":")[0])
         case _ if attr == "grad" and isinstance(owner, Parameter | Unknown | Tensor | Model):
@@ -139,7 +141,7 @@ def attribute(machine: Machine, node: ast.AST, owner: Value, attr: str) -> Value
             found_ = Unknown(
                 f"{owner.key}.{attr}", made, periodic=owner.periodic, loop=owner.loop, of=owner
             )
-            return calls.as_role(machine, found_, text)
+            return as_role(machine, found_, text)
         case Super():
             return _of_bases(owner, attr, node)
         case _:
@@ -158,12 +160,12 @@ def _of_bases(owner: Super, attr: str, node: ast.AST) -> Value:
 
 def _of_class(machine: Machine, node: ast.AST, owner: Instance, found: Value, text: str) -> Value:
     if not isinstance(found, Function):
-        return calls.as_role(machine, found, text)
+        return as_role(machine, found, text)
     function = found.node
     names = {dotted(each).rpartition(".")[2] for each in getattr(function, "decorator_list", [])}
     bound = Function(function, found.module, found.scope, owner, found.class_)
     if names & {"property", "cached_property"}:
-        return machine.call(bound, calls.Arguments(), node)
+        return machine.call(bound, Arguments(), node)
     if "staticmethod" in names:
         return found
     return bound
@@ -176,8 +178,8 @@ def _subscript(machine: Machine, node: ast.Subscript) -> Value:
         return item(machine, owner, index.value, dotted(node), node)
     if isinstance(owner, Tensor):
         return owner.but(op="index", inputs=(owner,))
-    if isinstance(owner, Mapping_ | Sequence_):
-        items = owner.items.values() if isinstance(owner, Mapping_) else owner.items
+    if isinstance(owner, DictValue | ListValue):
+        items = owner.items.values() if isinstance(owner, DictValue) else owner.items
         kinds = {type(each) for each in items}
         # nets[i] of known networks: any of them stands for all
         if len(kinds) == 1 and kinds <= {Optimizer, Scaler, Model, Instance, Loader}:
@@ -190,11 +192,11 @@ def item(
 ) -> Value:
     """``owner[index]``."""
     match owner:
-        case Mapping_(items=items) if index in items:
+        case DictValue(items=items) if index in items:
             return items[index]
-        case Mapping_(items=items) if isinstance(index, str):
-            return calls.as_role(machine, Unknown(f"{{...}}[{index!r}]", "given"), text)
-        case Sequence_(items=items) if isinstance(index, int) and -len(items) <= index < len(items):
+        case DictValue(items=items) if isinstance(index, str):
+            return as_role(machine, Unknown(f"{{...}}[{index!r}]", "given"), text)
+        case ListValue(items=items) if isinstance(index, int) and -len(items) <= index < len(items):
             return items[index]
         case Parameters():
             return owner
@@ -203,9 +205,9 @@ def item(
         case Unknown():
             made = owner.made if owner.made != "computed" else "called"
             key = f"{owner.key}[{index!r}]"
-            return calls.as_role(machine, Unknown(key, made, loop=owner.loop, of=owner.of), text)
+            return as_role(machine, Unknown(key, made, loop=owner.loop, of=owner.of), text)
         case Wrapper(path=path):
-            return calls.as_role(machine, Unknown(f"{path}[{index!r}]", "called"), text)
+            return as_role(machine, Unknown(f"{path}[{index!r}]", "called"), text)
         case _:
             return Unknown(f"{key_of(owner)}[{index!r}]")
 
@@ -216,11 +218,11 @@ def set_item(
     """``owner[index] = value``."""
     owner = evaluate(machine, owner_node, quiet=True)
     where = evaluate(machine, index, quiet=True)
-    if isinstance(owner, Mapping_) and isinstance(where, Const) and isinstance(where.value, str):
-        owner.items[where.value] = calls.named(value, where.value)
+    if isinstance(owner, DictValue) and isinstance(where, Const) and isinstance(where.value, str):
+        owner.items[where.value] = named(value, where.value)
     elif isinstance(owner, Tensor):
         machine.emit(Op, target, "setitem", (owner, where, value), {}, owner)
-    elif isinstance(owner, Mapping_):
+    elif isinstance(owner, DictValue):
         owner.open = True
 
 
@@ -229,13 +231,13 @@ def _sequence(machine: Machine, node: ast.Tuple | ast.List | ast.Set) -> Value:
     for each in node.elts:
         if isinstance(each, ast.Starred):
             value = evaluate(machine, each.value)
-            if isinstance(value, Sequence_):
+            if isinstance(value, ListValue):
                 items += value.items
             else:
                 return value if isinstance(value, Parameters) else machine.unknown(node)
         else:
             items.append(evaluate(machine, each))
-    return Sequence_(items)
+    return ListValue(items)
 
 
 def _dict(machine: Machine, node: ast.Dict) -> Value:
@@ -244,7 +246,7 @@ def _dict(machine: Machine, node: ast.Dict) -> Value:
     for key, value_node in zip(node.keys, node.values, strict=True):
         value = evaluate(machine, value_node)
         if key is None:
-            if isinstance(value, Mapping_):
+            if isinstance(value, DictValue):
                 items |= value.items
                 is_open |= value.open
             else:
@@ -256,7 +258,7 @@ def _dict(machine: Machine, node: ast.Dict) -> Value:
         else:
             is_open = True
             items[key_of(where)] = value
-    return Mapping_(items, node, is_open)
+    return DictValue(items, node, is_open)
 
 
 def _conditional(machine: Machine, node: ast.IfExp) -> Value:
@@ -358,7 +360,7 @@ def compare(machine: Machine, node: ast.AST, left: Value, op: ast.cmpop, right: 
                 right.path, right.path
             )
             return TRUE if same else FALSE
-    if isinstance(left, Const) and isinstance(right, Const | Sequence_):
+    if isinstance(left, Const) and isinstance(right, Const | ListValue):
         known = _known_comparison(left, op, right)
         if known is not None:
             return TRUE if known else FALSE
@@ -375,8 +377,8 @@ def compare(machine: Machine, node: ast.AST, left: Value, op: ast.cmpop, right: 
     )
 
 
-def _known_comparison(left: Const, op: ast.cmpop, right: Const | Sequence_) -> bool | None:
-    if isinstance(right, Sequence_):
+def _known_comparison(left: Const, op: ast.cmpop, right: Const | ListValue) -> bool | None:
+    if isinstance(right, ListValue):
         if not isinstance(op, ast.In) or not all(isinstance(e, Const) for e in right.items):
             return None
         return any(e.value == left.value for e in right.items if isinstance(e, Const))
@@ -425,13 +427,13 @@ def binary(machine: Machine, node: ast.AST, op: ast.operator, left: Value, right
         return _constants(machine, node, op, left, right)
     if isinstance(left, Gradient) or isinstance(right, Gradient):
         return left if isinstance(left, Gradient) else right
-    if isinstance(left, Sequence_) and isinstance(right, Sequence_) and name == "add":
-        return Sequence_([*left.items, *right.items])
+    if isinstance(left, ListValue) and isinstance(right, ListValue) and name == "add":
+        return ListValue([*left.items, *right.items])
     if isinstance(left, Parameters) and name == "add":
-        return Sequence_([left, right])
+        return ListValue([left, right])
     if isinstance(left, Tensor) or isinstance(right, Tensor):
         return tensors.arithmetic(machine, node, name, left, right)
-    if isinstance(left, Sequence_) and name == "mul":
+    if isinstance(left, ListValue) and name == "mul":
         return left
     both = [left, right]
     if name == "sub" and isinstance(left, Unknown) and isinstance(right, Unknown):
@@ -452,7 +454,7 @@ def _formatted(machine: Machine, node: ast.AST, right: Value) -> Value:
     operand = node.right if isinstance(node, ast.BinOp) else None
     if operand is not None:
         nodes = operand.elts if isinstance(operand, ast.Tuple) else [operand]
-        values = right.items if isinstance(right, Sequence_) else [right]
+        values = right.items if isinstance(right, ListValue) else [right]
         for each, value in zip(nodes, values, strict=False):
             tensors.shown(machine, each, value)
     return Unknown(f"str@{node.lineno}:{node.col_offset}")  # type: ignore[attr-defined]
@@ -522,7 +524,7 @@ def _comprehension(machine: Machine, node: ast.ListComp | ast.GeneratorExp | ast
         case Tensor():
             return value
         case Optimizer() | Model() | Instance() | Scaler() | Loader():
-            return Sequence_([value])
+            return ListValue([value])
         case _:
             return machine.unknown(node)
 
@@ -534,7 +536,7 @@ def _dict_comprehension(machine: Machine, node: ast.DictComp) -> Value:
     value = evaluate(machine, node.value)
     if isinstance(value, Tensor):
         return value
-    return Mapping_({"": value}, node, open=True)
+    return DictValue({"": value}, node, open=True)
 
 
 def element(
@@ -546,10 +548,10 @@ def element(
         case Parameters(of=owner):
             parameter = Parameter(owner)
             if isinstance(target, ast.Tuple) and len(target.elts) == 2:
-                return Sequence_([Unknown(f"name of {where}"), parameter])
+                return ListValue([Unknown(f"name of {where}"), parameter])
             # ``for group in optimizer.param_groups`` yields groups, whose items lead on here
             return over if over.key.endswith("param_groups") else parameter
-        case Sequence_(items=items) if items:
+        case ListValue(items=items) if items:
             last = machine._loops[-1].iteration if machine._loops else 0
             return items[min(last, len(items) - 1)]
         case Loader():
@@ -560,8 +562,8 @@ def element(
             return _enumerated(machine, node, target, over, operands, where)
         case Unknown() if over_data:
             return Tensor(key=f"batch {where}", data=True)
-        case Unknown(op="items", operands=(Mapping_(items=known), *_)) if known:
-            return Sequence_([Const(next(iter(known))), next(iter(known.values()))])
+        case Unknown(op="items", operands=(DictValue(items=known), *_)) if known:
+            return ListValue([Const(next(iter(known))), next(iter(known.values()))])
     return Unknown(f"{dotted(target) or 'item'} of {where}", loop=machine.iteration)
 
 
@@ -573,7 +575,7 @@ def _enumerated(
     operands: tuple[Value, ...],
     where: str,
 ) -> Value:
-    data = calls.is_loader(over)
+    data = torch_calls.is_loader(over)
     if over.op == "tqdm":
         return element(machine, node, target, operands[0], data)
     if over.op == "enumerate":
@@ -581,11 +583,11 @@ def _enumerated(
         inner_target = (
             target.elts[1] if isinstance(target, ast.Tuple) and len(target.elts) > 1 else target
         )
-        return Sequence_([index, element(machine, node, inner_target, operands[0], data)])
+        return ListValue([index, element(machine, node, inner_target, operands[0], data)])
     targets = target.elts if isinstance(target, ast.Tuple) else [target] * len(operands)
-    return Sequence_(
+    return ListValue(
         [
-            element(machine, node, each, operand, calls.is_loader(operand))
+            element(machine, node, each, operand, torch_calls.is_loader(operand))
             for each, operand in zip(targets, operands, strict=False)
         ]
     )

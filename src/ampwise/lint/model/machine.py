@@ -15,11 +15,11 @@ from __future__ import annotations
 import ast
 from collections.abc import Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from ampwise.lint.model import calls, expressions
+from ampwise.lint.model import calls, expressions, library, torch_calls
+from ampwise.lint.model.arguments import Arguments
 from ampwise.lint.model.events import (
     Accumulate,
     Clip,
@@ -32,26 +32,28 @@ from ampwise.lint.model.events import (
     Report,
     ZeroGrad,
 )
+from ampwise.lint.model.naming import named
 from ampwise.lint.model.paths import Oracle
 from ampwise.lint.model.roles import LOADER, dotted
+from ampwise.lint.model.scope import Budget, Frame, Scope
 from ampwise.lint.model.values import (
     NONE,
     Class,
     Const,
+    DictValue,
     Function,
     Gradient,
     Imported,
     Instance,
+    ListValue,
     Loader,
     Manager,
-    Mapping_,
     Model,
     Optimizer,
     Ref,
     Region,
     Scaler,
     Scheduler,
-    Sequence_,
     Tensor,
     Unknown,
     Value,
@@ -74,78 +76,6 @@ UNLIKELY = (
     "nan", "inf", "debug", "resume", "test_only", "eval_only", "evaluate", "dry_run", "profile",
     "no_cuda", "overfit", "isfinite", "only_test", "inference", "smoke", "compile", "ema",
 )  # fmt: skip
-
-
-class BudgetError(Exception):
-    """The code is too large to be walked to its end."""
-
-
-class Scope:
-    """Names of a module, function or class body."""
-
-    __slots__ = ("globals", "module", "names", "parent")
-
-    def __init__(self, module: Module, parent: Scope | None = None) -> None:
-        self.module = module
-        self.parent = parent
-        self.names: dict[str, Value] = {}
-        self.globals: set[str] = set()
-
-    def get(self, name: str) -> Value | None:
-        """What a name stands for; None where nothing was bound to it."""
-        scope: Scope | None = self
-        while scope is not None:
-            if name in scope.names:
-                return scope.names[name]
-            scope = scope.parent
-        return None
-
-    def set(self, name: str, value: Value) -> None:
-        """Bind a name."""
-        if name in self.globals:
-            self.top.names[name] = value
-        else:
-            self.names[name] = value
-
-    def put(self, name: str, value: Value) -> None:
-        """Bind a name anew where it is bound."""
-        scope: Scope | None = self
-        while scope is not None:
-            if name in scope.names:
-                scope.names[name] = value
-                return
-            scope = scope.parent
-
-    @property
-    def top(self) -> Scope:
-        """The module's scope."""
-        scope = self
-        while scope.parent is not None:
-            scope = scope.parent
-        return scope
-
-
-@dataclass(slots=True)
-class Frame:
-    """A function that is being walked."""
-
-    function: Function | None
-    scope: Scope
-    returned: Value | None = None
-    may_return: list[Value] = field(default_factory=list[Value])
-
-
-class Budget:
-    """How many more nodes may be walked, over all paths of a file."""
-
-    def __init__(self, nodes: int) -> None:
-        self.left = nodes
-
-    def spend(self) -> None:
-        """Count one."""
-        self.left -= 1
-        if self.left < 0:
-            raise BudgetError
 
 
 class Machine:
@@ -172,7 +102,6 @@ class Machine:
         self._conditions: tuple[Condition, ...] = ()
         self._regions: tuple[Region, ...] = ()
         self._no_grad = False
-        self._no_sync = False
         self._importing: list[Path] = []
         self._serial = 0
         self.evaluating: set[str] = set()
@@ -192,7 +121,7 @@ class Machine:
                 calls.name_of(frame.function) for frame in self.frames if frame.function is not None
             )
             self._context = Context(
-                self._loops, self._conditions, self._regions, self._no_grad, self._no_sync, names
+                self._loops, self._conditions, self._regions, self._no_grad, names
             )
         return self._context
 
@@ -278,7 +207,7 @@ class Machine:
             self.frames.pop()
             self._context = None
 
-    def call(self, function: Function, arguments: calls.Arguments, node: ast.AST) -> Value:
+    def call(self, function: Function, arguments: Arguments, node: ast.AST) -> Value:
         """Walk a function of the project where it is called; what it returns."""
         active = sum(
             frame.function is not None and frame.function.node is function.node
@@ -296,7 +225,7 @@ class Machine:
                 self.unsure = unsure
                 return self.evaluate(function.node.body)
             managers = calls.decorators(self, function)
-            with self.inside(managers, function.node):
+            with self.inside(managers):
                 self.block(function.node.body)
         self.unsure = unsure
         if frame.returned is not None:
@@ -441,7 +370,7 @@ class Machine:
                 if self.unsure and isinstance(before, Optimizer) and isinstance(value, Optimizer):
                     value.others = (*before.others, before)
                 if not (self.unsure and _is_lost(before, value)):
-                    self.scope.set(name, calls.named(value, name))
+                    self.scope.set(name, named(value, name))
             case ast.Tuple(elts=targets) | ast.List(elts=targets):
                 for each, part in zip(targets, self._parts(value, targets), strict=True):
                     self.bind(each, part)
@@ -457,7 +386,7 @@ class Machine:
     def _parts(self, value: Value, targets: list[ast.expr]) -> list[Value]:
         starred = any(isinstance(each, ast.Starred) for each in targets)
         match value:
-            case Sequence_(items=items) if len(items) == len(targets) and not starred:
+            case ListValue(items=items) if len(items) == len(targets) and not starred:
                 return list(items)
             case Tensor():
                 return [value.but(key=f"{value.key}[{i}]") for i in range(len(targets))]
@@ -476,11 +405,11 @@ class Machine:
             else:
                 self.emit(GradientRead, node, True)
         elif isinstance(owner, Instance):
-            owner.attributes[attr] = calls.named(value, attr)
+            owner.attributes[attr] = named(value, attr)
         elif isinstance(owner, Class):
             owner.attributes[attr] = value
         elif isinstance(owner, Unknown):
-            self.converted[f"attribute {owner.key}.{attr}"] = calls.named(value, attr)
+            self.converted[f"attribute {owner.key}.{attr}"] = named(value, attr)
 
     def _return(self, node: ast.Return) -> Flow:
         value = NONE if node.value is None else self.evaluate(node.value)
@@ -499,12 +428,12 @@ class Machine:
             periodic and any(_leaves(each) for each in (node.body, node.orelse))
         )
         if known or matters:
-            taken = self.decide(test, default=self._likely(node, test))
+            taken = self.decide(test, default=self._likely(node))
             with self._condition(node, test, taken, periodic, known):
                 return self.block(node.body if taken else node.orelse)
         return self._both(node, test, periodic)
 
-    def _likely(self, node: ast.If, test: Value) -> bool:
+    def _likely(self, node: ast.If) -> bool:
         text = self.here.unparsed(node.test).lower()
         if any(each in text for each in UNLIKELY):
             return False
@@ -598,20 +527,20 @@ class Machine:
             if item.optional_vars is not None:
                 bound = manager.bound if manager.bound is not None else value
                 self.bind(item.optional_vars, bound)
-        with self.inside(managers, node):
+        with self.inside(managers):
             return self.block(node.body)
 
     @contextmanager
-    def inside(self, managers: Iterable[Manager], node: ast.AST) -> Generator[None]:
+    def inside(self, managers: Iterable[Manager]) -> Generator[None]:
         """Hold context managers open."""
-        before = (self._regions, self._no_grad, self._no_sync)
+        before = (self._regions, self._no_grad)
         for each in managers:
             self._enter(each)
         self._context = None
         try:
             yield
         finally:
-            self._regions, self._no_grad, self._no_sync = before
+            self._regions, self._no_grad = before
             self._context = None
 
     def _enter(self, manager: Manager) -> None:
@@ -626,8 +555,6 @@ class Machine:
                 self._no_grad = True
             case "enable_grad":
                 self._no_grad = False
-            case "no_sync":
-                self._no_sync = True
             case "many":
                 for each in manager.managers:
                     self._enter(each)
@@ -705,7 +632,7 @@ class Machine:
             if alias.name == "*":
                 self._import_star(node, source)
                 continue
-            full = calls.canonical(f"{'.' * node.level}{node.module or ''}.{alias.name}")
+            full = library.canonical(f"{'.' * node.level}{node.module or ''}.{alias.name}")
             inner = f"{node.module}.{alias.name}" if node.module else alias.name
             module = self.here.project.locate(self.here, inner, node.level)
             value: Value = Ref(full)
@@ -726,7 +653,7 @@ class Machine:
         try:
             scope = self.run_module(module, main=False)
             if not value.name:
-                return Mapping_(scope.names, module.tree, open=True)
+                return DictValue(scope.names, module.tree, open=True)
             found = scope.names.get(value.name)
             if isinstance(found, Imported):
                 found = self.resolve(found)
@@ -737,7 +664,7 @@ class Machine:
     def _import_star(self, node: ast.ImportFrom, source: Path | None) -> None:
         if source is not None and source != self.here.path:
             found = self.resolve(Imported(source, full=node.module or ""))
-            if isinstance(found, Mapping_):
+            if isinstance(found, DictValue):
                 for name, value in found.items.items():
                     if not name.startswith("_"):
                         self.scope.set(name, value)
@@ -847,7 +774,7 @@ def _assigned(module: Module, loop: ast.stmt, body: list[ast.stmt]) -> set[str]:
 def _is_data(module: Module, node: ast.stmt, over: Value | None) -> bool:
     """Whether a loop runs over batches."""
     if isinstance(over, Loader) or (
-        isinstance(over, Unknown) and over.op and calls.is_loader(over)
+        isinstance(over, Unknown) and over.op and torch_calls.is_loader(over)
     ):
         return True
     if isinstance(node, ast.While):

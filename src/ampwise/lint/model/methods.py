@@ -35,12 +35,13 @@ from ampwise.lint.model.values import (
     Cast,
     Class,
     Const,
+    DictValue,
     Function,
     Gradient,
     Instance,
+    ListValue,
     Loader,
     Manager,
-    Mapping_,
     Model,
     Optimizer,
     Parameter,
@@ -49,7 +50,6 @@ from ampwise.lint.model.values import (
     Region,
     Scaler,
     Scheduler,
-    Sequence_,
     Super,
     Tensor,
     Unknown,
@@ -128,7 +128,7 @@ def given_away(machine: Machine, node: ast.Call, name: str, a: Arguments) -> Non
     """Note what a function nobody showed us is given: a checkpoint to save, a scaler to step."""
     if SAVES.search(name):
         for each in a.values:
-            if isinstance(each, Mapping_):
+            if isinstance(each, DictValue):
                 machine.emit(Save, node, each, each)
                 return
     if not HARMLESS.search(name) and any(isinstance(each, Scaler) for each in a.values):
@@ -154,7 +154,7 @@ def _scaler(machine: Machine, node: ast.Call, scaler: Scaler, name: str, a: Argu
         if is_on:
             machine.emit(ScalerStep, node, scaler, first, a.count)
         elif isinstance(first, Optimizer):
-            machine.emit(OptimizerStep, node, first, a.count > 1)
+            machine.emit(OptimizerStep, node, first)
         return machine.unknown(node)
     elif name == "unscale_":
         if is_on:
@@ -178,8 +178,8 @@ def _scaled(machine: Machine, scaler: Scaler, value: Value | None, node: ast.AST
     match value:
         case Tensor():
             return value.but(scaled=scaler)
-        case Sequence_(items=items):
-            return Sequence_([_scaled(machine, scaler, each, node) for each in items])
+        case ListValue(items=items):
+            return ListValue([_scaled(machine, scaler, each, node) for each in items])
         case None:
             return machine.unknown(node)
         case _:
@@ -192,7 +192,7 @@ def _optimizer(
     machine.exists(owner)
     match name:
         case "step":
-            machine.emit(OptimizerStep, node, owner, a.count > 0)
+            machine.emit(OptimizerStep, node, owner)
         case "zero_grad":
             machine.emit(ZeroGrad, node, owner)
         case "state_dict" | "load_state_dict":
@@ -229,9 +229,9 @@ def _wrapper(machine: Machine, node: ast.Call, owner: Wrapper, name: str, a: Arg
     ):
         machine.emit(Managed, node, owner.path)
     elif name == "autocast":
-        return Manager("autocast", node, Region(node, machine.here, True, None, None, True))
+        return Manager("autocast", node, Region(node, machine.here, True, None, None))
     elif name in ("accumulate", "no_sync", "no_backward_sync"):
-        return Manager("no_sync", node)
+        return Manager("other", node)
     elif name in ("log", "print"):
         tensors.shown_all(machine, node, a.values, waits=False)
     return machine.unknown(node, "called", f"{owner.path}.{name}()")
@@ -258,7 +258,6 @@ def _network(
         case "half" | "bfloat16":
             return halved(machine, node, owner, "float16" if name == "half" else "bfloat16")
         case "float" | "double":
-            owner.half = None
             return owner
         case "to" | "type":
             dtype = next((d for v in a.values if (d := dtype_named(v)) is not None), None)
@@ -281,7 +280,7 @@ def _network(
             machine.emit(StateDict, node, owner, name != "state_dict")
             return Parameters(owner, f"{key}.state_dict")
         case "no_sync":
-            return Manager("no_sync", node)
+            return Manager("other", node)
         case "clip_grad_norm_":
             machine.emit(Clip, node, owner)
         case "backward" if a.count:
@@ -303,7 +302,6 @@ def halved(machine: Machine, node: ast.AST, owner: Value, dtype: str) -> Value:
     cast = Cast(node, machine.here, dtype)
     machine.emit(CastDown, node, owner, dtype)
     if isinstance(owner, Model | Instance):
-        owner.half = cast
         return owner
     if isinstance(owner, Tensor):
         return owner.but(dtype=dtype, cast=cast)
@@ -325,8 +323,7 @@ def dtype_named(value: Value) -> str | None:
 def _tensor(machine: Machine, node: ast.Call, owner: Tensor, name: str, a: Arguments) -> Value:
     match name:
         case "backward":
-            retain = "retain_graph" in a.named or "create_graph" in a.named
-            machine.emit(Backward, node, owner, owner.scaled, retain)
+            machine.emit(Backward, node, owner, owner.scaled)
             return NONE
         case _ if name in READS:
             if owner.data and not owner.moved:
@@ -422,7 +419,7 @@ def _class(machine: Machine, node: ast.Call, owner: Class, name: str, a: Argumen
     return machine.unknown(node, "called")
 
 
-def _mapping(machine: Machine, node: ast.Call, owner: Mapping_, name: str, a: Arguments) -> Value:
+def _mapping(machine: Machine, node: ast.Call, owner: DictValue, name: str, a: Arguments) -> Value:
     first = a.positional[0] if a.positional else NONE
     match name:
         case "get" | "pop" | "setdefault" if isinstance(first, Const):
@@ -430,7 +427,7 @@ def _mapping(machine: Machine, node: ast.Call, owner: Mapping_, name: str, a: Ar
                 return owner.items[first.value]
             return machine.unknown(node, "called")
         case "update":
-            if isinstance(first, Mapping_):
+            if isinstance(first, DictValue):
                 owner.items |= first.items
                 owner.open |= first.open
             else:
@@ -441,12 +438,12 @@ def _mapping(machine: Machine, node: ast.Call, owner: Mapping_, name: str, a: Ar
         case "items":
             return Unknown(f"items of {key_of(owner)}", op="items", operands=(owner,))
         case "values":
-            return Sequence_(list(owner.items.values()))
+            return ListValue(list(owner.items.values()))
         case _:
             return machine.unknown(node, "called")
 
 
-def _sequence(machine: Machine, node: ast.Call, owner: Sequence_, name: str, a: Arguments) -> Value:
+def _sequence(machine: Machine, node: ast.Call, owner: ListValue, name: str, a: Arguments) -> Value:
     if name == "append" and a.positional:
         value = a.positional[0]
         if isinstance(value, Tensor) and value.host:
@@ -464,7 +461,7 @@ def _unknown(machine: Machine, node: ast.Call, owner: Unknown, name: str, a: Arg
             machine.emit(Managed, node, owner.key)
         else:
             scaled = owner if "scale" in owner.key.lower() else None
-            machine.emit(Backward, node, owner, scaled, "retain_graph" in a.named)
+            machine.emit(Backward, node, owner, scaled)
         return NONE
     if name in READS and not a.positional:
         return tensors.read(machine, node, owner, name)
@@ -480,7 +477,7 @@ def _unknown(machine: Machine, node: ast.Call, owner: Unknown, name: str, a: Arg
         machine.emit(StateDict, node, owner, name != "state_dict")
         return Parameters(owner, f"{owner.key}.state_dict")
     if name == "no_sync":
-        return Manager("no_sync", node)
+        return Manager("other", node)
     if library.CLIP_NAME.match(name):
         machine.emit(Managed, node, owner.key)
         return machine.unknown(node)
@@ -567,8 +564,8 @@ _BY_KIND: dict[type[Value], Callable[[Any, ast.Call, Any, str, Arguments], Value
     Parameter: _parameter,
     Loader: _loader,
     Class: _class,
-    Mapping_: _mapping,
-    Sequence_: _sequence,
+    DictValue: _mapping,
+    ListValue: _sequence,
     Unknown: _unknown,
     Super: _super,
     Const: _const,

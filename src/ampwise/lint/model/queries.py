@@ -20,12 +20,12 @@ from ampwise.lint.model.events import (
 )
 from ampwise.lint.model.roles import dotted
 from ampwise.lint.model.values import (
-    Mapping_,
+    DictValue,
+    ListValue,
     Optimizer,
     Parameter,
     Parameters,
     Scaler,
-    Sequence_,
     Unknown,
     Value,
     Wrapper,
@@ -108,10 +108,10 @@ def owners(value: Value | None) -> set[str]:
             return owners(owner) or {key_of(owner)}
         case Optimizer(params=params):
             return owners(params)
-        case Sequence_(items=items):
+        case ListValue(items=items):
             found = [owners(each) for each in items]
             return set().union(*found) if all(found) and found else set()
-        case Mapping_(items=items):
+        case DictValue(items=items):
             return owners(items.get("params"))
         case Unknown() | None:
             return set()
@@ -127,11 +127,6 @@ def same_owner(first: Value | None, second: Value | None) -> bool | None:
     return bool(one & other)
 
 
-def scaler_steps(trace: Trace) -> list[ScalerStep]:
-    """Steps through a scaler, on one path."""
-    return trace.of(ScalerStep)
-
-
 def is_real(value: Value | None) -> bool:
     """Whether a backward was scaled by a scaler in sight."""
     return isinstance(value, Scaler) and not value.opaque
@@ -140,11 +135,6 @@ def is_real(value: Value | None) -> bool:
 def is_unscaled(event: Backward) -> bool:
     """Whether a backward was surely not scaled."""
     return event.scaled is None
-
-
-def is_wrapped(event: Backward) -> bool:
-    """Whether a wrapper scales."""
-    return isinstance(event.scaled, Wrapper)
 
 
 def accumulates(trace: Trace) -> Iterator[tuple[Backward, ScalerStep | OptimizerStep]]:

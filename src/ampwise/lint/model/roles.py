@@ -36,10 +36,6 @@ EVALUATION = re.compile(
     re.IGNORECASE,
 )
 
-SCALER_METHODS = {
-    "scale", "step", "update", "unscale_", "state_dict", "load_state_dict", "get_scale",
-    "is_enabled", "get_growth_factor", "set_growth_interval", "_enabled", "_scale",
-}  # fmt: skip
 NETWORK_METHODS = {"train", "eval", "parameters", "named_parameters", "modules", "forward", "cuda"}
 DATA_SCALER = {"fit", "transform", "fit_transform", "inverse_transform"}
 

@@ -13,11 +13,10 @@ from ampwise.lint.model.roles import dotted
 from ampwise.lint.model.values import (
     LOW,
     Const,
+    DictValue,
     Gradient,
-    Mapping_,
-    Model,
+    ListValue,
     Region,
-    Sequence_,
     Tensor,
     Unknown,
     Value,
@@ -85,7 +84,6 @@ def apply(
     operation: str,
     inputs: Sequence[Value],
     arguments: Mapping[str, Value] | None = None,
-    layer: Model | None = None,
 ) -> Tensor:
     """Apply an operation of torch: its result, written down as an event."""
     flat = flatten(inputs)
@@ -105,8 +103,8 @@ def apply(
         _keep(result, tensors)
     if operation in library.LOSS_FUNCTIONS:
         result.loss = True
-        machine.emit(Loss, node, operation, tuple(inputs), layer)
-    machine.emit(Op, node, operation, tuple(inputs), dict(arguments or {}), result, layer)
+        machine.emit(Loss, node, operation, tuple(inputs))
+    machine.emit(Op, node, operation, tuple(inputs), dict(arguments or {}), result)
     return result
 
 
@@ -125,7 +123,7 @@ def flatten(values: Sequence[Value]) -> list[Value]:
     """Values with lists of values opened."""
     flat: list[Value] = []
     for each in values:
-        if isinstance(each, Sequence_):
+        if isinstance(each, ListValue):
             flat += flatten(each.items)
         else:
             flat.append(each)
@@ -155,8 +153,6 @@ def arithmetic(machine: Machine, node: ast.AST, name: str, left: Value, right: V
             result.divisor = _divisor(node, other)
         elif isinstance(other, Const):
             result.factor = other
-    if name in ("add", "sub") and isinstance(other, Const) and isinstance(other.value, float):
-        result.eps = other
     return result
 
 
@@ -199,7 +195,7 @@ def shown_all(machine: Machine, node: ast.Call, values: Sequence[Value], *, wait
     """The arguments of a call that prints or logs."""
     nodes = [*node.args, *(each.value for each in node.keywords)]
     for each, value in zip(nodes, values, strict=False):
-        if isinstance(value, Mapping_):
+        if isinstance(value, DictValue):
             inner = each.values if isinstance(each, ast.Dict) else []
             for part, item in zip(inner, value.items.values(), strict=False):
                 shown(machine, part, item, waits=waits)

@@ -16,7 +16,6 @@ from ampwise.lint.model.events import (
     Managed,
     Save,
     Synchronize,
-    ZeroGrad,
 )
 from ampwise.lint.model.roles import LOADER, LOSS
 from ampwise.lint.model.values import (
@@ -24,11 +23,12 @@ from ampwise.lint.model.values import (
     NONE,
     TRUE,
     Const,
+    DictValue,
     Gradient,
     Instance,
+    ListValue,
     Loader,
     Manager,
-    Mapping_,
     Model,
     Optimizer,
     Parameters,
@@ -37,7 +37,6 @@ from ampwise.lint.model.values import (
     Region,
     Scaler,
     Scheduler,
-    Sequence_,
     Tensor,
     Unknown,
     Value,
@@ -97,7 +96,6 @@ def _autocast(machine: Machine, node: ast.Call, path: str, a: Arguments) -> Valu
     else:
         name = methods.dtype_named(dtype)
     region = Region(node, machine.here, is_on and name != "float32", device, name)
-    region.is_maybe = enabled is not None and not isinstance(enabled, Const)
     return Manager("autocast", node, region)
 
 
@@ -114,7 +112,7 @@ def _scale_loss(machine: Machine, node: ast.Call, path: str, a: Arguments) -> Va
 def _apex(machine: Machine, node: ast.Call, path: str, a: Arguments) -> Value:
     machine.emit(Managed, node, path)
     if path.endswith("initialize"):
-        return Sequence_(a.positional) if len(a.positional) > 1 else a.first("models") or NONE
+        return ListValue(a.positional) if len(a.positional) > 1 else a.first("models") or NONE
     if path.endswith("master_params"):
         return Parameters(a.first("optimizer") or NONE, "apex.amp.master_params")
     return machine.unknown(node, "called")
@@ -191,13 +189,13 @@ def _grad(machine: Machine, node: ast.Call, path: str, a: Arguments) -> Value:
         key=_place(machine, node, "gradient"), op="autograd.grad", grad_scaled=scaled,
         inputs=(outputs,), node=node,
     )  # fmt: skip
-    machine.emit(Grad, node, outputs, result)
+    machine.emit(Grad, node, result)
     return result
 
 
 def _save(machine: Machine, node: ast.Call, path: str, a: Arguments) -> Value:
     what = a.first("obj") or NONE
-    machine.emit(Save, node, what, what if isinstance(what, Mapping_) else None)
+    machine.emit(Save, node, what, what if isinstance(what, DictValue) else None)
     return NONE
 
 
@@ -229,17 +227,9 @@ def _layer(machine: Machine, node: ast.Call, path: str, a: Arguments) -> Value:
     arguments = dict(a.named)
     for index, value in enumerate(a.positional):
         arguments[f"#{index}"] = value
-    inner = Sequence_(a.positional) if path.endswith(("Sequential", "ModuleList")) else None
-    layer = Model(
-        _place(machine, node, path.rpartition(".")[2]),
-        path,
-        node,
-        "",
-        None,
-        False,
-        arguments,
-        inner,
-    )
+    inner = ListValue(a.positional) if path.endswith(("Sequential", "ModuleList")) else None
+    key = _place(machine, node, path.rpartition(".")[2])
+    layer = Model(key, path, node, arguments=arguments, inner=inner)
     machine.emit(Made, node, layer)
     return layer
 
@@ -249,10 +239,10 @@ def apply_layer(machine: Machine, node: ast.Call, layer: Model, a: Arguments) ->
     inputs = a.positional
     if library.LOSS_LAYERS.match(layer.path):
         name = LAYER_TO_FUNCTION.get(layer.path.rpartition(".")[2], "loss")
-        result = tensors.apply(machine, node, name, inputs, layer.arguments, layer)
+        result = tensors.apply(machine, node, name, inputs, layer.arguments)
         result.loss = True
         return result
-    if isinstance(layer.inner, Sequence_) and layer.path.endswith("Sequential"):
+    if isinstance(layer.inner, ListValue) and layer.path.endswith("Sequential"):
         value: Value = inputs[0] if inputs else NONE
         for each in layer.inner.items:
             if isinstance(each, Model):
@@ -268,9 +258,9 @@ def apply_layer(machine: Machine, node: ast.Call, layer: Model, a: Arguments) ->
         operation = {"LogSoftmax": "log_softmax", "Softplus": "softplus"}.get(name, operation)
     else:
         operation = name.lower()
-    result = tensors.apply(machine, node, operation, inputs, {}, layer)
+    result = tensors.apply(machine, node, operation, inputs)
     return (
-        Sequence_([result, machine.unknown(node)])
+        ListValue([result, machine.unknown(node)])
         if name in ("LSTM", "GRU", "RNN", "MultiheadAttention")
         else result
     )
@@ -339,11 +329,6 @@ def _tqdm(machine: Machine, node: ast.Call, path: str, a: Arguments) -> Value:
     return Unknown(f"tqdm({key_of(over)})", op="tqdm", operands=(over,))
 
 
-def _zero_grad(machine: Machine, node: ast.Call, path: str, a: Arguments) -> Value:
-    machine.emit(ZeroGrad, node, a.first())
-    return NONE
-
-
 def _other(machine: Machine, node: ast.Call, path: str, a: Arguments) -> Value:
     last = path.rpartition(".")[2]
     if library.CLIP_NAME.match(last):
@@ -396,7 +381,7 @@ def _builtin(machine: Machine, node: ast.Call, name: str, a: Arguments) -> Value
             return Unknown(key, op=name, operands=tuple(values))
         case "list" | "tuple" | "filter" | "iter" | "reversed" | "sorted" | "set":
             value = a.positional[-1] if name == "filter" and a.positional else first
-            if isinstance(value, Parameters | Sequence_ | Loader | Tensor):
+            if isinstance(value, Parameters | ListValue | Loader | Tensor):
                 return value
             return Unknown(f"{name}({key_of(value)})", of=value, op="tqdm", operands=(value,))
         case "next":
@@ -405,7 +390,7 @@ def _builtin(machine: Machine, node: ast.Call, name: str, a: Arguments) -> Value
             return machine.unknown(node, "called")
         case "sum" if isinstance(first, Tensor):
             return tensors.apply(machine, node, "sum", (first,))
-        case "sum" if isinstance(first, Sequence_) and first.items:
+        case "sum" if isinstance(first, ListValue) and first.items:
             return (
                 tensors.apply(machine, node, "sum", first.items)
                 if any(isinstance(each, Tensor) for each in first.items)
@@ -419,7 +404,7 @@ def _builtin(machine: Machine, node: ast.Call, name: str, a: Arguments) -> Value
         case "hasattr" if len(a.positional) > 1:
             return Unknown(f"hasattr({key_of(first)}, {key_of(a.positional[1])})")
         case "dict":
-            return Mapping_(dict(a.named), node, open=bool(a.positional) or a.open)
+            return DictValue(dict(a.named), node, open=bool(a.positional) or a.open)
         case "len":
             return Unknown(f"len({key_of(first)})")
         case "range":
@@ -497,7 +482,7 @@ _KINDS: list[tuple[_Test, _Make]] = [
     (lambda p: p in ("torch.compile", "torch.jit.script", "torch.jit.trace"), _compiled),
     (lambda p: p == "torch.device", _device),
     (lambda p: p == "functools.partial", _partial),
-    (lambda p: p.endswith("is_available") or p.endswith("is_bf16_supported"), _available),
+    (lambda p: p.endswith(("is_available", "is_bf16_supported")), _available),
     (lambda p: p.rpartition(".")[2] in ("tqdm", "trange", "track"), _tqdm),
     (lambda p: bool(library.WRAPPERS.match(p)) and p.rpartition(".")[2][:1].isupper(), _wrapper),
     (lambda p: p == "deepspeed.initialize", _wrapper),

@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from ampwise.lint.model.machine import Scope
+    from ampwise.lint.model.scope import Scope
     from ampwise.lint.project import Module
 
-LowDtype = Literal["float16", "bfloat16"]
 LOW = ("float16", "bfloat16")
 
 
@@ -147,18 +146,17 @@ class Instance(Value):
     attributes: dict[str, Value] = field(default_factory=dict[str, Value])
     wrapped: str = ""
     """``ddp``, ``dp``, ``fsdp`` when a wrapper of torch holds it."""
-    half: Cast | None = None
 
 
 @dataclass(eq=False, slots=True)
-class Sequence_(Value):
+class ListValue(Value):
     """A tuple or list whose items are known."""
 
     items: list[Value]
 
 
 @dataclass(eq=False, slots=True)
-class Mapping_(Value):
+class DictValue(Value):
     """A dict whose string keys are known; `open` when it may hold more."""
 
     items: dict[str, Value]
@@ -223,7 +221,6 @@ class Model(Value):
     """Full name of the class, where known."""
     node: ast.AST | None = None
     wrapped: str = ""
-    half: Cast | None = None
     cpu: bool = False
     arguments: dict[str, Value] = field(default_factory=dict[str, Value])
     inner: Value | None = None
@@ -283,10 +280,6 @@ class Region:
     """``cuda``, ``cpu`` ..., None where the code does not tell."""
     dtype: str | None
     """``float16``, ``bfloat16``, None where the code does not tell."""
-    is_maybe: bool = False
-    """`enabled` was assumed, not known."""
-    function: int | None = None
-    """Depth of the call in which it was entered, as a decorator; None for a ``with``."""
 
 
 @dataclass(eq=False, slots=True)
@@ -326,7 +319,6 @@ class Tensor(Value):
     """The tensor whose number this is (``.item()``, ``.detach()``)."""
     grad_scaled: bool = False
     """A gradient, by ``autograd.grad``, of something scaled."""
-    eps: Const | None = None
 
     def but(self, **changes: Any) -> Tensor:
         """A copy with changes."""
@@ -337,7 +329,7 @@ class Tensor(Value):
 class Manager(Value):
     """A context manager, not entered yet."""
 
-    kind: Literal["autocast", "no_grad", "enable_grad", "no_sync", "many", "null", "other"]
+    kind: Literal["autocast", "no_grad", "enable_grad", "many", "null", "other"]
     node: ast.AST
     region: Region | None = None
     bound: Value | None = None
@@ -394,9 +386,9 @@ def truth(value: Value) -> bool | None:
             return bool(constant)
         case Unknown() | Tensor() | Gradient() | Parameters():
             return None
-        case Sequence_(items=items):
+        case ListValue(items=items):
             return bool(items) or None
-        case Mapping_(items=items, open=is_open):
+        case DictValue(items=items, open=is_open):
             return True if items else None if is_open else False
         case _:
             return True
@@ -422,7 +414,7 @@ def key_of(value: Value | None) -> str:
             return key
         case Tensor(key=key) if key:
             return key
-        case Sequence_(items=items):
+        case ListValue(items=items):
             return "(" + ", ".join(map(key_of, items)) + ")"
         case _:
             return f"{type(value).__name__}@{id(value):x}"

@@ -40,8 +40,8 @@ from ampwise.lint.model.analysis import Analysis
 from ampwise.lint.model.events import Backward, Save, ScalerStep, StateDict
 from ampwise.lint.model.queries import edit, is_real, receiver
 from ampwise.lint.model.values import (
+    DictValue,
     Instance,
-    Mapping_,
     Optimizer,
     Parameters,
     Scaler,
@@ -77,7 +77,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
 def _saves_without(code: Analysis, saved: bool) -> Iterator[Save]:
     """Saves of an optimizer's state without a scaler's."""
     for save in code.of(Save):
-        if isinstance(save.mapping, Mapping_):
+        if isinstance(save.mapping, DictValue):
             if _holds(save.mapping, Optimizer) and not _holds(save.mapping, Scaler):
                 yield save
         elif not saved and _is_optimizer_state(code, save):
@@ -130,13 +130,13 @@ def _save_mistake(save: Save, edits: tuple[Edit, ...]) -> Mistake:
 
 def _holds(value: Value | None, kind: type[Value], *, inner: bool = False) -> bool:
     """Whether a checkpoint holds the state of something of a kind (or may, unseen)."""
-    if not isinstance(value, Mapping_):
+    if not isinstance(value, DictValue):
         return False
     for each in value.items.values():
         if isinstance(each, Parameters) and isinstance(each.of, kind):
             return True
         if isinstance(each, kind) or (
-            isinstance(each, Mapping_) and _holds(each, kind, inner=True)
+            isinstance(each, DictValue) and _holds(each, kind, inner=True)
         ):
             return True
     if kind is not Scaler:

@@ -35,7 +35,6 @@ from ampwise.lint.model.values import Const, Tensor, key_of
 from ampwise.lint.rule import Mistake, rule
 
 GROWING = {"exp", "exp_", "pow", "pow_", "reciprocal", "square", "square_", "rsqrt", "expm1"}
-SUMS = {"sum", "mean"}
 
 
 @rule("AMP213", "unprotected-exp", "warning")
