@@ -479,7 +479,41 @@ def penalty(model, batch):
     return out + grad.float().square().mean()
 
 
+ADVANTAGES = F.normalize(data(64) - data(64).mean(), dim=0) * 8  # about 1, and 0 in sum
+
+
+def log_policy(model, batch):
+    return F.log_softmax(model(batch).float(), dim=-1)[:, 0]
+
+
+def policy_gradient(model, batch):
+    """A loss that is 0 but for rounding, with a gradient that is not."""
+    chosen = log_policy(model, batch)
+    return -(torch.exp(chosen - chosen.detach()) * ADVANTAGES).mean()
+
+
+class Clipped:
+    """The clipped loss of PPO, beside the policy that the first call saw."""
+
+    old = None
+
+    def __call__(self, model, batch):
+        chosen = log_policy(model, batch)
+        if self.old is None:
+            with torch.autocast("cpu", enabled=False):
+                self.old = log_policy(model, batch).detach()
+        ratio = torch.exp(chosen - self.old)
+        return -torch.minimum(ratio * ADVANTAGES, ratio.clamp(0.8, 1.2) * ADVANTAGES).mean()
+
+
+def critic(model, batch):
+    return model(batch).float().mean() - model(batch + 0.01).float().mean()
+
+
 LOOK_ALIKES = {
+    "policy gradient": lambda: task(Plain, policy_gradient, data(64, 32), lr=1e-5),
+    "clipped policy ratio": lambda: task(Plain, Clipped(), data(64, 32), lr=1e-5),
+    "critic": lambda: task(Plain, critic, data(64, 32), lr=1e-6),
     "causal mask": lambda: task(Causal, square, data(2, 6, 16)),
     "causal mask in sdpa": lambda: task(CausalSdpa, square, data(2, 6, 16)),
     "masked row in sdpa": lambda: task(MaskedRowInSdpa, square, data(2, 6, 16)),

@@ -32,7 +32,7 @@ def test_a_public_case_is_found_explained_and_mended(name):
     assert Diagnosis.from_json(found.to_json()).to_json() == found.to_json()
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
 @pytest.mark.parametrize("name", LOOK_ALIKES)
 def test_a_look_alike_raises_no_alarm(name, precision):
     found = diagnose(LOOK_ALIKES[name](), precision, steps=6)

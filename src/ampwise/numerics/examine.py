@@ -35,6 +35,7 @@ from ampwise.step.compiled import is_compiled
 from ampwise.step.recorder import Stash, replay
 from ampwise.step.train_step import TrainStep
 from ampwise.telemetry.environment import environment
+from ampwise.telemetry.ring import StepRecord
 
 _WORST = 10
 _MODULES = 48
@@ -211,8 +212,10 @@ class Examiner:
 
     # -- a step without NaN ------------------------------------------------------------------------
 
-    def quiet(self, stash: Stash, stagnant: Stagnant | None = None) -> Diagnosis:
-        """A window that runs without NaN: is it right?"""
+    def quiet(
+        self, stash: Stash, stagnant: Stagnant | None = None, begun: StepRecord | None = None
+    ) -> Diagnosis:
+        """A window that runs without NaN: is it right? Beside the first step, if that is known."""
         trace, histograms = self._watched(stash)
         found = self._new(stash, trace.replayed.losses)
         found.step, found.histograms = self.step.steps, histograms
@@ -221,11 +224,12 @@ class Examiner:
             trace = watch(self.step, stash)
         if trace.target:
             return self.failure(stash)
-        lost, run = silent_faults(self.step, stash, trace)
+        lost, run = silent_faults(self.step, stash, trace, begun)
         found.worst_ops = _worst(run)
         found.notes.append(f"SQNR of the gradient against float64: {gradient_db(run):.0f} dB")
         wanted = fix.reference(self.step, stash)
         severe = [each for each in lost if each.severe]
+        found.notes += [each.explanation for each in lost if not each.severe]
         if stagnant is not None and stagnant.share:
             found.status, found.phase, found.cause = "fault", "optimizer", "STAGNATION"
             found.explanation, found.origin = stagnation.in_words(stagnant, self.step)

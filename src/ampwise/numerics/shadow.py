@@ -44,6 +44,11 @@ _PRUNE_EVERY = 256
 _LOW_DB = 20.0
 """Below this an operation is looked at more closely."""
 _FLOAT32_BYTES = 4
+_SUMS = {
+    "sum": "sum", "mean": "mean", "add": "add", "sub": "add", "rsub": "add", "mul": "mul",
+    "div": "div", "neg": "neg", "_to_copy": "_to_copy",
+}  # fmt: skip
+"""Operations that sum or only scale, and what they are on magnitudes."""
 _FROM_INTEGERS = frozenset(["arange", "_to_copy", "cumsum"])
 """Operations that turn integers into floating point: positions, counters."""
 
@@ -228,6 +233,8 @@ class ShadowRun:
         Float64 gradients by parameter name, scaled like the actual ones.
     losses
         Float64 losses.
+    terms
+        Size of the terms that each loss is the sum of: how small an error of it can be asked for.
     inputs
         Shadows of the inputs of the operation that was asked for, as arguments for it.
     scalars
@@ -238,6 +245,7 @@ class ShadowRun:
     errors: list[OperationError] = field(default_factory=list[OperationError])
     gradients: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     losses: list[Tensor] = field(default_factory=list[Tensor])
+    terms: list[float] = field(default_factory=list[float])
     inputs: tuple[Any, Any] | None = None
     scalars: set[float] = field(default_factory=set[float])
 
@@ -270,6 +278,7 @@ def shadow(
     run = ShadowRun(replayed, mode.errors, inputs=mode.inputs, scalars=mode.scalars)
     if at is None:
         run.losses = [_or_actual(mode.of(each), each) for each in replayed.losses]
+        run.terms = [mode.terms_of(each) for each in replayed.losses]
         run.gradients = {
             name: _or_actual(mode.of(each), each)
             for name, each in replayed.gradients.items()
@@ -301,6 +310,7 @@ class Shadow(TorchDispatchMode):
         self._count = 0
         self._twins: dict[tuple[int, torch.dtype], tuple[Any, Tensor]] = {}
         self._quality: dict[tuple[int, torch.dtype], float] = {}
+        self._terms: dict[tuple[int, torch.dtype], float] = {}
 
     def source(self, tensor: Tensor) -> None:
         """A tensor from outside is exact."""
@@ -315,6 +325,31 @@ class Shadow(TorchDispatchMode):
         if found is None:
             return None
         return found[1].as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+
+    def terms_of(self, number: Tensor) -> float:
+        """Size of the terms that a number is the sum of; its own where it is no sum."""
+        own = float(self._input(number).abs())
+        return max(own, self._terms.get(_twin(number), 0.0))
+
+    def _sum(self, operation: Operation, args: Any, kwargs: Any, written: list[Tensor]) -> None:
+        """Keep the size of the terms of a number: the same operation on their magnitudes."""
+        for tensor in written:  # an address may be used again
+            self._terms.pop(_twin(tensor), None)
+        if operation.name not in _SUMS or len(written) != 1 or written[0].numel() != 1:
+            return
+        packet = getattr(torch.ops.aten, _SUMS[operation.name])
+        func = getattr(packet, operation.func._overloadname)
+        args, kwargs = tree_map(self._magnitude, args), tree_map(self._magnitude, kwargs)
+        self._terms[_twin(written[0])] = float(exact(func, args, kwargs)[0].abs())
+
+    def _magnitude(self, value: Any) -> Any:
+        if isinstance(value, float):
+            return abs(value)
+        if not isinstance(value, Tensor) or value.dtype not in _FLOATS:
+            return value
+        if value.numel() == 1 and _twin(value) in self._terms:
+            return torch.full_like(value, self.terms_of(value), dtype=torch.float64)
+        return self._input(value).abs()
 
     def _write(self, tensor: Tensor, values: Tensor) -> None:
         key = _twin(tensor)
@@ -343,6 +378,7 @@ class Shadow(TorchDispatchMode):
         if self._count % _PRUNE_EVERY == 0:
             self._twins = {k: v for k, v in self._twins.items() if not v[0].expired()}
             self._quality = {k: v for k, v in self._quality.items() if k in self._twins}
+            self._terms = {k: v for k, v in self._terms.items() if k in self._twins}
         self._stop_if_asked(operation.name, place, args, kwargs)
         floating = [each for each in _tensors((args, kwargs)) if each.dtype in _FLOATS]
         actual_inputs = tree_map(_kept, (args, kwargs)) if operation.mutates else (args, kwargs)
@@ -357,6 +393,8 @@ class Shadow(TorchDispatchMode):
         worst = min((self._quality.get(_twin(each), math.inf) for each in floating),
                     default=math.inf)  # fmt: skip
         references = self._shadowed(func, raised, result, written)
+        if references is not None and place.phase == "forward":
+            self._sum(operation, args, kwargs, written)
         if references is not None and self._measure:
             self._note(index, operation, place, actual_inputs, written, references, result, worst)
         return result

@@ -1,0 +1,55 @@
+"""What a wrong loss or gradient without NaN means, and what it does not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ampwise.numerics.diagnose import diagnose
+from ampwise.numerics.shadow import shadow
+from ampwise.step import TrainStep
+from ampwise.step.recorder import rehearsal
+from ampwise.tasks import Task
+from tests.numerics.cases import data
+
+
+def regression() -> Task:
+    x, truth = data(64, 8), data(8, 1, seed=1)
+    return Task(
+        model=lambda: nn.Linear(8, 1),
+        batches=lambda: [(x, x @ truth)],
+        loss=lambda model, batch: F.mse_loss(model(batch[0]).float(), batch[1]),
+        optimizer=lambda model: torch.optim.Adam(model.parameters(), 5e-2),
+        name="regression",
+    )
+
+
+def test_training_that_has_converged_is_no_fault_of_the_precision():
+    torch.manual_seed(0)
+    found = diagnose(regression(), "bf16", steps=400)
+    assert (found.status, found.findings) == ("clean", []), found.explanation
+    assert any("converged to the floor of bfloat16" in note for note in found.notes)
+    torch.manual_seed(0)
+    early = diagnose(regression(), "bf16", steps=10)
+    assert not any("floor" in note for note in early.notes)
+
+
+@pytest.mark.parametrize(
+    ("loss", "terms"),
+    [
+        (lambda out: out.mean(), 2.0),
+        (lambda out: -3 * out.sum() / 2, 12.0),
+        (lambda out: out[:2].mean() - out[2:].mean(), 4.0),
+        (lambda out: 1.5 - out.mean(), 3.5),
+        (lambda out: out.square().mean(), 5.0),
+    ],
+)
+def test_the_terms_of_a_loss_are_what_it_is_the_sum_of(loss, terms):
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), policy="fp32")
+    batch = torch.tensor([[1.0], [-3.0], [3.0], [-1.0]])
+    run = shadow(step, rehearsal(step, lambda model, batch: loss(model(batch)), [batch]))
+    assert run.terms == pytest.approx([terms])
