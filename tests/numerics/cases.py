@@ -274,6 +274,16 @@ class Positions(nn.Module):
         return self.out(x * torch.cos(angles.float()))
 
 
+class Embedded(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.out = nn.Embedding(704, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        positions = torch.arange(x.shape[1]).to(torch.bfloat16)  # <- here
+        return self.out(x + self.table(positions.long()))
+
+
 class Flushed(Plain):
     def forward(self, x):
         h = self.lin(x).half()
@@ -354,6 +364,8 @@ CASES = {
         fix="a lower initial loss scale"),
     "rounded positions": Case(lambda: task(Positions, square, data(2, 700, 8)), "fault",
         "PRECISION_LOSS", fix="in float32", precision="bf16", line_of=Positions),
+    "rounded indices": Case(lambda: task(Embedded, square, data(2, 700, 8)), "fault",
+        "PRECISION_LOSS", precision="bf16", line_of=Embedded),  # the reference has the same indices
     "flushed to zero": Case(lambda: task(Flushed, apart, data(8, 32)), "fault", "UNDERFLOW",
         fix="in float32", precision="fp16:scaling=off", line_of=Flushed),
     "digits shifted out": Case(lambda: task(Shifted, square, data(8, 32)), "fault",
@@ -479,6 +491,16 @@ def penalty(model, batch):
     return out + grad.float().square().mean()
 
 
+class Pooled(Plain):
+    """The mean over as many positions as each row has: lengths that bfloat16 rounds."""
+
+    def forward(self, x):
+        lengths = torch.tensor([259, 301, 517, 599])
+        inside = torch.arange(x.shape[1])[None] < lengths[:, None]
+        h = self.lin(x)
+        return (h * inside[..., None]).sum(1) / lengths.to(h.dtype)[:, None]
+
+
 ADVANTAGES = F.normalize(data(64) - data(64).mean(), dim=0) * 8  # about 1, and 0 in sum
 
 
@@ -511,6 +533,7 @@ def critic(model, batch):
 
 
 LOOK_ALIKES = {
+    "mean over lengths": lambda: task(Pooled, apart, data(4, 600, 32)),
     "policy gradient": lambda: task(Plain, policy_gradient, data(64, 32), lr=1e-5),
     "clipped policy ratio": lambda: task(Plain, Clipped(), data(64, 32), lr=1e-5),
     "critic": lambda: task(Plain, critic, data(64, 32), lr=1e-6),

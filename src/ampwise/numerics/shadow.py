@@ -43,6 +43,8 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _PRUNE_EVERY = 256
 _LOW_DB = 20.0
 """Below this an operation is looked at more closely."""
+RIGHT_DB, WRONG_DB = 20.0, 15.0
+"""SQNR above which inputs are right, and below which a result of such inputs is wrong."""
 _FLOAT32_BYTES = 4
 _SUMS = {
     "sum": "sum", "mean": "mean", "add": "add", "sub": "add", "rsub": "add", "mul": "mul",
@@ -205,6 +207,8 @@ class OperationError:
         Of a result with a low `local_db`: as in `Error`.
     integers
         Whether integers came out rounded.
+    miscounted
+        Whether the result is wrong and integers that were rounded before took part in it.
     """
 
     index: int
@@ -219,6 +223,7 @@ class OperationError:
     flushed: float = 0.0
     zeros: float = 0.0
     integers: bool = False
+    miscounted: bool = False
 
 
 @dataclass(slots=True)
@@ -311,6 +316,7 @@ class Shadow(TorchDispatchMode):
         self._twins: dict[tuple[int, torch.dtype], tuple[Any, Tensor]] = {}
         self._quality: dict[tuple[int, torch.dtype], float] = {}
         self._terms: dict[tuple[int, torch.dtype], float] = {}
+        self._rounded: set[tuple[int, torch.dtype]] = set()  # made of integers that were rounded
 
     def source(self, tensor: Tensor) -> None:
         """A tensor from outside is exact."""
@@ -379,6 +385,7 @@ class Shadow(TorchDispatchMode):
             self._twins = {k: v for k, v in self._twins.items() if not v[0].expired()}
             self._quality = {k: v for k, v in self._quality.items() if k in self._twins}
             self._terms = {k: v for k, v in self._terms.items() if k in self._twins}
+            self._rounded &= self._twins.keys()
         self._stop_if_asked(operation.name, place, args, kwargs)
         floating = [each for each in _tensors((args, kwargs)) if each.dtype in _FLOATS]
         actual_inputs = tree_map(_kept, (args, kwargs)) if operation.mutates else (args, kwargs)
@@ -388,8 +395,12 @@ class Shadow(TorchDispatchMode):
             each for each in _written(operation, args, kwargs, result)
             if each.dtype in _FLOATS and not hollow(each)
         ]  # fmt: skip
+        rounded = any(_twin(each) in self._rounded for each in floating)
         if not written:
+            if rounded and operation.name == "_to_copy":
+                self._index(index, place, args[0], result)
             return result
+        (self._rounded.update if rounded else self._rounded.difference_update)(map(_twin, written))
         worst = min((self._quality.get(_twin(each), math.inf) for each in floating),
                     default=math.inf)  # fmt: skip
         references = self._shadowed(func, raised, result, written)
@@ -423,6 +434,16 @@ class Shadow(TorchDispatchMode):
                 self._write(tensor, reference)
         return references
 
+    def _index(self, index: int, place: Place, rounded: Tensor, result: Tensor) -> None:
+        """Integers that were rounded become integers again: are they others?"""
+        if bool((self._input(rounded).to(result.dtype) != result).any()):
+            dtype = str(rounded.dtype).removeprefix("torch.")
+            self.errors.append(
+                OperationError(
+                    index, "_to_copy", place, dtype, math.inf, -math.inf, math.inf, miscounted=True
+                )
+            )
+
     def _note(
         self, index: int, operation: Operation, place: Place, inputs: Any, written: list[Tensor],
         references: list[Tensor], result: Any, worst: float,
@@ -444,6 +465,8 @@ class Shadow(TorchDispatchMode):
             propagated, worst,
         )  # fmt: skip
         self.errors.append(error)
+        wrong = propagated < WRONG_DB and worst >= RIGHT_DB
+        error.miscounted = wrong and actual.numel() > 1 and _twin(actual) in self._rounded
         if propagated < _LOW_DB:
             error.exact_amax = float(references[0].abs().max())
         if actual.element_size() < _FLOAT32_BYTES:
@@ -468,6 +491,8 @@ class Shadow(TorchDispatchMode):
             error.flushed, error.zeros = found.flushed, found.zeros
         if not floating and error.local_db < math.inf:
             error.integers = bool((local == local.round()).all())
+            if error.integers:
+                self._rounded.add(_twin(actual))
             error.exact_amax = float(local.abs().max())
 
     def _input(self, value: Any) -> Any:

@@ -22,6 +22,8 @@ from torch import Tensor
 from ampwise import formats
 from ampwise.numerics.places import NOWHERE, Place
 from ampwise.numerics.shadow import (
+    RIGHT_DB,
+    WRONG_DB,
     OperationError,
     ShadowRun,
     compare,
@@ -50,7 +52,6 @@ gradient this small beside the first gradient."""
 FLUSHED = 0.5
 """Share of a parameter's gradient (by norm) that underflow may take before it is a fault."""
 
-_RIGHT_DB, _WRONG_DB = 20.0, 15.0
 _DIFFERENCES = ("sub", "add", "mean", "sum", "var", "addmm", "rsub", "native_layer_norm",
                 "native_batch_norm", "var_mean")  # fmt: skip
 
@@ -91,7 +92,7 @@ def silent_faults(
         found += _culprits(trace, run, damage)
     if not any(each.severe for each in found):  # else they follow from it
         found += _underflow(step, stash, run)
-    found += _rounded_integers(run)
+    found += _rounded_integers(run, damage)
     if gradient_db(run) < 0 and not any(each.severe for each in found):
         found.append(_unexplained(run, damage))
     return sorted(found, key=lambda each: not each.severe), run
@@ -161,19 +162,19 @@ def _culprits(trace: Trace, run: ShadowRun, damage: str) -> list[Lost]:
             continue
         later = [e for e in run.errors if e.index > root.index
                  and (e.name, e.place) == root.swallowed_by[:2]]  # fmt: skip
-        if later and later[0].propagated_db < _RIGHT_DB:
+        if later and later[0].propagated_db < RIGHT_DB:
             op, place, _ = root.swallowed_by
             note = f"{op} on line {place.line} makes finite, wrong values of it: {damage}."
             return [Lost("", note, root.place, root.name, "", severe=True, root=root)]
     for each in (error for error in run.errors if error.place.phase == "forward"):
-        if each.inputs_db >= _RIGHT_DB and each.propagated_db < _WRONG_DB:
+        if each.inputs_db >= RIGHT_DB and each.propagated_db < WRONG_DB:
             return [_lost_at(each, damage)]
     return []
 
 
 def _lost_at(error: OperationError, damage: str) -> Lost:
     fmt = formats.lookup(error.dtype)
-    own = error.local_db < _RIGHT_DB
+    own = error.local_db < RIGHT_DB
     if own and error.flushed > 0.5:
         cause = "UNDERFLOW"
         words = (
@@ -242,8 +243,13 @@ def _maker_of(parameter: str, run: ShadowRun) -> Place:
     return NOWHERE
 
 
-def _rounded_integers(run: ShadowRun) -> list[Lost]:
-    """Positions or counters beyond the integers that the format holds."""
+def _rounded_integers(run: ShadowRun, damage: str) -> list[Lost]:
+    """Positions or counters beyond the integers that the format holds.
+
+    A fault where something becomes wrong by them, such as the cosine of a position or an index. The
+    length that a mean divides by may be rounded as any other number.
+    """
+    harm = bool(damage) or any(each.miscounted for each in run.errors)
     for each in run.errors:
         if each.integers and each.place.phase == "forward":
             fmt = formats.lookup(each.dtype)
@@ -252,6 +258,8 @@ def _rounded_integers(run: ShadowRun) -> list[Lost]:
                 f"Integers up to {each.exact_amax:,.0f} are kept in {fmt}, which holds every "
                 f"integer only up to {most:,}. Neighbouring positions or counts become one."
             )
+            if not harm:
+                return [_note(f"{text} Here (line {each.place.line}) it does no harm.")]
             return [Lost("PRECISION_LOSS", text, each.place, each.name, each.dtype,
                          severe=True)]  # fmt: skip
     return []
