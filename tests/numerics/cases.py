@@ -297,6 +297,32 @@ class Shifted(Plain):
         return (h + 2000) - 2000  # <- here
 
 
+class Branch(nn.Module):
+    """A small branch whose gradient is noise; that of the rest is right."""
+
+    def __init__(self):
+        super().__init__()
+        self.main, self.branch = nn.Linear(8, 16), nn.Linear(8, 16)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x):
+        b = self.branch(x) + 30.0
+        mean = b.mean(-1, keepdim=True)
+        variance = (b * b).mean(-1, keepdim=True) - mean * mean  # <- here
+        normed = (b - mean) / (variance.abs() + 1e-2).sqrt()
+        return self.head(self.main(x) + 0.01 * normed)
+
+
+class BranchAndOverflow(Branch):
+    def forward(self, x):
+        h = self.main(x) * 6e4 * 4  # <- here
+        return super().forward(x) + self.head(h / 2.4e5)
+
+
+def fourth(model, batch):
+    return F.cross_entropy(model(batch).float(), torch.arange(len(batch)) % 4)
+
+
 class Placed(nn.Module):
     def __init__(self):
         super().__init__()
@@ -370,6 +396,8 @@ CASES = {
         fix="in float32", precision="fp16:scaling=off", line_of=Flushed),
     "digits shifted out": Case(lambda: task(Shifted, square, data(8, 32)), "fault",
         "CANCELLATION", fix="in float", line_of=Shifted),
+    "a branch on noise": Case(lambda: task(Branch, fourth, data(64, 8)), "fault", "CANCELLATION",
+        fix="subtract before squaring", line_of=Branch),
     "half into float": Case(lambda: task(Placed, square, data(8, 8)), "fault", "DTYPE_ERROR",
         fix="in float32", line_of=Placed),
     "bad data": Case(lambda: task(Plain, square, inf_row()), "fault", "BAD_INPUT", phase="data",

@@ -12,7 +12,7 @@ from ampwise.numerics.shadow import shadow
 from ampwise.step import TrainStep
 from ampwise.step.recorder import rehearsal
 from ampwise.tasks import Task
-from tests.numerics.cases import data
+from tests.numerics.cases import BranchAndOverflow, data, fourth, line_of, task
 
 
 def regression() -> Task:
@@ -53,3 +53,14 @@ def test_the_terms_of_a_loss_are_what_it_is_the_sum_of(loss, terms):
     batch = torch.tensor([[1.0], [-3.0], [3.0], [-1.0]])
     run = shadow(step, rehearsal(step, lambda model, batch: loss(model(batch)), [batch]))
     assert run.terms == pytest.approx([terms])
+
+
+def test_a_fix_that_leaves_a_matrix_on_noise_is_not_verified():
+    torch.manual_seed(0)
+    found = diagnose(task(BranchAndOverflow, fourth, data(64, 8)), "fp16", steps=3)
+    assert found.cause == "RANGE_OVERFLOW"
+    assert found.origin is not None
+    assert found.origin.line == line_of(BranchAndOverflow)
+    line = next(each for each in found.fixes if each.what.startswith("line"))
+    assert not line.verified
+    assert "a fault is left: the gradient of branch.weight is noise" in line.cost

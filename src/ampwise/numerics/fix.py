@@ -1,8 +1,9 @@
 """What mends a fault: candidates for its cause, each tried on the failing step itself.
 
 A fix is *verified* when the step, replayed with it, ran to its end with every loss and gradient
-finite, and stayed close to the reference: a cosine of at least 0.9 between the true gradients, and
-a loss within 5 % of the terms it is the sum of, or gradients of at least 20 dB. Where the loss is
+finite, and stayed close to the reference: a cosine of at least 0.9 between the true gradients, no
+weight matrix that trains on noise, and a loss within 5 % of the terms it is the sum of, or
+gradients of at least 20 dB. Where the loss is
 scaled, the scale may settle first, as it would in training.
 
 The reference is the float64 shadow of the step, run in float32. A reference that is not finite
@@ -27,7 +28,13 @@ from torch import Tensor
 from ampwise.numerics.candidates import Candidate
 from ampwise.numerics.interventions import Scope, on
 from ampwise.numerics.result import Fix
-from ampwise.numerics.shadow import ShadowRun, missing_gradients, shadow
+from ampwise.numerics.shadow import (
+    ShadowRun,
+    in_words,
+    missing_gradients,
+    noisy_matrices,
+    shadow,
+)
 from ampwise.policy import PRESETS
 from ampwise.step.recorder import Replayed, Stash, finite, replay
 from ampwise.step.train_step import TrainStep
@@ -231,7 +238,8 @@ def _complaint(
     if wrong:
         more = f" and {len(wrong) - 2} more" if len(wrong) > 2 else ""
         return f"finite, but most of the gradient of {', '.join(wrong[:2])}{more} is missing"
-    return ""
+    noisy = noisy_matrices(result.gradients, wanted.gradients, scale)
+    return f"finite, but a fault is left: {in_words(noisy)}" if noisy else ""
 
 
 def _cosine(gradients: dict[str, Tensor], wanted: dict[str, Tensor], scale: float) -> float:

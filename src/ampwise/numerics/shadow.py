@@ -546,6 +546,46 @@ def missing_gradients(
     return missing
 
 
+LEAST_SHARE = 1e-3
+"""Share of the norm of all gradients below which one is too small to be looked at by itself."""
+
+
+def noisy_matrices(
+    actual: Mapping[str, Tensor], reference: Mapping[str, Tensor], scale: float = 1.0
+) -> dict[str, float]:
+    """Weight matrices that train on noise: SQNR of their gradients, in dB, where it is below 0.
+
+    Beside large gradients the noise of a small one does not show in that of the whole. Vectors are
+    left out: see `missing_gradients` for the bias before a normalisation.
+
+    Parameters
+    ----------
+    actual, reference, scale
+        As for `missing_gradients`.
+    """
+    norms = {name: float(torch.linalg.vector_norm(each)) for name, each in reference.items()}
+    least = LEAST_SHARE * math.hypot(*norms.values())
+    found: dict[str, float] = {}
+    for name, ideal in reference.items():
+        gradient = actual.get(name)
+        if gradient is None or gradient.is_sparse or ideal.dim() < 2 or norms[name] <= least:
+            continue
+        kept = sqnr_db(gradient.double() / scale, ideal)
+        if kept < 0:
+            found[name] = kept
+    return found
+
+
+def in_words(noisy: Mapping[str, float]) -> str:
+    """Which matrices train on noise, the worst first."""
+    worst = sorted(noisy, key=lambda name: noisy[name])
+    more = f" and {len(worst) - 2} more" if len(worst) > 2 else ""
+    return (
+        f"the gradient of {', '.join(worst[:2])}{more} is noise, with an SQNR of "
+        f"{noisy[worst[0]]:.0f} dB against float64"
+    )
+
+
 def rms(tensor: Tensor) -> float:
     """Root mean square; 0 of nothing."""
     return float(tensor.square().mean().sqrt()) if tensor.numel() else 0.0

@@ -27,7 +27,9 @@ from ampwise.numerics.shadow import (
     OperationError,
     ShadowRun,
     compare,
+    in_words,
     missing_gradients,
+    noisy_matrices,
     shadow,
 )
 from ampwise.numerics.trace import Root, Trace
@@ -109,7 +111,8 @@ def _damage(run: ShadowRun) -> str:
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         return f"most of the gradient of {', '.join(list(wrong)[:3])}{more} is missing"
-    return ""
+    noisy = noisy_matrices(run.replayed.gradients, run.gradients)
+    return in_words(noisy) if noisy else ""
 
 
 def _wrong_loss(run: ShadowRun) -> str:
