@@ -332,7 +332,7 @@ class Watcher(TorchDispatchMode):
         found: list[_State] = []
         for tensor in _tensors((args, kwargs)):
             state = self._states.get(_key(tensor))
-            if state is not None and (tensor.numel() < 2 or bad_bits(tensor)):
+            if state is not None and bad_bits(tensor):
                 found.append(state)
         return found
 
