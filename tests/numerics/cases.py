@@ -134,6 +134,22 @@ class Variance(nn.Module):
         return (h - mean) / torch.sqrt(mean_square - mean * mean)  # <- here
 
 
+class ChannelNorm(nn.Module):
+    """Mean of squares less square of the mean: 0 where 0.01 should be."""
+
+    def __init__(self):
+        super().__init__()
+        self.act = nn.LeakyReLU(0.0015)  # by chance the size of a variance
+        self.lin = nn.Linear(16, 16, bias=False)
+        nn.init.eye_(self.lin.weight)
+
+    def forward(self, x):
+        x = self.act(self.lin(x)) + 20.0
+        mean = x.mean(-1, keepdim=True)
+        variance = (x * x).mean(-1, keepdim=True) - mean * mean  # <- here
+        return (x - mean) / torch.sqrt(variance)
+
+
 class Head(nn.Module):
     def __init__(self):
         super().__init__()
@@ -360,6 +376,14 @@ CASES = {
         "RANGE_OVERFLOW", "norm", fix="module norm in float32", line_of=SquaredNorm),
     "mean of squares": Case(lambda: task(Variance, square, 29.9 + 0.005 * data(16, 64, 1)),
         "fault", "CANCELLATION", fix="subtract before squaring", line_of=Variance),
+    "variance becomes zero": Case(lambda: task(ChannelNorm, square, 0.11 * data(64, 16).abs()),
+        "fault", "CANCELLATION", fix="subtract before squaring", line_of=ChannelNorm),
+    "variance becomes zero in bfloat16": Case(lambda: task(ChannelNorm, square,
+        0.11 * data(64, 16).abs()), "fault", "CANCELLATION", precision="bf16",
+        line_of=ChannelNorm),
+    "variance becomes zero in float32": Case(lambda: task(ChannelNorm, square,
+        1e-4 * data(64, 16).abs()), "fault", "CANCELLATION", fix="subtract before squaring",
+        precision="fp32", line_of=ChannelNorm),
     "summed cross-entropy": Case(lambda: task(Head, summed, 3 * data(8192, 8)), "fault",
         "RANGE_OVERFLOW", fix="in float32", line_of=summed),
     "normalize a zero row": Case(lambda: task(Unit, apart, zero_row()), "fault", "EPS_UNDERFLOW",

@@ -12,7 +12,7 @@ from ampwise.numerics.shadow import shadow
 from ampwise.step import TrainStep
 from ampwise.step.recorder import rehearsal
 from ampwise.tasks import Task
-from tests.numerics.cases import BranchAndOverflow, data, fourth, line_of, task
+from tests.numerics.cases import CASES, BranchAndOverflow, data, fourth, line_of, task
 
 
 def regression() -> Task:
@@ -64,3 +64,12 @@ def test_a_fix_that_leaves_a_matrix_on_noise_is_not_verified():
     line = next(each for each in found.fixes if each.what.startswith("line"))
     assert not line.verified
     assert "a fault is left: the gradient of branch.weight is noise" in line.cost
+
+
+def test_where_float32_fails_too_it_is_said_and_not_offered():
+    torch.manual_seed(0)
+    found = diagnose(CASES["variance becomes zero in float32"].make(), "fp32", steps=2)
+    assert [each.what for each in found.fixes] == [
+        "subtract before squaring, or compute in float64"
+    ]
+    assert any("float32 itself fails on this step" in note for note in found.notes)

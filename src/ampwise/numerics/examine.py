@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ampwise.numerics import compiled, fix, stagnation
-from ampwise.numerics.candidates import Candidate, candidates
+from ampwise.numerics.candidates import FLOAT32_CAUSES, Candidate, candidates
+from ampwise.numerics.cause import Finding as Cause
 from ampwise.numerics.cause import explain
 from ampwise.numerics.places import NOWHERE, Phase, Place, is_internal
-from ampwise.numerics.result import Diagnosis, Finding, Fix, OpError
+from ampwise.numerics.result import Diagnosis, Finding, Fix, OpError, Origin
 from ampwise.numerics.shadow import ShadowRun
 from ampwise.numerics.silent import Lost, gradient_db, silent_faults
 from ampwise.numerics.stagnation import Stagnant
@@ -121,19 +122,19 @@ class Examiner:
         cause = explain(step, stash, root)
         found.status = "fault"
         found.phase = "data" if root.func is None and root.name == "batch" else root.place.phase
-        found.origin = origin_of(root)
+        made_by = cause.made_by or root
+        place = made_by.place
+        found.origin = _origin(root, cause)
         found.cause, found.explanation = cause.cause, cause.explanation
         found.path, found.target = trace.path, trace.target
         found.findings += _poisoned(plain.poisoned)
         self._progress.found(found)
         self._progress.stage("trying fixes on the step")
         wanted = fix.reference(step, stash)
-        mends = candidates(step, stash, cause.cause, root.place)
+        mends = candidates(step, stash, cause.cause, place, found.origin.dtype)
         found.fixes = fix.tried(step, stash, mends, wanted, self._step_s)
-        if not any(each.verified for each in found.fixes) and step.policy.autocast:
-            found.notes.append(
-                "No fix held by itself; ampwise tune looks for a set of modules to keep in float32."
-            )
+        if cause.cause in FLOAT32_CAUSES:
+            found.notes += _beyond_fixes(found.fixes, wanted, step)
         return found
 
     def _only_the_scale(self, stash: Stash, losses: Sequence[Tensor]) -> bool:
@@ -259,12 +260,12 @@ class Examiner:
         if lost.root is None:
             return lost.cause, lost.explanation, at(lost.place, lost.op, lost.dtype)
         cause = explain(self.step, stash, lost.root)
-        return cause.cause, f"{cause.explanation} {lost.explanation}", origin_of(lost.root)
+        return cause.cause, f"{cause.explanation} {lost.explanation}", _origin(lost.root, cause)
 
     def _silent_fixes(
         self, lost: Lost, cause: str, stash: Stash, wanted: fix.Reference
     ) -> list[Fix]:
-        found = candidates(self.step, stash, cause, lost.place)
+        found = candidates(self.step, stash, cause, lost.place, lost.dtype)
         if lost.scale is not None:
             scaled = Candidate(
                 f"a loss scale of {lost.scale:g}",
@@ -349,6 +350,23 @@ def _not_reproduced(found: Diagnosis, trace: Trace) -> Diagnosis:
         "outside the model."
     )
     return found
+
+
+def _origin(root: Root, cause: Cause) -> Origin:
+    """Where it began: the root, or what made its argument."""
+    maker = cause.made_by
+    return origin_of(root) if maker is None else at(maker.place, maker.name, maker.dtype)
+
+
+def _beyond_fixes(fixes: Sequence[Fix], wanted: fix.Reference, step: TrainStep) -> list[str]:
+    """What to say where another precision is of no use, or no fix held."""
+    if not wanted.float32:
+        return ["float32 itself fails on this step: another precision alone does not mend it."]
+    if step.policy.autocast and not any(each.verified for each in fixes):
+        return [
+            "No fix held by itself; ampwise tune looks for a set of modules to keep in float32."
+        ]
+    return []
 
 
 def _poisoned(names: Sequence[str]) -> list[Finding]:

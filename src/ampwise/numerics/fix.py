@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ampwise.numerics.candidates import Candidate
-from ampwise.numerics.interventions import Scope, on
+from ampwise.numerics.interventions import Scope, as_it_is, on
 from ampwise.numerics.result import Fix
 from ampwise.numerics.shadow import (
     ShadowRun,
@@ -56,11 +56,14 @@ class Reference:
     ----------
     terms
         Size of the terms that each loss is the sum of.
+    float32
+        Whether the step is finite in float32, where it runs there.
     """
 
     losses: list[float]
     terms: list[float]
     gradients: dict[str, Tensor]
+    float32: bool = True
 
     @property
     def finite(self) -> bool:
@@ -75,7 +78,8 @@ def reference(step: TrainStep, stash: Stash) -> Reference:
     # Beside a float32 run: where branches follow the actual values, they follow sound ones.
     run = shadow(step, stash, errors=False, policy=PRESETS["fp32"], scale=1.0)
     if run.replayed.error is None:
-        return reference_from(replace(stash, scale=torch.ones(())), run)
+        wanted = reference_from(replace(stash, scale=torch.ones(())), run)
+        return replace(wanted, float32=run.replayed.clean)
     return reference_from(stash, shadow(step, stash, errors=False))  # 16-bit parameters
 
 
@@ -261,7 +265,7 @@ def _cosine(gradients: dict[str, Tensor], wanted: dict[str, Tensor], scale: floa
 def time_ratio(step: TrainStep, stash: Stash, candidate: Candidate) -> float:
     """Time of a replay with the fix over one without, in turns, medians."""
     # A function mode costs time that the fix in the code would not: give it to both.
-    nowhere = on(Scope("", 0), lambda func, args, kwargs: func(*args, **kwargs))
+    nowhere = on(Scope("", 0), as_it_is)
     plain = replace(candidate, around=nowhere if candidate.function_mode else nullcontext,
                     policy=None, scale=None, change=None)  # fmt: skip
     times: dict[bool, list[float]] = {False: [], True: []}

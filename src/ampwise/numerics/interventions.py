@@ -50,20 +50,26 @@ class Scope:
         return min(lines) <= self.line <= max(lines)
 
 
-class InScope(TorchFunctionMode):
-    """Torch calls of a scope are made through `change`."""
+def as_it_is(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """No change."""
+    return func(*args, **kwargs)
 
-    def __init__(self, scope: Scope, change: Change) -> None:
+
+class InScope(TorchFunctionMode):
+    """Torch calls of a scope are made through `change`, all others through `elsewhere`."""
+
+    def __init__(self, scope: Scope, change: Change, elsewhere: Change = as_it_is) -> None:
         super().__init__()
-        self._scope, self._change = scope, change
+        self._scope, self._change, self._elsewhere = scope, change, elsewhere
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if getattr(func, "__name__", "") in _ACCESS or not self._scope.holds():
+        if getattr(func, "__name__", "") in _ACCESS:
             return func(*args, **kwargs)
-        return self._change(func, args, kwargs)
+        change = self._change if self._scope.holds() else self._elsewhere
+        return change(func, args, kwargs)
 
 
 _ACCESS = frozenset(["__get__", "__set__", "size", "dim", "stride", "numel", "is_floating_point"])
@@ -86,6 +92,16 @@ def raised(device_type: str, dtype: torch.dtype = torch.float32) -> Change:
             return func(*tree_map(up, args), **tree_map(up, kwargs))
 
     return change
+
+
+def lowered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run in float32 what would be in float64: for what a function in float64 hands on."""
+
+    def down(value: Any) -> Any:
+        wide = isinstance(value, Tensor) and value.dtype == torch.float64
+        return value.float() if wide else value
+
+    return func(*tree_map(down, args), **tree_map(down, kwargs))
 
 
 def constants(least: float, most: float) -> Change:
@@ -185,6 +201,8 @@ def fresh_statistics(models: Sequence[nn.Module]) -> Generator[None]:
     yield
 
 
-def on(scope: Scope, change: Change) -> Callable[[], AbstractContextManager[Any]]:
+def on(
+    scope: Scope, change: Change, elsewhere: Change = as_it_is
+) -> Callable[[], AbstractContextManager[Any]]:
     """Makes the context of a change in a scope."""
-    return lambda: InScope(scope, change)
+    return lambda: InScope(scope, change, elsewhere)

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from ampwise.numerics.ancestry import Ancestor, lost_constants
 from ampwise.numerics.places import Place, Places, placing
 from ampwise.numerics.trace import (
     Operation,
@@ -242,8 +243,8 @@ class ShadowRun:
         Size of the terms that each loss is the sum of: how small an error of it can be asked for.
     inputs
         Shadows of the inputs of the operation that was asked for, as arguments for it.
-    scalars
-        Constants that operations were called with so far.
+    makers
+        What made each tensor among them; None where it comes from outside.
     """
 
     replayed: Replayed
@@ -252,7 +253,7 @@ class ShadowRun:
     losses: list[Tensor] = field(default_factory=list[Tensor])
     terms: list[float] = field(default_factory=list[float])
     inputs: tuple[Any, Any] | None = None
-    scalars: set[float] = field(default_factory=set[float])
+    makers: list[Ancestor | None] = field(default_factory=list["Ancestor | None"])
 
 
 def shadow(
@@ -271,7 +272,8 @@ def shadow(
     errors
         Measure every operation's errors (twice the work).
     at
-        Name, place and occurrence of an operation: keep the shadows of its inputs, and stop there.
+        Name, place and occurrence of an operation: keep the shadows of its inputs and what they
+        were made of, and stop there.
     policy, scale
         As for `replay`.
     """
@@ -280,7 +282,7 @@ def shadow(
         for _, tensor, _ in sources(step._models, stash):
             mode.source(tensor)
         replayed = replay(step, stash, around=lambda: mode, policy=policy, scale=scale)
-    run = ShadowRun(replayed, mode.errors, inputs=mode.inputs, scalars=mode.scalars)
+    run = ShadowRun(replayed, mode.errors, inputs=mode.inputs, makers=mode.makers)
     if at is None:
         run.losses = [_or_actual(mode.of(each), each) for each in replayed.losses]
         run.terms = [mode.terms_of(each) for each in replayed.losses]
@@ -307,7 +309,7 @@ class Shadow(TorchDispatchMode):
         super().__init__()
         self.errors: list[OperationError] = []
         self.inputs: tuple[Any, Any] | None = None
-        self.scalars: set[float] = set()
+        self.makers: list[Ancestor | None] = []
         self._places = places
         self._measure = errors
         self._at = at
@@ -316,6 +318,7 @@ class Shadow(TorchDispatchMode):
         self._twins: dict[tuple[int, torch.dtype], tuple[Any, Tensor]] = {}
         self._quality: dict[tuple[int, torch.dtype], float] = {}
         self._terms: dict[tuple[int, torch.dtype], float] = {}
+        self._made: dict[tuple[int, torch.dtype], Ancestor] = {}
         self._rounded: set[tuple[int, torch.dtype]] = set()  # made of integers that were rounded
 
     def source(self, tensor: Tensor) -> None:
@@ -380,11 +383,11 @@ class Shadow(TorchDispatchMode):
         operation = _operation(func)
         place = self._places.here()
         index, self._count = self._count, self._count + 1
-        self.scalars.update(e for e in (*args, *kwargs.values()) if isinstance(e, float))
         if self._count % _PRUNE_EVERY == 0:
             self._twins = {k: v for k, v in self._twins.items() if not v[0].expired()}
             self._quality = {k: v for k, v in self._quality.items() if k in self._twins}
             self._terms = {k: v for k, v in self._terms.items() if k in self._twins}
+            self._made = {k: v for k, v in self._made.items() if k in self._twins}
             self._rounded &= self._twins.keys()
         self._stop_if_asked(operation.name, place, args, kwargs)
         floating = [each for each in _tensors((args, kwargs)) if each.dtype in _FLOATS]
@@ -406,8 +409,17 @@ class Shadow(TorchDispatchMode):
         references = self._shadowed(func, raised, result, written)
         if references is not None and place.phase == "forward":
             self._sum(operation, args, kwargs, written)
+        parents = tuple(self._made[_twin(each)] for each in floating if _twin(each) in self._made)
+        propagated = self._propagate(written, references)
         if references is not None and self._measure:
-            self._note(index, operation, place, actual_inputs, written, references, result, worst)
+            self._note(index, operation, place, actual_inputs, written, references, result,
+                       worst, propagated)  # fmt: skip
+        if self._at is not None:
+            inputs, named = actual_inputs
+            lost = lost_constants(operation.name, inputs, named, written[0])
+            maker = Ancestor(operation.name, place, _dtype_of(written[0]), worst, propagated, lost,
+                             parents)  # fmt: skip
+            self._made.update(dict.fromkeys(map(_twin, written), maker))
         return result
 
     def _stop_if_asked(self, name: str, place: Place, args: Any, kwargs: Any) -> None:
@@ -415,6 +427,7 @@ class Shadow(TorchDispatchMode):
             return
         if self._met == self._at[2]:
             self.inputs = (tree_map(self._input, args), tree_map(self._input, kwargs))
+            self.makers = [self._made.get(_twin(each)) for each in _tensors(args)]
             raise _ReachedError
         self._met += 1
 
@@ -437,23 +450,25 @@ class Shadow(TorchDispatchMode):
     def _index(self, index: int, place: Place, rounded: Tensor, result: Tensor) -> None:
         """Integers that were rounded become integers again: are they others?"""
         if bool((self._input(rounded).to(result.dtype) != result).any()):
-            dtype = str(rounded.dtype).removeprefix("torch.")
             self.errors.append(
-                OperationError(
-                    index, "_to_copy", place, dtype, math.inf, -math.inf, math.inf, miscounted=True
-                )
-            )
+                OperationError(index, "_to_copy", place, _dtype_of(rounded), math.inf, -math.inf,
+                               math.inf, miscounted=True)
+            )  # fmt: skip
 
-    def _note(
-        self, index: int, operation: Operation, place: Place, inputs: Any, written: list[Tensor],
-        references: list[Tensor], result: Any, worst: float,
-    ) -> None:  # fmt: skip
-        """Measure an operation's own error, and that of its result."""
+    def _propagate(self, written: list[Tensor], references: list[Tensor] | None) -> float:
+        """SQNR of what an operation wrote against the shadow, the least; inf where it has none."""
         propagated = math.inf
-        for tensor, reference in zip(written, references, strict=False):
+        for tensor, reference in zip(written, references or (), strict=False):
             if tensor.numel() and tensor.shape == reference.shape:
                 found = self._quality[_twin(tensor)] = sqnr_db(tensor, reference)
                 propagated = min(propagated, found)
+        return propagated
+
+    def _note(
+        self, index: int, operation: Operation, place: Place, inputs: Any, written: list[Tensor],
+        references: list[Tensor], result: Any, worst: float, propagated: float,
+    ) -> None:  # fmt: skip
+        """Measure an operation's own error."""
         actual = written[0]
         floating = any(each.is_floating_point() for each in _tensors(inputs[0]))
         if operation.mutates or not actual.numel() or not (
@@ -461,8 +476,7 @@ class Shadow(TorchDispatchMode):
         ):  # fmt: skip
             return
         error = OperationError(
-            index, operation.name, place, str(actual.dtype).removeprefix("torch."), math.inf,
-            propagated, worst,
+            index, operation.name, place, _dtype_of(actual), math.inf, propagated, worst,
         )  # fmt: skip
         self.errors.append(error)
         wrong = propagated < WRONG_DB and worst >= RIGHT_DB
@@ -505,6 +519,10 @@ class Shadow(TorchDispatchMode):
 def _twin(tensor: Tensor) -> tuple[int, torch.dtype]:
     """Where a tensor's shadow is kept."""
     return _key(tensor), tensor.dtype
+
+
+def _dtype_of(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _kept(value: Any) -> Any:
