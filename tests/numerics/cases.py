@@ -101,6 +101,25 @@ class Masked(nn.Module):
         return torch.softmax(scores, dim=-1)
 
 
+class MaskedByProduct(Masked):
+    def forward(self, x):
+        scores = self.project(x)
+        padding = torch.eye(8, dtype=scores.dtype)
+        padding[0] = 1  # a row of nothing else: with a finite constant its softmax is even
+        mask = padding * -1e9  # <- here
+        return torch.softmax(scores + mask, dim=-1)
+
+
+class Gain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.project = nn.Linear(8, 8)
+
+    def forward(self, x):
+        h = self.project(x) * 1e5  # <- here
+        return h / h.norm(dim=-1, keepdim=True)
+
+
 class SquaredNorm(nn.Module):
     def __init__(self):
         super().__init__()
@@ -372,6 +391,10 @@ CASES = {
         "RANGE_OVERFLOW", fix="in float32", line_of=Scores),
     "mask constant": Case(lambda: task(Masked, square, data(8, 8)), "fault", "MASK_CONSTANT",
         fix="a number that the format has", line_of=Masked),
+    "mask constant as a factor": Case(lambda: task(MaskedByProduct, square, data(8, 8)), "fault",
+        "MASK_CONSTANT", fix="a number that the format has", line_of=MaskedByProduct),
+    "gain": Case(lambda: task(Gain, apart, data(8, 8)), "fault", "RANGE_OVERFLOW",
+        fix="in float32", line_of=Gain),
     "rms norm in half": Case(lambda: task(Normed, square, 9 * data(4, 16)), "fault",
         "RANGE_OVERFLOW", "norm", fix="module norm in float32", line_of=SquaredNorm),
     "mean of squares": Case(lambda: task(Variance, square, 29.9 + 0.005 * data(16, 64, 1)),

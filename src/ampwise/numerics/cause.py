@@ -30,7 +30,7 @@ from torch import Tensor
 from ampwise import formats
 from ampwise.numerics.ancestry import Ancestor, back_from
 from ampwise.numerics.shadow import UnsupportedError, exact, shadow
-from ampwise.numerics.trace import Root, _tensors, bad_bits
+from ampwise.numerics.trace import FILLS, Root, _tensors, bad_bits
 from ampwise.step.recorder import Stash
 from ampwise.step.train_step import TrainStep
 
@@ -104,7 +104,7 @@ def _beyond_range(root: Root) -> Finding | None:
         return None
     fmt = format_of(root)
     peak = max((float(each.abs().max()) for each in local if each.numel()), default=0.0)
-    constant = _constant_beyond(root, fmt)
+    constant = constant_beyond(root, fmt)
     if constant is not None and peak >= fmt.max:
         return Finding(
             "MASK_CONSTANT",
@@ -124,7 +124,13 @@ def _beyond_range(root: Root) -> Finding | None:
     )
 
 
-def _constant_beyond(root: Root, fmt: formats.FloatFormat) -> float | None:
+def constant_beyond(root: Root, fmt: formats.FloatFormat) -> float | None:
+    """The constant of a fill or a mask that a format does not hold; None where there is none.
+
+    Of a factor, such as a gain, it is the product that overflows.
+    """
+    if not (root.name in (*FILLS, "add", "add_") or (root.name == "mul" and _of_mask(root))):
+        return None
     scalars = [each for each in (*root.args, *root.kwargs.values()) if isinstance(each, float)]
     # A constant tensor of one element is a scalar, too.
     scalars += [
@@ -133,6 +139,11 @@ def _constant_beyond(root: Root, fmt: formats.FloatFormat) -> float | None:
         if each.numel() == 1 and each.is_floating_point() and root.name in ("masked_fill", "where")
     ]
     return next((each for each in scalars if math.isfinite(each) and abs(each) > fmt.max), None)
+
+
+def _of_mask(root: Root) -> bool:
+    """Whether an operation's tensors hold nothing but 0 and 1."""
+    return all(bool(((each == 0) | (each == 1)).all()) for each in _tensors(root.args))
 
 
 def _masked_row(root: Root) -> Finding | None:

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ampwise import formats
 from ampwise.numerics import compiled, fix, stagnation
 from ampwise.numerics.candidates import FLOAT32_CAUSES, Candidate, candidates
 from ampwise.numerics.cause import Finding as Cause
-from ampwise.numerics.cause import explain
+from ampwise.numerics.cause import constant_beyond, explain
 from ampwise.numerics.places import NOWHERE, Phase, Place, is_internal
 from ampwise.numerics.result import Diagnosis, Finding, Fix, OpError, Origin
 from ampwise.numerics.shadow import ShadowRun
@@ -185,7 +186,7 @@ class Examiner:
         place = _place_of(error, "forward") if root is None else root.place
         found.status, found.phase = "fault", place.phase
         found.origin = at(place, type(error).__name__) if root is None else origin_of(root)
-        constant = None if root is None else _constant(root)
+        constant = None if root is None else constant_beyond(root, formats.lookup("float16"))
         message = " ".join(str(error).split())[:200]
         if constant is not None:
             found.cause = "MASK_CONSTANT"
@@ -388,11 +389,6 @@ def _settled(step: TrainStep, stash: Stash) -> Stash:
     while float(scale) > 1 and not replay(step, stash, scale=float(scale)).clean:
         scale /= 2
     return Stash(stash.step, scale, stash.micro_batches)
-
-
-def _constant(root: Root) -> float | None:
-    scalars = [each for each in (*root.args, *root.kwargs.values()) if isinstance(each, float)]
-    return next((each for each in scalars if abs(each) > 65504), None)
 
 
 def _place_of(error: Exception, phase: Phase) -> Place:

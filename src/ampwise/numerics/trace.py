@@ -38,7 +38,7 @@ _CAPTURED = 8
 """Roots whose inputs are kept."""
 
 _EMPTY = frozenset(["empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"])
-_FILLS = frozenset(
+FILLS = frozenset(
     ["full", "full_like", "new_full", "fill", "fill_", "masked_fill", "masked_fill_", "where",
      "scalar_tensor", "lift_fresh", "lift_fresh_copy", "index_fill", "index_fill_", "index_put",
      "index_put_", "constant_pad_nd"]
@@ -427,7 +427,7 @@ def _deliberate(
         carried |= each.bits
     if inputs and not bits & ~carried:
         return True
-    if operation.name not in _FILLS:
+    if operation.name not in FILLS:
         return False
     scalars = [each for each in (*args, *kwargs.values()) if isinstance(each, float)]
     return any(math.isinf(each) for each in scalars)
