@@ -286,6 +286,23 @@ def inf_row() -> torch.Tensor:
     return batch
 
 
+class LogSpectrum(nn.Module):
+    """Takes the log of silence for data; -inf is no mask to a convolution."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv1d(1, 4, 3)
+
+    def forward(self, x):
+        return self.conv(x.unsqueeze(1) / 2)
+
+
+def log_of_zero() -> torch.Tensor:
+    batch = data(8, 32).abs()
+    batch[3, 5] = 0
+    return batch.log()
+
+
 class Averaged(nn.Module):
     def __init__(self):
         super().__init__()
@@ -449,6 +466,8 @@ CASES = {
         fix="in float32", line_of=Placed),
     "bad data": Case(lambda: task(Plain, square, inf_row()), "fault", "BAD_INPUT", phase="data",
         fix="drop the bad data"),
+    "log of zero in the data": Case(lambda: task(LogSpectrum, square, log_of_zero()), "fault",
+        "BAD_INPUT", phase="data", fix="drop the bad data"),
     "nothing selected": Case(lambda: task(Averaged, square, data(4, 8)), "fault",
         "EMPTY_REDUCTION", fix="nothing to reduce gives 0", line_of=Averaged),
     "bad parameter": Case(lambda: task(BadParameter, square, data(8, 32)), "fault",
@@ -607,7 +626,24 @@ def critic(model, batch):
     return model(batch).float().mean() - model(batch + 0.01).float().mean()
 
 
+class MaskInBatch(nn.Module):
+    """An additive mask that comes with the data, and is carried along before it is used."""
+
+    def __init__(self):
+        super().__init__()
+        self.project = nn.Linear(8, 8)
+
+    def forward(self, x):
+        values, mask = x
+        return torch.softmax(self.project(values) + 2 * mask, dim=-1)
+
+
+def masked_batch() -> tuple[torch.Tensor, torch.Tensor]:
+    return data(6, 8), torch.full((6, 8), float("-inf")).triu(3)
+
+
 LOOK_ALIKES = {
+    "mask in the batch": lambda: task(MaskInBatch, square, masked_batch()),
     "mean over lengths": lambda: task(Pooled, apart, data(4, 600, 32)),
     "policy gradient": lambda: task(Plain, policy_gradient, data(64, 32), lr=1e-5),
     "clipped policy ratio": lambda: task(Plain, Clipped(), data(64, 32), lr=1e-5),

@@ -73,3 +73,26 @@ def test_where_float32_fails_too_it_is_said_and_not_offered():
         "subtract before squaring, or compute in float64"
     ]
     assert any("float32 itself fails on this step" in note for note in found.notes)
+
+
+def test_what_is_wrong_in_any_precision_is_not_sent_to_tune():
+    for name in ("loss stays NaN", "bad data", "log of zero in the data"):
+        torch.manual_seed(0)
+        found = diagnose(CASES[name].make(), "fp16", steps=2)
+        assert found.notes == []
+        assert not any("bfloat16" in each.what for each in found.fixes)
+    assert found.explanation.startswith(
+        "batch holds -inf before the model sees it, and convolution"
+    )
+
+
+def masked_then_mixed(model, batch):
+    hidden = model(batch).float().masked_fill(torch.eye(8).bool(), float("-inf"))
+    return F.linear(hidden, torch.tensor([[1.0, -1.0] * 4])).sum()
+
+
+def test_a_domain_error_shows_the_argument_that_is_not_finite():
+    torch.manual_seed(0)
+    found = diagnose(task(lambda: nn.Linear(8, 8), masked_then_mixed, data(8, 8)), "bf16", steps=2)
+    assert found.cause == "DOMAIN_ERROR"
+    assert "(from -inf to " in found.explanation

@@ -24,6 +24,9 @@ FLOAT32_CAUSES = ("RANGE_OVERFLOW", "EPS_UNDERFLOW", "UNDERFLOW", "CANCELLATION"
                   "MASK_CONSTANT", "DTYPE_ERROR")  # fmt: skip
 """Causes that float32 may mend."""
 
+_WRONG_ANYWHERE = ("BAD_", "DOMAIN_ERROR")
+"""Beginnings of causes that no precision mends."""
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -56,7 +59,7 @@ def candidates(
     narrow = step.policy.autocast or dtype != "float32"
     if (cause in FLOAT32_CAUSES and narrow) or singular:
         found += _float32(step, place)
-    if step.policy.compute_dtype == "float16" and not cause.startswith("BAD_"):
+    if step.policy.compute_dtype == "float16" and not cause.startswith(_WRONG_ANYWHERE):
         found.append(
             Candidate(
                 "bfloat16, which has float32's range",

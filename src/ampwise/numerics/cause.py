@@ -30,7 +30,7 @@ from torch import Tensor
 from ampwise import formats
 from ampwise.numerics.ancestry import Ancestor, back_from
 from ampwise.numerics.shadow import UnsupportedError, exact, shadow
-from ampwise.numerics.trace import FILLS, Root, _tensors, bad_bits
+from ampwise.numerics.trace import FILLS, NAN, Root, _tensors, bad_bits
 from ampwise.step.recorder import Stash
 from ampwise.step.train_step import TrainStep
 
@@ -48,19 +48,19 @@ class Finding:
     Attributes
     ----------
     made_by
-        The operation where it began, where that is not the root itself.
+        The operation, or tensor from outside, where it began, where that is not the root itself.
     """
 
     cause: str
     explanation: str
-    made_by: Ancestor | None = None
+    made_by: Ancestor | Root | None = None
 
 
 def explain(step: TrainStep, stash: Stash, root: Root) -> Finding:
     """Cause of a root, by experiment."""
     if root.func is None:
         return _from_outside(root)
-    for experiment in (_empty, _masked_row, _beyond_range):
+    for experiment in (_empty, _masked_row, _fed, _beyond_range):
         found = experiment(root)
         if found is not None:
             return found
@@ -86,6 +86,26 @@ def _from_outside(root: Root) -> Finding:
         "BAD_PARAMETER" if kind == "parameter" else "BAD_BUFFER",
         f"The {root.source} holds {what} at the start of the step. It was damaged before: by an "
         "update, a checkpoint, or initialisation.",
+    )
+
+
+def _fed(root: Root) -> Finding | None:
+    """Infinities of the batch (which may be a mask) that are no mask to this operation."""
+    local = _local(root)
+    source = root.fed_by
+    if source is None or source.name != "batch" or local is None:
+        return None
+    bits = 0
+    for each in local:
+        bits |= bad_bits(each)
+    if root.bits & ~bits:
+        return None
+    made = "NaN" if root.bits & NAN else "inf"
+    return Finding(
+        "BAD_INPUT",
+        f"{source.source.removeprefix('batch ')} holds -inf before the model sees it, and "
+        f"{root.name} on line {root.place.line} makes {made} of it. No precision can train on it.",
+        source,
     )
 
 
@@ -215,7 +235,8 @@ def _domain(root: Root) -> str:
     floats = [each for each in _tensors(root.args) if each.is_floating_point() and each.numel()]
     if not floats:
         return ""
-    low, high = torch.aminmax(floats[-1].double())
+    offending = next((each for each in floats if bad_bits(each)), floats[-1])
+    low, high = torch.aminmax(offending.double())
     return f"(from {float(low):.4g} to {float(high):.4g})"
 
 

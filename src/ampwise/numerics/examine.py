@@ -121,6 +121,8 @@ class Examiner:
         if eagerly:
             found.notes.append("The model is compiled; it fails in eager mode, too, shown here.")
         cause = explain(step, stash, root)
+        if isinstance(cause.made_by, Root):
+            root = cause.made_by
         found.status = "fault"
         found.phase = "data" if root.func is None and root.name == "batch" else root.place.phase
         made_by = cause.made_by or root
@@ -355,8 +357,10 @@ def _not_reproduced(found: Diagnosis, trace: Trace) -> Diagnosis:
 
 def _origin(root: Root, cause: Cause) -> Origin:
     """Where it began: the root, or what made its argument."""
-    maker = cause.made_by
-    return origin_of(root) if maker is None else at(maker.place, maker.name, maker.dtype)
+    maker = cause.made_by or root
+    if isinstance(maker, Root):
+        return origin_of(maker)
+    return at(maker.place, maker.name, maker.dtype)
 
 
 def _beyond_fixes(fixes: Sequence[Fix], wanted: fix.Reference, step: TrainStep) -> list[str]:

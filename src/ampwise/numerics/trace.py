@@ -64,6 +64,8 @@ class Root:
         What the bad tensor was, if it came from outside: ``batch[0]``, ``parameter w``, ...
     swallowed_by
         Name, place and occurrence of the operation that made finite values of it; None if none did.
+    fed_by
+        The tensor from outside whose infinities, taken for a mask, are among its inputs.
     """
 
     index: int
@@ -77,6 +79,7 @@ class Root:
     outputs: list[Tensor] = field(default_factory=list[Tensor])
     source: str = ""
     swallowed_by: tuple[str, Place, int] | None = None
+    fed_by: Root | None = None
 
 
 @dataclass(slots=True)
@@ -279,7 +282,8 @@ class Watcher(TorchDispatchMode):
                 root.swallowed_by = root.swallowed_by or (operation.name, place, occurrence)
             return
         if not faulty and _deliberate(operation, args, kwargs, inputs, bits):
-            state = _State(None, bits, deliberate=True)
+            maker = next((each.maker for each in inputs), -1)
+            state = _State(None, bits, deliberate=True, maker=maker)
         elif faulty:
             parents = tuple(dict.fromkeys(each.maker for each in faulty))
             self._carriers[index] = _Carrier(operation.name, place, parents)
@@ -288,7 +292,8 @@ class Watcher(TorchDispatchMode):
             self.roots[index] = self._root(
                 index, operation, place, bits, occurrence, args, kwargs, before, bad
             )
-            # Infinities from outside that this operation made NaN of: they are where it began.
+            outside = (self.roots[each.maker] for each in inputs if each.maker in self.roots)
+            self.roots[index].fed_by = next(outside, None)
             state = _State(None, bits, maker=index)
         for tensor in bad:
             self._set(tensor, state)
