@@ -286,6 +286,14 @@ def inf_row() -> torch.Tensor:
     return batch
 
 
+class Asserting(Plain):
+    def forward(self, x):
+        h = 300 * self.lin(x)
+        h = h * h  # <- here
+        assert torch.isfinite(h).all(), "activations explode"
+        return h.float() / 9e4
+
+
 class LogSpectrum(nn.Module):
     """Takes the log of silence for data; -inf is no mask to a convolution."""
 
@@ -387,6 +395,17 @@ class Placed(nn.Module):
         return room
 
 
+class Misplaced(Placed):
+    """An error about dtypes, after an infinity that has nothing to do with it."""
+
+    def forward(self, x):
+        room = torch.zeros(len(x), 8)
+        chosen = torch.tensor([0, 2])
+        self.logged = self.lin(x).detach() * 1e5 * 1e5
+        room[chosen] = self.lin(x)[chosen]  # <- here
+        return room
+
+
 class BadParameter(Plain):
     def __init__(self):
         super().__init__()
@@ -464,6 +483,10 @@ CASES = {
         fix="subtract before squaring", line_of=Branch),
     "half into float": Case(lambda: task(Placed, square, data(8, 8)), "fault", "DTYPE_ERROR",
         fix="in float32", line_of=Placed),
+    "half into float beside an infinity": Case(lambda: task(Misplaced, square, data(8, 8)),
+        "fault", "DTYPE_ERROR", fix="in float32", line_of=Misplaced),
+    "an assertion": Case(lambda: task(Asserting, square, data(8, 32)), "fault",
+        "RANGE_OVERFLOW", fix="the function around line", line_of=Asserting),
     "bad data": Case(lambda: task(Plain, square, inf_row()), "fault", "BAD_INPUT", phase="data",
         fix="drop the bad data"),
     "log of zero in the data": Case(lambda: task(LogSpectrum, square, log_of_zero()), "fault",

@@ -184,35 +184,49 @@ class Examiner:
             return None
         trace = watch(self.step, stash)
         found = self._new(stash, trace.replayed.losses)
-        root = trace.failed
+        message = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        if trace.before_error is None:
+            place = self._refused(found, error, trace.failed, message)
+        else:
+            place = self._noticed(found, stash, trace.before_error, message)
+        self._progress.found(found)
+        wanted = fix.reference(self.step, stash)
+        assert found.cause is not None
+        assert found.origin is not None
+        mends = candidates(self.step, stash, found.cause, place, found.origin.dtype)
+        found.fixes = fix.tried(self.step, stash, mends, wanted, self._step_s)
+        return found
+
+    def _noticed(self, found: Diagnosis, stash: Stash, root: Root, message: str) -> Place:
+        """An error that says that something is not finite: what made it so."""
+        cause = explain(self.step, stash, root)
+        found.status, found.cause, found.origin = "fault", cause.cause, _origin(root, cause)
+        found.explanation = f"{cause.explanation} The step then raises {message}."
+        place = (cause.made_by or root).place
+        found.phase = place.phase
+        return place
+
+    def _refused(
+        self, found: Diagnosis, error: Exception, root: Root | None, message: str
+    ) -> Place:
+        """An error in this precision that no bad value came before."""
         place = _place_of(error, "forward") if root is None else root.place
         found.status, found.phase = "fault", place.phase
         found.origin = at(place, type(error).__name__) if root is None else origin_of(root)
         constant = None if root is None else constant_beyond(root, formats.lookup("float16"))
-        message = " ".join(str(error).split())[:200]
-        if constant is not None:
+        if root is not None and constant is not None:
             found.cause = "MASK_CONSTANT"
             found.explanation = (
                 f"The constant {constant:g} does not fit into {self.step.policy.compute_dtype}, "
-                f"and {root.name if root else 'the call'} raises: {message}. In float32 it is "
-                "finite."
+                f"and {root.name} raises {message}. In float32 it is finite."
             )
         else:
             found.cause = "DTYPE_ERROR"
             found.explanation = (
-                f"Under {self.step.policy.text} this raises {type(error).__name__}: {message}. In "
-                "float32 the same step runs."
+                f"Under {self.step.policy.text} this raises {message}. In float32 the same step "
+                "runs."
             )
-        self._progress.found(found)
-        wanted = fix.reference(self.step, stash)
-        found.fixes = fix.tried(
-            self.step,
-            stash,
-            candidates(self.step, stash, found.cause, place),
-            wanted,
-            self._step_s,
-        )
-        return found
+        return place
 
     # -- a step without NaN ------------------------------------------------------------------------
 

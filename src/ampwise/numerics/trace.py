@@ -121,6 +121,8 @@ class Trace:
         What is not finite in the end: ``loss`` or a parameter's name; empty when all is.
     failed
         The operation that raised, with its place.
+    before_error
+        Of a replay that raised: the root that it seems to be about, if there is one.
     """
 
     replayed: Replayed
@@ -130,6 +132,7 @@ class Trace:
     path: list[str] = field(default_factory=list[str])
     target: str = ""
     failed: Root | None = None
+    before_error: Root | None = None
 
 
 def watch(
@@ -148,6 +151,8 @@ def watch(
             watcher.source(name, tensor, kind)
         replayed = replay(step, stash, around=lambda: watcher, scale=scale)
     trace = Trace(replayed, watcher.count, watcher.roots, failed=watcher.failed)
+    if replayed.error is not None:
+        trace.before_error = watcher.before_error()
     watcher.conclude(trace)
     if trace.origin is not None and trace.origin.func is None and not trace.origin.source:
         return watch(step, stash, scale=scale, capture=trace.origin.index)
@@ -218,6 +223,7 @@ class Watcher(TorchDispatchMode):
         self.count = 0
         self.roots: dict[int, Root] = {}
         self.failed: Root | None = None
+        self._failed_on: list[Root] = []
         self._places = places
         self._capture = capture
         self._states: dict[int, _State] = {}
@@ -251,6 +257,8 @@ class Watcher(TorchDispatchMode):
             result = func(*args, **kwargs)
         except Exception:
             self.failed = Root(index, operation.name, place, 0, 0, func, *_copies(args, kwargs))
+            makers = [each.maker for each in inputs if not each.deliberate]
+            self._failed_on = [root for maker in makers for root in self._roots_behind(maker)]
             raise
         if not operation.empty:
             written = _written(operation, args, kwargs, result)
@@ -310,6 +318,15 @@ class Watcher(TorchDispatchMode):
             root.args, root.kwargs = before or _copies(args, kwargs)
             root.outputs = [each.detach().clone() for each in bad]
         return root
+
+    def before_error(self) -> Root | None:
+        """The root that an error is about: what a failed operation was given, or a check saw."""
+        if self.failed is None:
+            seen = [each for each in self.roots.values() if each.swallowed_by is None]
+        else:
+            seen = self._failed_on
+        captured = [each for each in seen if each.func is not None]
+        return max(captured, key=lambda root: root.index, default=None)
 
     def roots_of(self, tensor: Tensor) -> list[Root]:
         """Roots that a tensor's bad values come from; empty if it is finite."""
