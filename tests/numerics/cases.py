@@ -90,6 +90,18 @@ class Scores(nn.Module):
         return torch.softmax(scores / 8, dim=-1) @ k
 
 
+class Checkpointed(Scores):
+    """Computed a second time in backward."""
+
+    def inner(self, q):
+        scores = q @ q.transpose(-1, -2)  # <- here
+        return torch.softmax(scores / 512, dim=-1)
+
+    def forward(self, x):
+        q = self.project(x) + 40
+        return checkpoint(self.inner, q, use_reentrant=False) @ q
+
+
 class Masked(nn.Module):
     def __init__(self):
         super().__init__()
@@ -425,6 +437,8 @@ CASES = {
         "block.wo", fix="module block.wo in float32", line_of=FeedForward),
     "scores before scaling": Case(lambda: task(Scores, square, data(2, 5, 64)), "fault",
         "RANGE_OVERFLOW", fix="in float32", line_of=Scores),
+    "scores, recomputed in backward": Case(lambda: task(Checkpointed, square, data(2, 5, 64)),
+        "fault", "RANGE_OVERFLOW", fix="line", line_of=Checkpointed),
     "mask constant": Case(lambda: task(Masked, square, data(8, 8)), "fault", "MASK_CONSTANT",
         fix="a number that the format has", line_of=Masked),
     "mask constant as a factor": Case(lambda: task(MaskedByProduct, square, data(8, 8)), "fault",

@@ -66,10 +66,23 @@ class InScope(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is Tensor.backward:
+            with self:  # for what is recomputed in it: activation checkpointing
+                return _backward(args[0], **kwargs)
         if getattr(func, "__name__", "") in _ACCESS:
             return func(*args, **kwargs)
         change = self._change if self._scope.holds() else self._elsewhere
         return change(func, args, kwargs)
+
+
+def _backward(
+    loss: Tensor, gradient: Tensor | None, inputs: Sequence[Tensor] | None, **kwargs: Any
+) -> None:
+    """`Tensor.backward` with function modes left on: on gradient edges they do not take it over."""
+    edge = torch.autograd.graph.get_gradient_edge
+    seed = torch.ones_like(loss) if gradient is None else gradient
+    leaves = None if inputs is None else [edge(each) for each in inputs]
+    torch.autograd.backward(edge(loss), seed, inputs=leaves, **kwargs)
 
 
 _ACCESS = frozenset(["__get__", "__set__", "size", "dim", "stride", "numel", "is_floating_point"])
