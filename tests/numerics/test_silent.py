@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
+from rich.console import Console
 from torch import nn
 
 from ampwise.numerics.diagnose import diagnose
+from ampwise.numerics.result import percent
 from ampwise.numerics.shadow import shadow
+from ampwise.report.diagnosis import render, to_html
 from ampwise.step import TrainStep
 from ampwise.step.recorder import rehearsal
 from ampwise.tasks import Task
-from tests.numerics.cases import CASES, BranchAndOverflow, data, fourth, line_of, task
+from tests.numerics.cases import CASES, LOOK_ALIKES, BranchAndOverflow, data, fourth, line_of, task
 
 
 def regression() -> Task:
@@ -96,3 +102,27 @@ def test_a_domain_error_shows_the_argument_that_is_not_finite():
     found = diagnose(task(lambda: nn.Linear(8, 8), masked_then_mixed, data(8, 8)), "bf16", steps=2)
     assert found.cause == "DOMAIN_ERROR"
     assert "(from -inf to " in found.explanation
+
+
+def test_a_share_that_is_not_nothing_is_not_shown_as_nothing(capsys):
+    shares = (0.0, 1e-6, 0.004, 0.006, 0.5, 0.994, 0.999999, 1.0)
+    assert [percent(each) for each in shares] == [
+        "0%", "<1%", "<1%", "1%", "50%", "99%", ">99%", "100%"
+    ]  # fmt: skip
+    assert (percent(1e-4, 1), percent(0.001, 1), percent(0.0, 1)) == ("<0.1%", "0.1%", "0.0%")
+    found = diagnose(CASES["gain"].make(), "fp16", steps=1)
+    assert found.origin is not None
+    found.origin.inputs[0] = dataclasses.replace(found.origin.inputs[0], non_finite=1 / 32768)
+    render(found, Console(width=200))
+    assert "<1%" in capsys.readouterr().out
+    assert "&lt;0.1%" in to_html(found)
+
+
+@pytest.mark.parametrize("make", [LOOK_ALIKES["causal mask"], CASES["gain"].make])
+def test_the_snippet_of_the_docs_runs_on_sound_and_on_broken_tasks(make, capsys):
+    text = (Path(__file__).parents[2] / "docs" / "diagnose.md").read_text()
+    snippet = text.partition("```python\n")[2].partition("```")[0]
+    torch.manual_seed(0)
+    exec(snippet, {"task": make()})
+    said = capsys.readouterr().out
+    assert said.startswith(("clean None", "fault RANGE_OVERFLOW"))

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ampwise import formats
 from ampwise.numerics.places import NOWHERE, Place
+from ampwise.numerics.result import percent
 from ampwise.numerics.shadow import (
     RIGHT_DB,
     WRONG_DB,
@@ -181,7 +182,7 @@ def _lost_at(error: OperationError, damage: str) -> Lost:
     if own and error.flushed > 0.5:
         cause = "UNDERFLOW"
         words = (
-            f"{error.name} flushes {error.zeros:.0%} of its values to zero: they should be "
+            f"{error.name} flushes {percent(error.zeros)} of its values to zero: they should be "
             f"up to {error.exact_amax:.3g}, and {fmt} ends at {fmt.min_subnormal:.2g} downwards"
         )
     elif not own and any(word in error.name for word in _DIFFERENCES):
@@ -207,7 +208,7 @@ def _underflow(step: TrainStep, stash: Stash, run: ShadowRun) -> list[Lost]:
     if not lost:
         return []
     scale = _scale_for(step, stash, [run.gradients[name] for name in lost])
-    named = ", ".join(f"{name} {share:.0%}" for name, share in list(lost.items())[:6])
+    named = ", ".join(f"{name} {percent(share)}" for name, share in list(lost.items())[:6])
     more = f" and {len(lost) - 6} more" if len(lost) > 6 else ""
     first = next(iter(lost))
     fmt = formats.lookup(step.policy.compute_dtype)
