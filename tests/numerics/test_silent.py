@@ -18,7 +18,16 @@ from ampwise.report.diagnosis import render, to_html
 from ampwise.step import TrainStep
 from ampwise.step.recorder import rehearsal
 from ampwise.tasks import Task
-from tests.numerics.cases import CASES, LOOK_ALIKES, BranchAndOverflow, data, fourth, line_of, task
+from tests.numerics.cases import (
+    CASES,
+    LOOK_ALIKES,
+    VARIANTS,
+    BranchAndOverflow,
+    data,
+    fourth,
+    line_of,
+    task,
+)
 
 
 def regression() -> Task:
@@ -74,7 +83,7 @@ def test_a_fix_that_leaves_a_matrix_on_noise_is_not_verified():
 
 def test_where_float32_fails_too_it_is_said_and_not_offered():
     torch.manual_seed(0)
-    found = diagnose(CASES["variance becomes zero in float32"].make(), "fp32", steps=2)
+    found = diagnose(VARIANTS["variance becomes zero in float32"].make(), "fp32", steps=2)
     assert [each.what for each in found.fixes] == [
         "subtract before squaring, or compute in float64"
     ]
@@ -84,7 +93,7 @@ def test_where_float32_fails_too_it_is_said_and_not_offered():
 def test_what_is_wrong_in_any_precision_is_not_sent_to_tune():
     for name in ("loss stays NaN", "bad data", "log of zero in the data"):
         torch.manual_seed(0)
-        found = diagnose(CASES[name].make(), "fp16", steps=2)
+        found = diagnose((CASES | VARIANTS)[name].make(), "fp16", steps=2)
         assert found.notes == []
         assert not any("bfloat16" in each.what for each in found.fixes)
     assert found.explanation.startswith(
@@ -110,7 +119,7 @@ def test_a_share_that_is_not_nothing_is_not_shown_as_nothing(capsys):
         "0%", "<1%", "<1%", "1%", "50%", "99%", ">99%", "100%"
     ]  # fmt: skip
     assert (percent(1e-4, 1), percent(0.001, 1), percent(0.0, 1)) == ("<0.1%", "0.1%", "0.0%")
-    found = diagnose(CASES["gain"].make(), "fp16", steps=1)
+    found = diagnose(VARIANTS["gain"].make(), "fp16", steps=1)
     assert found.origin is not None
     found.origin.inputs[0] = dataclasses.replace(found.origin.inputs[0], non_finite=1 / 32768)
     render(found, Console(width=200))
@@ -118,7 +127,7 @@ def test_a_share_that_is_not_nothing_is_not_shown_as_nothing(capsys):
     assert "&lt;0.1%" in to_html(found)
 
 
-@pytest.mark.parametrize("make", [LOOK_ALIKES["causal mask"], CASES["gain"].make])
+@pytest.mark.parametrize("make", [LOOK_ALIKES["causal mask"], VARIANTS["gain"].make])
 def test_the_snippet_of_the_docs_runs_on_sound_and_on_broken_tasks(make, capsys):
     text = (Path(__file__).parents[2] / "docs" / "diagnose.md").read_text()
     snippet = text.partition("```python\n")[2].partition("```")[0]
