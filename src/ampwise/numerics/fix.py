@@ -26,15 +26,10 @@ import torch
 from torch import Tensor
 
 from ampwise.numerics.candidates import Candidate
+from ampwise.numerics.gradients import in_words, missing_gradients, noisy_matrices
 from ampwise.numerics.interventions import Scope, as_it_is, on
 from ampwise.numerics.result import Fix
-from ampwise.numerics.shadow import (
-    ShadowRun,
-    in_words,
-    missing_gradients,
-    noisy_matrices,
-    shadow,
-)
+from ampwise.numerics.shadow import ShadowRun, shadow
 from ampwise.policy import PRESETS
 from ampwise.step.recorder import Replayed, Stash, finite, replay
 from ampwise.step.train_step import TrainStep

@@ -20,19 +20,10 @@ import torch
 from torch import Tensor
 
 from ampwise import formats
+from ampwise.numerics.gradients import in_words, missing_gradients, noisy_matrices
 from ampwise.numerics.places import NOWHERE, Place
 from ampwise.numerics.result import percent
-from ampwise.numerics.shadow import (
-    RIGHT_DB,
-    WRONG_DB,
-    OperationError,
-    ShadowRun,
-    compare,
-    in_words,
-    missing_gradients,
-    noisy_matrices,
-    shadow,
-)
+from ampwise.numerics.shadow import RIGHT_DB, WRONG_DB, OperationError, ShadowRun, compare, shadow
 from ampwise.numerics.trace import Root, Trace
 from ampwise.step.recorder import Stash
 from ampwise.step.train_step import TrainStep
