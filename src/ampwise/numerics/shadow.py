@@ -409,18 +409,26 @@ class Shadow(TorchDispatchMode):
         references = self._shadowed(func, raised, result, written)
         if references is not None and place.phase == "forward":
             self._sum(operation, args, kwargs, written)
-        parents = tuple(self._made[_twin(each)] for each in floating if _twin(each) in self._made)
+        if not self._measure and self._at is None:
+            return result
         propagated = self._propagate(written, references)
         if references is not None and self._measure:
             self._note(index, operation, place, actual_inputs, written, references, result,
                        worst, propagated)  # fmt: skip
         if self._at is not None:
-            inputs, named = actual_inputs
-            lost = lost_constants(operation.name, inputs, named, written[0])
-            maker = Ancestor(operation.name, place, _dtype_of(written[0]), worst, propagated, lost,
-                             parents)  # fmt: skip
-            self._made.update(dict.fromkeys(map(_twin, written), maker))
+            self._remember(operation, place, floating, actual_inputs, written, worst, propagated)
         return result
+
+    def _remember(
+        self, operation: Operation, place: Place, floating: list[Tensor], inputs: Any,
+        written: list[Tensor], worst: float, propagated: float,
+    ) -> None:  # fmt: skip
+        """Note which operation made what was written, and from what."""
+        parents = tuple(self._made[_twin(each)] for each in floating if _twin(each) in self._made)
+        lost = lost_constants(operation.name, inputs[0], inputs[1], written[0])
+        dtype = _dtype_of(written[0])
+        maker = Ancestor(operation.name, place, dtype, worst, propagated, lost, parents)
+        self._made.update(dict.fromkeys(map(_twin, written), maker))
 
     def _stop_if_asked(self, name: str, place: Place, args: Any, kwargs: Any) -> None:
         if self._at is None or (name, place) != self._at[:2]:
