@@ -90,6 +90,18 @@ class Scores(nn.Module):
         return torch.softmax(scores / 8, dim=-1) @ k
 
 
+class Checkpointed(Scores):
+    """Computed a second time in backward."""
+
+    def inner(self, q):
+        scores = q @ q.transpose(-1, -2)  # <- here
+        return torch.softmax(scores / 512, dim=-1)
+
+    def forward(self, x):
+        q = self.project(x) + 40
+        return checkpoint(self.inner, q, use_reentrant=False) @ q
+
+
 class Masked(nn.Module):
     def __init__(self):
         super().__init__()
@@ -99,6 +111,25 @@ class Masked(nn.Module):
         scores = self.project(x)
         scores = scores.masked_fill(torch.eye(8, dtype=torch.bool), -1e9)  # <- here
         return torch.softmax(scores, dim=-1)
+
+
+class MaskedByProduct(Masked):
+    def forward(self, x):
+        scores = self.project(x)
+        padding = torch.eye(8, dtype=scores.dtype)
+        padding[0] = 1  # a row of nothing else: with a finite constant its softmax is even
+        mask = padding * -1e9  # <- here
+        return torch.softmax(scores + mask, dim=-1)
+
+
+class Gain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.project = nn.Linear(8, 8)
+
+    def forward(self, x):
+        h = self.project(x) * 1e5  # <- here
+        return h / h.norm(dim=-1, keepdim=True)
 
 
 class SquaredNorm(nn.Module):
@@ -132,6 +163,22 @@ class Variance(nn.Module):
         h = self.scale(x).squeeze(-1)
         mean, mean_square = h.mean(-1, keepdim=True), (h * h).mean(-1, keepdim=True)
         return (h - mean) / torch.sqrt(mean_square - mean * mean)  # <- here
+
+
+class ChannelNorm(nn.Module):
+    """Mean of squares less square of the mean: 0 where 0.01 should be."""
+
+    def __init__(self):
+        super().__init__()
+        self.act = nn.LeakyReLU(0.0015)  # by chance the size of a variance
+        self.lin = nn.Linear(16, 16, bias=False)
+        nn.init.eye_(self.lin.weight)
+
+    def forward(self, x):
+        x = self.act(self.lin(x)) + 20.0
+        mean = x.mean(-1, keepdim=True)
+        variance = (x * x).mean(-1, keepdim=True) - mean * mean  # <- here
+        return (x - mean) / torch.sqrt(variance)
 
 
 class Head(nn.Module):
@@ -251,6 +298,31 @@ def inf_row() -> torch.Tensor:
     return batch
 
 
+class Asserting(Plain):
+    def forward(self, x):
+        h = 300 * self.lin(x)
+        h = h * h  # <- here
+        assert torch.isfinite(h).all(), "activations explode"
+        return h.float() / 9e4
+
+
+class LogSpectrum(nn.Module):
+    """Takes the log of silence for data; -inf is no mask to a convolution."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv1d(1, 4, 3)
+
+    def forward(self, x):
+        return self.conv(x.unsqueeze(1) / 2)
+
+
+def log_of_zero() -> torch.Tensor:
+    batch = data(8, 32).abs()
+    batch[3, 5] = 0
+    return batch.log()
+
+
 class Averaged(nn.Module):
     def __init__(self):
         super().__init__()
@@ -274,6 +346,16 @@ class Positions(nn.Module):
         return self.out(x * torch.cos(angles.float()))
 
 
+class Embedded(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.out = nn.Embedding(704, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        positions = torch.arange(x.shape[1]).to(torch.bfloat16)  # <- here
+        return self.out(x + self.table(positions.long()))
+
+
 class Flushed(Plain):
     def forward(self, x):
         h = self.lin(x).half()
@@ -287,6 +369,32 @@ class Shifted(Plain):
         return (h + 2000) - 2000  # <- here
 
 
+class Branch(nn.Module):
+    """A small branch whose gradient is noise; that of the rest is right."""
+
+    def __init__(self):
+        super().__init__()
+        self.main, self.branch = nn.Linear(8, 16), nn.Linear(8, 16)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x):
+        b = self.branch(x) + 30.0
+        mean = b.mean(-1, keepdim=True)
+        variance = (b * b).mean(-1, keepdim=True) - mean * mean  # <- here
+        normed = (b - mean) / (variance.abs() + 1e-2).sqrt()
+        return self.head(self.main(x) + 0.01 * normed)
+
+
+class BranchAndOverflow(Branch):
+    def forward(self, x):
+        h = self.main(x) * 6e4 * 4  # <- here
+        return super().forward(x) + self.head(h / 2.4e5)
+
+
+def fourth(model, batch):
+    return F.cross_entropy(model(batch).float(), torch.arange(len(batch)) % 4)
+
+
 class Placed(nn.Module):
     def __init__(self):
         super().__init__()
@@ -295,6 +403,17 @@ class Placed(nn.Module):
     def forward(self, x):
         room = torch.zeros(len(x), 8)
         chosen = torch.tensor([0, 2])
+        room[chosen] = self.lin(x)[chosen]  # <- here
+        return room
+
+
+class Misplaced(Placed):
+    """An error about dtypes, after an infinity that has nothing to do with it."""
+
+    def forward(self, x):
+        room = torch.zeros(len(x), 8)
+        chosen = torch.tensor([0, 2])
+        self.logged = self.lin(x).detach() * 1e5 * 1e5
         room[chosen] = self.lin(x)[chosen]  # <- here
         return room
 
@@ -369,6 +488,34 @@ CASES = {
     "bad buffer": Case(lambda: task(BadBuffer, square, data(2, 1, 8, 8)), "fault", "BAD_BUFFER",
         fix="restore the buffers"),
 }  # fmt: skip
+
+VARIANTS = {
+    "scores, recomputed in backward": Case(lambda: task(Checkpointed, square, data(2, 5, 64)),
+        "fault", "RANGE_OVERFLOW", fix="line", line_of=Checkpointed),
+    "mask constant as a factor": Case(lambda: task(MaskedByProduct, square, data(8, 8)), "fault",
+        "MASK_CONSTANT", fix="a number that the format has", line_of=MaskedByProduct),
+    "gain": Case(lambda: task(Gain, apart, data(8, 8)), "fault", "RANGE_OVERFLOW",
+        fix="in float32", line_of=Gain),
+    "variance becomes zero": Case(lambda: task(ChannelNorm, square, 0.11 * data(64, 16).abs()),
+        "fault", "CANCELLATION", fix="subtract before squaring", line_of=ChannelNorm),
+    "variance becomes zero in bfloat16": Case(lambda: task(ChannelNorm, square,
+        0.11 * data(64, 16).abs()), "fault", "CANCELLATION", precision="bf16",
+        line_of=ChannelNorm),
+    "variance becomes zero in float32": Case(lambda: task(ChannelNorm, square,
+        1e-4 * data(64, 16).abs()), "fault", "CANCELLATION", fix="subtract before squaring",
+        precision="fp32", line_of=ChannelNorm),
+    "rounded indices": Case(lambda: task(Embedded, square, data(2, 700, 8)), "fault",
+        "PRECISION_LOSS", precision="bf16", line_of=Embedded),  # the reference has the same indices
+    "a branch on noise": Case(lambda: task(Branch, fourth, data(64, 8)), "fault", "CANCELLATION",
+        fix="subtract before squaring", line_of=Branch),
+    "half into float beside an infinity": Case(lambda: task(Misplaced, square, data(8, 8)),
+        "fault", "DTYPE_ERROR", fix="in float32", line_of=Misplaced),
+    "an assertion": Case(lambda: task(Asserting, square, data(8, 32)), "fault",
+        "RANGE_OVERFLOW", fix="the function around line", line_of=Asserting),
+    "log of zero in the data": Case(lambda: task(LogSpectrum, square, log_of_zero()), "fault",
+        "BAD_INPUT", phase="data", fix="drop the bad data"),
+}  # fmt: skip
+"""Further cases, that `benchmarks/origins.py` does not count: the same causes in other guises."""
 
 
 # -- nothing is wrong ------------------------------------------------------------------------------
@@ -479,7 +626,69 @@ def penalty(model, batch):
     return out + grad.float().square().mean()
 
 
+class Pooled(Plain):
+    """The mean over as many positions as each row has: lengths that bfloat16 rounds."""
+
+    def forward(self, x):
+        lengths = torch.tensor([259, 301, 517, 599])
+        inside = torch.arange(x.shape[1])[None] < lengths[:, None]
+        h = self.lin(x)
+        return (h * inside[..., None]).sum(1) / lengths.to(h.dtype)[:, None]
+
+
+ADVANTAGES = F.normalize(data(64) - data(64).mean(), dim=0) * 8  # about 1, and 0 in sum
+
+
+def log_policy(model, batch):
+    return F.log_softmax(model(batch).float(), dim=-1)[:, 0]
+
+
+def policy_gradient(model, batch):
+    """A loss that is 0 but for rounding, with a gradient that is not."""
+    chosen = log_policy(model, batch)
+    return -(torch.exp(chosen - chosen.detach()) * ADVANTAGES).mean()
+
+
+class Clipped:
+    """The clipped loss of PPO, beside the policy that the first call saw."""
+
+    old = None
+
+    def __call__(self, model, batch):
+        chosen = log_policy(model, batch)
+        if self.old is None:
+            with torch.autocast("cpu", enabled=False):
+                self.old = log_policy(model, batch).detach()
+        ratio = torch.exp(chosen - self.old)
+        return -torch.minimum(ratio * ADVANTAGES, ratio.clamp(0.8, 1.2) * ADVANTAGES).mean()
+
+
+def critic(model, batch):
+    return model(batch).float().mean() - model(batch + 0.01).float().mean()
+
+
+class MaskInBatch(nn.Module):
+    """An additive mask that comes with the data, and is carried along before it is used."""
+
+    def __init__(self):
+        super().__init__()
+        self.project = nn.Linear(8, 8)
+
+    def forward(self, x):
+        values, mask = x
+        return torch.softmax(self.project(values) + 2 * mask, dim=-1)
+
+
+def masked_batch() -> tuple[torch.Tensor, torch.Tensor]:
+    return data(6, 8), torch.full((6, 8), float("-inf")).triu(3)
+
+
 LOOK_ALIKES = {
+    "mask in the batch": lambda: task(MaskInBatch, square, masked_batch()),
+    "mean over lengths": lambda: task(Pooled, apart, data(4, 600, 32)),
+    "policy gradient": lambda: task(Plain, policy_gradient, data(64, 32), lr=1e-5),
+    "clipped policy ratio": lambda: task(Plain, Clipped(), data(64, 32), lr=1e-5),
+    "critic": lambda: task(Plain, critic, data(64, 32), lr=1e-6),
     "causal mask": lambda: task(Causal, square, data(2, 6, 16)),
     "causal mask in sdpa": lambda: task(CausalSdpa, square, data(2, 6, 16)),
     "masked row in sdpa": lambda: task(MaskedRowInSdpa, square, data(2, 6, 16)),

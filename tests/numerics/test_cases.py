@@ -7,7 +7,7 @@ import torch
 
 from ampwise.numerics.diagnose import diagnose
 from ampwise.numerics.result import Diagnosis
-from tests.numerics.cases import CASES, LOOK_ALIKES, line_of
+from tests.numerics.cases import CASES, LOOK_ALIKES, VARIANTS, line_of
 
 
 @pytest.fixture(autouse=True)
@@ -15,9 +15,9 @@ def _seeded():
     torch.manual_seed(0)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", CASES | VARIANTS)
 def test_a_public_case_is_found_explained_and_mended(name):
-    case = CASES[name]
+    case = (CASES | VARIANTS)[name]
     found = diagnose(case.make(), case.precision, steps=6)
     assert (found.status, found.cause, found.phase) == (case.status, case.cause, case.phase)
     assert found.origin is not None
@@ -32,7 +32,7 @@ def test_a_public_case_is_found_explained_and_mended(name):
     assert Diagnosis.from_json(found.to_json()).to_json() == found.to_json()
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
 @pytest.mark.parametrize("name", LOOK_ALIKES)
 def test_a_look_alike_raises_no_alarm(name, precision):
     found = diagnose(LOOK_ALIKES[name](), precision, steps=6)

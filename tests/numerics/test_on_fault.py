@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 import torch
@@ -72,6 +73,33 @@ def test_training_goes_on_bit_for_bit_as_without_a_diagnosis(accumulate):
     assert step.diagnosis.step == 7 // accumulate + 1
     assert same(plain, watched)
     assert step.recorder is None  # asked once: from here on it costs nothing
+
+
+class Counting(Net):
+    """Keeps state in plain Python, and one buffer that it assigns anew."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.seen, self.largest = 0, {"sizes": []}, {0.0}
+        self.register_buffer("average", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        self.seen["sizes"].append(len(x))
+        self.largest.add(float(x.detach().abs().max()))
+        self.average = 0.9 * self.average + x.detach().float().mean()
+        return super().forward(x) * (1 + 0.1 * self.calls) + self.average
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_what_a_model_keeps_in_python_is_as_it_was(monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "Net", Counting)
+    plain, _ = trained(7)
+    watched, step = trained(7, on_fault="diagnose")
+    assert step.diagnosis is not None
+    assert (watched.calls, watched.seen) == (plain.calls, plain.seen)
+    assert watched.largest == plain.largest
+    assert same(plain, watched)
 
 
 class OneLate:

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -90,6 +91,20 @@ class InPlace(nn.Module):
         return room * self.lin(x)
 
 
+class Logged(nn.Module):
+    """A finite number beside an infinity in the same memory, which is only logged."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(8, 8)
+
+    def forward(self, x):
+        h = F.normalize(self.lin(x), p=float("inf"), eps=1e-3)  # 1 at most
+        stats = torch.stack([h.detach().amax() * 60000, h.detach().amax() * 60000 * 60000])
+        self.logged = stats[1]
+        return self.lin(2 * h * stats[0])  # <- here
+
+
 def penalty(model, batch):
     batch = batch.detach().requires_grad_()
     out = (model(batch).float().abs() ** 1.5).sum()  # <- here
@@ -112,6 +127,7 @@ HARD = {
     "a checkpoint that is not": (NotReentrant, square, data(4, 8), "", NotReentrant.inner),
     "a custom function's backward": (Custom, square, data(4, 8), "", Cube),
     "an encoder layer": (Encoder, square, data(2, 5, 8), "layer.self_attn", Encoder),
+    "a finite view beside an infinity": (Logged, square, data(4, 8), "", Logged),
     "a write through a view": (InPlace, square, data(4, 8), "", InPlace),
     "a derivative of a derivative": (Lin, penalty, 0 * data(4, 8), "", penalty),
 }

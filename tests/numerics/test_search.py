@@ -17,7 +17,7 @@ from ampwise.numerics.diagnose import diagnose
 from ampwise.numerics.search import TuneConfig, make_hold, minimal
 from ampwise.policy import Policy
 from ampwise.tasks import Task
-from tests.numerics.cases import SquaredNorm
+from tests.numerics.cases import VARIANTS, SquaredNorm
 
 CPU = Settings(torch.device("cpu"))
 
@@ -101,6 +101,14 @@ def test_bfloat16_needs_none_and_a_wrong_loss_cannot_be_mended():
     found = make_hold(norms(broken), Policy.parse("bf16"), TuneConfig([], CPU, steps=3))
     assert found.policy is None
     assert "DOMAIN_ERROR" in found.reason
+
+
+def test_where_float32_fails_too_nothing_is_searched():
+    task = VARIANTS["variance becomes zero in float32"].make()
+    found = make_hold(task, Policy.parse("bf16"), TuneConfig([], CPU, steps=3))
+    assert (found.policy, found.replays) == (None, 0)
+    assert "CANCELLATION at line" in found.reason
+    assert "float32 itself fails on this step" in found.reason
 
 
 def test_a_stated_sqnr_is_kept_by_islands():

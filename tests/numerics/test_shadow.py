@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from ampwise.bench.arm import Arm, Settings
-from ampwise.numerics.shadow import compare, missing_gradients, shadow
+from ampwise.numerics.gradients import missing_gradients
+from ampwise.numerics.shadow import compare, shadow
 from ampwise.numerics.trace import NAN, NEGATIVE, POSITIVE, bad_bits, watch
 from ampwise.policy import Policy
 from ampwise.step import TrainStep

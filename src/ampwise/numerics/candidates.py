@@ -20,8 +20,12 @@ from ampwise.policy import PRESETS, Policy
 from ampwise.step.recorder import Stash, replay
 from ampwise.step.train_step import TrainStep
 
-_FLOAT32_CAUSES = ("RANGE_OVERFLOW", "EPS_UNDERFLOW", "UNDERFLOW", "CANCELLATION", "PRECISION_LOSS",
-                   "MASK_CONSTANT", "DTYPE_ERROR")  # fmt: skip
+FLOAT32_CAUSES = ("RANGE_OVERFLOW", "EPS_UNDERFLOW", "UNDERFLOW", "CANCELLATION", "PRECISION_LOSS",
+                  "MASK_CONSTANT", "DTYPE_ERROR")  # fmt: skip
+"""Causes that float32 may mend."""
+
+_WRONG_ANYWHERE = ("BAD_", "DOMAIN_ERROR")
+"""Beginnings of causes that no precision mends."""
 
 
 @dataclass(frozen=True)
@@ -38,14 +42,24 @@ class Candidate:
     function_mode: bool = False
 
 
-def candidates(step: TrainStep, stash: Stash, cause: str, place: Place) -> list[Candidate]:
-    """What may mend a cause at a place, the least first."""
+def candidates(
+    step: TrainStep, stash: Stash, cause: str, place: Place, dtype: str = ""
+) -> list[Candidate]:
+    """What may mend a cause at a place, the least first.
+
+    Parameters
+    ----------
+    dtype
+        Format of the bad result, where it is known.
+    """
     found: list[Candidate] = []
     if cause in _OF_CAUSE:
         found += _OF_CAUSE[cause](step, stash, place)
-    if cause in _FLOAT32_CAUSES or (cause == "BACKWARD_SINGULARITY" and step.policy.autocast):
+    singular = cause == "BACKWARD_SINGULARITY" and step.policy.autocast
+    narrow = step.policy.autocast or dtype != "float32"
+    if (cause in FLOAT32_CAUSES and narrow) or singular:
         found += _float32(step, place)
-    if step.policy.compute_dtype == "float16" and not cause.startswith("BAD_"):
+    if step.policy.compute_dtype == "float16" and not cause.startswith(_WRONG_ANYWHERE):
         found.append(
             Candidate(
                 "bfloat16, which has float32's range",
@@ -102,7 +116,7 @@ def _difference_first(step: TrainStep, _: Stash, place: Place) -> list[Candidate
             "subtract before squaring, or compute in float64",
             f"line {place.line}: take the difference first, as (x - x.mean()).square().mean() or "
             "torch.var does, in float32; tried as float64 throughout the function",
-            on(scope, change.raised(step.device.type, torch.float64)),
+            on(scope, change.raised(step.device.type, torch.float64), change.lowered),
             function_mode=True,
         )
     ]

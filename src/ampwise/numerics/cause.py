@@ -7,8 +7,8 @@ inputs) and the *shadow's* (float64 on what the inputs would be without rounding
     bad     finite          any       beyond the format's range          RANGE_OVERFLOW
     bad     bad             finite    the inputs were damaged:
                 a constant that should keep them from 0 was lost         EPS_UNDERFLOW
-                an argument is 0 and should not be                       UNDERFLOW
-                an argument left the function's domain                   CANCELLATION
+                a difference they were made of lost its digits           CANCELLATION
+                an argument is 0 and should be a small number            UNDERFLOW
     bad     bad             bad       wrong in any precision             DOMAIN_ERROR
                 in backward, where forward was finite                    BACKWARD_SINGULARITY
                 softmax of a row of -inf                                 FULLY_MASKED_ROW
@@ -28,29 +28,39 @@ import torch
 from torch import Tensor
 
 from ampwise import formats
+from ampwise.numerics.ancestry import Ancestor, back_from
 from ampwise.numerics.shadow import UnsupportedError, exact, shadow
-from ampwise.numerics.trace import Root, _tensors, bad_bits
+from ampwise.numerics.trace import FILLS, NAN, Root, _tensors, bad_bits
 from ampwise.step.recorder import Stash
 from ampwise.step.train_step import TrainStep
 
 _SOFTMAX = ("_softmax", "_log_softmax", "_safe_softmax", "softmax", "log_softmax")
 _REDUCTIONS = ("mean", "var", "std", "sum", "amax", "amin", "max", "min", "div", "logsumexp",
                "nll_loss_forward", "cross_entropy")  # fmt: skip
+_FEW = 4
+"""Times the smallest number of a format below which a value counts as flushed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A cause, and the two sentences that explain it."""
+    """A cause, and the two sentences that explain it.
+
+    Attributes
+    ----------
+    made_by
+        The operation, or tensor from outside, where it began, where that is not the root itself.
+    """
 
     cause: str
     explanation: str
+    made_by: Ancestor | Root | None = None
 
 
 def explain(step: TrainStep, stash: Stash, root: Root) -> Finding:
     """Cause of a root, by experiment."""
     if root.func is None:
         return _from_outside(root)
-    for experiment in (_empty, _masked_row, _beyond_range):
+    for experiment in (_empty, _masked_row, _fed, _beyond_range):
         found = experiment(root)
         if found is not None:
             return found
@@ -79,6 +89,26 @@ def _from_outside(root: Root) -> Finding:
     )
 
 
+def _fed(root: Root) -> Finding | None:
+    """Infinities of the batch (which may be a mask) that are no mask to this operation."""
+    local = _local(root)
+    source = root.fed_by
+    if source is None or source.name != "batch" or local is None:
+        return None
+    bits = 0
+    for each in local:
+        bits |= bad_bits(each)
+    if root.bits & ~bits:
+        return None
+    made = "NaN" if root.bits & NAN else "inf"
+    return Finding(
+        "BAD_INPUT",
+        f"{source.source.removeprefix('batch ')} holds -inf before the model sees it, and "
+        f"{root.name} on line {root.place.line} makes {made} of it. No precision can train on it.",
+        source,
+    )
+
+
 def _local(root: Root) -> list[Tensor] | None:
     """The operation in float64 on the actual inputs; None where it has no such form."""
     try:
@@ -94,7 +124,7 @@ def _beyond_range(root: Root) -> Finding | None:
         return None
     fmt = format_of(root)
     peak = max((float(each.abs().max()) for each in local if each.numel()), default=0.0)
-    constant = _constant_beyond(root, fmt)
+    constant = constant_beyond(root, fmt)
     if constant is not None and peak >= fmt.max:
         return Finding(
             "MASK_CONSTANT",
@@ -114,7 +144,13 @@ def _beyond_range(root: Root) -> Finding | None:
     )
 
 
-def _constant_beyond(root: Root, fmt: formats.FloatFormat) -> float | None:
+def constant_beyond(root: Root, fmt: formats.FloatFormat) -> float | None:
+    """The constant of a fill or a mask that a format does not hold; None where there is none.
+
+    Of a factor, such as a gain, it is the product that overflows.
+    """
+    if not (root.name in (*FILLS, "add", "add_") or (root.name == "mul" and _of_mask(root))):
+        return None
     scalars = [each for each in (*root.args, *root.kwargs.values()) if isinstance(each, float)]
     # A constant tensor of one element is a scalar, too.
     scalars += [
@@ -123,6 +159,11 @@ def _constant_beyond(root: Root, fmt: formats.FloatFormat) -> float | None:
         if each.numel() == 1 and each.is_floating_point() and root.name in ("masked_fill", "where")
     ]
     return next((each for each in scalars if math.isfinite(each) and abs(each) > fmt.max), None)
+
+
+def _of_mask(root: Root) -> bool:
+    """Whether an operation's tensors hold nothing but 0 and 1."""
+    return all(bool(((each == 0) | (each == 1)).all()) for each in _tensors(root.args))
 
 
 def _masked_row(root: Root) -> Finding | None:
@@ -172,7 +213,7 @@ def _damaged_inputs(step: TrainStep, stash: Stash, root: Root) -> Finding:
     if ideal is None or any(map(bad_bits, ideal)):
         return _wrong_anyway(root)
     assert run.inputs is not None
-    return _lost(root, run.inputs, run.scalars)
+    return _lost(root, run.inputs, run.makers)
 
 
 def _wrong_anyway(root: Root) -> Finding:
@@ -194,33 +235,33 @@ def _domain(root: Root) -> str:
     floats = [each for each in _tensors(root.args) if each.is_floating_point() and each.numel()]
     if not floats:
         return ""
-    low, high = torch.aminmax(floats[-1].double())
+    offending = next((each for each in floats if bad_bits(each)), floats[-1])
+    low, high = torch.aminmax(offending.double())
     return f"(from {float(low):.4g} to {float(high):.4g})"
 
 
-def _lost(root: Root, ideal: tuple[Any, Any], scalars: set[float]) -> Finding:
+def _lost(root: Root, ideal: tuple[Any, Any], makers: list[Ancestor | None]) -> Finding:
     """The inputs are not what they should be: how?"""
-    pairs = [
-        (actual.double(), wanted)
-        for actual, wanted in zip(_tensors(root.args), _tensors(ideal[0]), strict=True)
+    triples = [
+        (actual.double(), wanted, maker)
+        for actual, wanted, maker in zip(
+            _tensors(root.args), _tensors(ideal[0]), makers, strict=True
+        )
         if actual.is_floating_point()
     ]
     fmt = formats.lookup(next(each.dtype for each in _tensors(root.args)
                               if each.is_floating_point()))  # fmt: skip
-    for actual, wanted in reversed(pairs):  # the last is a divisor, if there is one
+    for actual, wanted, maker in reversed(triples):  # the last is a divisor, if there is one
         flushed = (actual == 0) & (wanted != 0)
         if bool(flushed.any()):
-            least = float(wanted[flushed].abs().min())
-            most = float(wanted[flushed].abs().max())
-            return _flushed(root, fmt, (least, most), int(flushed.sum()), scalars)
+            return _zeros(root, fmt, wanted[flushed].abs(), maker)
         outside = (actual < 0) & (wanted >= 0)
         if bool(outside.any()):
-            return Finding(
-                "CANCELLATION",
+            is_and_should = (
                 f"An argument of {root.name} is {float(actual[outside].min()):.4g} and should be "
-                f"{float(wanted[outside][actual[outside].argmin()]):.4g}: a difference of nearly "
-                f"equal numbers lost its digits before. {fmt} keeps {fmt.mantissa_bits + 1} bits.",
+                f"{float(wanted[outside][actual[outside].argmin()]):.4g}"
             )
+            return _cancelled(is_and_should, maker, fmt)
     return Finding(
         "PRECISION_LOSS",
         f"The inputs of {root.name} lost so much that it has no finite value for them. In float64 "
@@ -228,27 +269,61 @@ def _lost(root: Root, ideal: tuple[Any, Any], scalars: set[float]) -> Finding:
     )
 
 
-def _flushed(
-    root: Root, fmt: formats.FloatFormat, wanted: tuple[float, float], count: int,
-    scalars: set[float],
-) -> Finding:  # fmt: skip
-    """Zeros where small numbers should be: a constant that was lost, or small values."""
-    least, most = wanted
-    where = f"{count} value{'s' if count > 1 else ''} that {root.name} needs"
-    for eps in sorted(each for each in scalars if 0 < each < 0.1):
-        for part in (eps, math.sqrt(eps)):
-            if 0.5 * least <= part <= 1.001 * least:
-                return Finding(
-                    "EPS_UNDERFLOW",
-                    f"{where} {'are' if count > 1 else 'is'} 0: the constant {eps:g}, which should "
-                    f"keep them away from 0, is lost. The smallest number of {fmt} is "
-                    f"{fmt.min_subnormal:.2g}, and it keeps {fmt.mantissa_bits + 1} bits.",
-                )
+def _zeros(root: Root, fmt: formats.FloatFormat, wanted: Tensor, maker: Ancestor | None) -> Finding:
+    """Zeros where numbers should be: a constant that was lost, a difference, or small values."""
+    least, most = float(wanted.min()), float(wanted.max())
+    count = f"{len(wanted)} value{'s' if len(wanted) > 1 else ''}"
+    are = f"{count} that {root.name} needs {'are' if len(wanted) > 1 else 'is'} 0"
+    eps = next((each for each in _lost_in(maker) if _guards(each, least)), None)
+    if eps is not None:
+        return Finding(
+            "EPS_UNDERFLOW",
+            f"{are}: the constant {eps:g}, which should keep them away from 0, is lost. The "
+            f"smallest number of {fmt} is {fmt.min_subnormal:.2g}, and it keeps "
+            f"{fmt.mantissa_bits + 1} bits.",
+        )
     span = f"{least:.3g}" if most <= 1.001 * least else f"{least:.3g} to {most:.3g}"
+    is_and_should = f"{are} and should be {span}"
+    if most <= _FEW * fmt.min_subnormal:
+        return Finding(
+            "UNDERFLOW",
+            f"{is_and_should}. The smallest number of {fmt} is {fmt.min_subnormal:.2g}.",
+        )
+    if any(each.cancels for each in back_from(maker)):
+        return _cancelled(is_and_should, maker, fmt)
     return Finding(
         "UNDERFLOW",
-        f"{where} {'are' if count > 1 else 'is'} 0 and should be {span}. The smallest number of "
-        f"{fmt} is {fmt.min_subnormal:.2g}.",
+        f"{is_and_should}. On the way to them something fell below the smallest number of {fmt}, "
+        f"{fmt.min_subnormal:.2g}.",
+    )
+
+
+def _lost_in(maker: Ancestor | None) -> set[float]:
+    """Constants that had no effect in the operations that a value was made by."""
+    return {constant for each in back_from(maker) for constant in each.lost}
+
+
+def _guards(eps: float, least: float) -> bool:
+    """Whether a constant, or its root, is what would have kept a value away from 0."""
+    return any(0.5 * least <= part <= 1.001 * least for part in (eps, math.sqrt(eps)))
+
+
+def _cancelled(is_and_should: str, maker: Ancestor | None, fmt: formats.FloatFormat) -> Finding:
+    """A difference of nearly equal numbers, where it was taken."""
+    made_by = next((each for each in back_from(maker) if each.cancels), None)
+    if made_by is None:
+        return Finding(
+            "CANCELLATION",
+            f"{is_and_should}: a difference of nearly equal numbers lost its digits before. {fmt} "
+            f"keeps {fmt.mantissa_bits + 1} bits.",
+        )
+    fmt = formats.lookup(made_by.dtype)
+    return Finding(
+        "CANCELLATION",
+        f"{is_and_should}: {made_by.name} on line {made_by.place.line} subtracts nearly equal "
+        f"numbers, and their digits cancel. {fmt} keeps {fmt.mantissa_bits + 1} bits; "
+        f"{made_by.propagated_db:.0f} dB are left of {made_by.inputs_db:.0f} dB.",
+        made_by,
     )
 
 

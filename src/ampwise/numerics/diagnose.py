@@ -25,6 +25,7 @@ from ampwise.policy import Policy
 from ampwise.step.recorder import Recorder, Stash, rehearsal
 from ampwise.tasks import Task
 from ampwise.tasks.checks import endless
+from ampwise.telemetry.ring import StepRecord
 
 STEPS = 50
 BUDGET_S = 60.0
@@ -96,6 +97,7 @@ def explore(task: Task, config: DiagnoseConfig, progress: Progress) -> tuple[Arm
     deadline = time.monotonic() + config.budget_s
     batches = endless(task)
     found: Diagnosis | None = None
+    begun: StepRecord | None = None
     while True:
         made = arm.step.steps
         late = time.monotonic() > deadline and made >= _LEAST_STEPS
@@ -104,6 +106,7 @@ def explore(task: Task, config: DiagnoseConfig, progress: Progress) -> tuple[Arm
         failure, window = _one_step(arm, examiner, batches)
         if failure is None:
             record = arm.step.history[-1]
+            begun = begun or (None if record.skipped else record)
             progress.step(record.step, config.steps, record.loss)
             if record.skipped or not math.isfinite(record.loss):
                 failure = examiner.skipped()
@@ -118,7 +121,7 @@ def explore(task: Task, config: DiagnoseConfig, progress: Progress) -> tuple[Arm
             break
     progress.stage("no step failed; comparing the last one with float64")
     stash = rehearsal(arm.step, arm.loss, window)
-    quiet = examiner.quiet(stash, stagnation.stagnant(arm.step, weights))
+    quiet = examiner.quiet(stash, stagnation.stagnant(arm.step, weights), begun)
     return arm, found if quiet.status == "clean" and found is not None else quiet, stash
 
 

@@ -20,11 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ampwise import formats
 from ampwise.numerics import compiled, fix, stagnation
-from ampwise.numerics.candidates import Candidate, candidates
-from ampwise.numerics.cause import explain
+from ampwise.numerics.candidates import FLOAT32_CAUSES, Candidate, candidates
+from ampwise.numerics.cause import Finding as Cause
+from ampwise.numerics.cause import constant_beyond, explain
 from ampwise.numerics.places import NOWHERE, Phase, Place, is_internal
-from ampwise.numerics.result import Diagnosis, Finding, Fix, OpError
+from ampwise.numerics.result import Diagnosis, Finding, Fix, OpError, Origin
 from ampwise.numerics.shadow import ShadowRun
 from ampwise.numerics.silent import Lost, gradient_db, silent_faults
 from ampwise.numerics.stagnation import Stagnant
@@ -35,6 +37,7 @@ from ampwise.step.compiled import is_compiled
 from ampwise.step.recorder import Stash, replay
 from ampwise.step.train_step import TrainStep
 from ampwise.telemetry.environment import environment
+from ampwise.telemetry.ring import StepRecord
 
 _WORST = 10
 _MODULES = 48
@@ -118,21 +121,23 @@ class Examiner:
         if eagerly:
             found.notes.append("The model is compiled; it fails in eager mode, too, shown here.")
         cause = explain(step, stash, root)
+        if isinstance(cause.made_by, Root):
+            root = cause.made_by
         found.status = "fault"
         found.phase = "data" if root.func is None and root.name == "batch" else root.place.phase
-        found.origin = origin_of(root)
+        made_by = cause.made_by or root
+        place = made_by.place
+        found.origin = _origin(root, cause)
         found.cause, found.explanation = cause.cause, cause.explanation
         found.path, found.target = trace.path, trace.target
         found.findings += _poisoned(plain.poisoned)
         self._progress.found(found)
         self._progress.stage("trying fixes on the step")
         wanted = fix.reference(step, stash)
-        mends = candidates(step, stash, cause.cause, root.place)
+        mends = candidates(step, stash, cause.cause, place, found.origin.dtype)
         found.fixes = fix.tried(step, stash, mends, wanted, self._step_s)
-        if not any(each.verified for each in found.fixes) and step.policy.autocast:
-            found.notes.append(
-                "No fix held by itself; ampwise tune looks for a set of modules to keep in float32."
-            )
+        if cause.cause in FLOAT32_CAUSES:
+            found.notes += _beyond_fixes(found.fixes, wanted, step)
         return found
 
     def _only_the_scale(self, stash: Stash, losses: Sequence[Tensor]) -> bool:
@@ -179,40 +184,56 @@ class Examiner:
             return None
         trace = watch(self.step, stash)
         found = self._new(stash, trace.replayed.losses)
-        root = trace.failed
+        message = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        if trace.before_error is None:
+            place = self._refused(found, error, trace.failed, message)
+        else:
+            place = self._noticed(found, stash, trace.before_error, message)
+        self._progress.found(found)
+        wanted = fix.reference(self.step, stash)
+        assert found.cause is not None
+        assert found.origin is not None
+        mends = candidates(self.step, stash, found.cause, place, found.origin.dtype)
+        found.fixes = fix.tried(self.step, stash, mends, wanted, self._step_s)
+        return found
+
+    def _noticed(self, found: Diagnosis, stash: Stash, root: Root, message: str) -> Place:
+        """An error that says that something is not finite: what made it so."""
+        cause = explain(self.step, stash, root)
+        found.status, found.cause, found.origin = "fault", cause.cause, _origin(root, cause)
+        found.explanation = f"{cause.explanation} The step then raises {message}."
+        place = (cause.made_by or root).place
+        found.phase = place.phase
+        return place
+
+    def _refused(
+        self, found: Diagnosis, error: Exception, root: Root | None, message: str
+    ) -> Place:
+        """An error in this precision that no bad value came before."""
         place = _place_of(error, "forward") if root is None else root.place
         found.status, found.phase = "fault", place.phase
         found.origin = at(place, type(error).__name__) if root is None else origin_of(root)
-        constant = None if root is None else _constant(root)
-        message = " ".join(str(error).split())[:200]
-        if constant is not None:
+        constant = None if root is None else constant_beyond(root, formats.lookup("float16"))
+        if root is not None and constant is not None:
             found.cause = "MASK_CONSTANT"
             found.explanation = (
                 f"The constant {constant:g} does not fit into {self.step.policy.compute_dtype}, "
-                f"and {root.name if root else 'the call'} raises: {message}. In float32 it is "
-                "finite."
+                f"and {root.name} raises {message}. In float32 it is finite."
             )
         else:
             found.cause = "DTYPE_ERROR"
             found.explanation = (
-                f"Under {self.step.policy.text} this raises {type(error).__name__}: {message}. In "
-                "float32 the same step runs."
+                f"Under {self.step.policy.text} this raises {message}. In float32 the same step "
+                "runs."
             )
-        self._progress.found(found)
-        wanted = fix.reference(self.step, stash)
-        found.fixes = fix.tried(
-            self.step,
-            stash,
-            candidates(self.step, stash, found.cause, place),
-            wanted,
-            self._step_s,
-        )
-        return found
+        return place
 
     # -- a step without NaN ------------------------------------------------------------------------
 
-    def quiet(self, stash: Stash, stagnant: Stagnant | None = None) -> Diagnosis:
-        """A window that runs without NaN: is it right?"""
+    def quiet(
+        self, stash: Stash, stagnant: Stagnant | None = None, begun: StepRecord | None = None
+    ) -> Diagnosis:
+        """A window that runs without NaN: is it right? Beside the first step, if that is known."""
         trace, histograms = self._watched(stash)
         found = self._new(stash, trace.replayed.losses)
         found.step, found.histograms = self.step.steps, histograms
@@ -221,11 +242,12 @@ class Examiner:
             trace = watch(self.step, stash)
         if trace.target:
             return self.failure(stash)
-        lost, run = silent_faults(self.step, stash, trace)
+        lost, run = silent_faults(self.step, stash, trace, begun)
         found.worst_ops = _worst(run)
         found.notes.append(f"SQNR of the gradient against float64: {gradient_db(run):.0f} dB")
         wanted = fix.reference(self.step, stash)
         severe = [each for each in lost if each.severe]
+        found.notes += [each.explanation for each in lost if not each.severe]
         if stagnant is not None and stagnant.share:
             found.status, found.phase, found.cause = "fault", "optimizer", "STAGNATION"
             found.explanation, found.origin = stagnation.in_words(stagnant, self.step)
@@ -255,12 +277,12 @@ class Examiner:
         if lost.root is None:
             return lost.cause, lost.explanation, at(lost.place, lost.op, lost.dtype)
         cause = explain(self.step, stash, lost.root)
-        return cause.cause, f"{cause.explanation} {lost.explanation}", origin_of(lost.root)
+        return cause.cause, f"{cause.explanation} {lost.explanation}", _origin(lost.root, cause)
 
     def _silent_fixes(
         self, lost: Lost, cause: str, stash: Stash, wanted: fix.Reference
     ) -> list[Fix]:
-        found = candidates(self.step, stash, cause, lost.place)
+        found = candidates(self.step, stash, cause, lost.place, lost.dtype)
         if lost.scale is not None:
             scaled = Candidate(
                 f"a loss scale of {lost.scale:g}",
@@ -347,6 +369,25 @@ def _not_reproduced(found: Diagnosis, trace: Trace) -> Diagnosis:
     return found
 
 
+def _origin(root: Root, cause: Cause) -> Origin:
+    """Where it began: the root, or what made its argument."""
+    maker = cause.made_by or root
+    if isinstance(maker, Root):
+        return origin_of(maker)
+    return at(maker.place, maker.name, maker.dtype)
+
+
+def _beyond_fixes(fixes: Sequence[Fix], wanted: fix.Reference, step: TrainStep) -> list[str]:
+    """What to say where another precision is of no use, or no fix held."""
+    if not wanted.float32:
+        return ["float32 itself fails on this step: another precision alone does not mend it."]
+    if step.policy.autocast and not any(each.verified for each in fixes):
+        return [
+            "No fix held by itself; ampwise tune looks for a set of modules to keep in float32."
+        ]
+    return []
+
+
 def _poisoned(names: Sequence[str]) -> list[Finding]:
     if not names:
         return []
@@ -366,11 +407,6 @@ def _settled(step: TrainStep, stash: Stash) -> Stash:
     while float(scale) > 1 and not replay(step, stash, scale=float(scale)).clean:
         scale /= 2
     return Stash(stash.step, scale, stash.micro_batches)
-
-
-def _constant(root: Root) -> float | None:
-    scalars = [each for each in (*root.args, *root.kwargs.values()) if isinstance(each, float)]
-    return next((each for each in scalars if abs(each) > 65504), None)
 
 
 def _place_of(error: Exception, phase: Phase) -> Place:

@@ -1,8 +1,10 @@
 """What mends a fault: candidates for its cause, each tried on the failing step itself.
 
 A fix is *verified* when the step, replayed with it, ran to its end with every loss and gradient
-finite, and stayed close to the reference: loss within 5 %, and a cosine of at least 0.9 between the
-true gradients. Where the loss is scaled, the scale may settle first, as it would in training.
+finite, and stayed close to the reference: a cosine of at least 0.9 between the true gradients, no
+weight matrix that trains on noise, and a loss within 5 % of the terms it is the sum of, or
+gradients of at least 20 dB. Where the loss is
+scaled, the scale may settle first, as it would in training.
 
 The reference is the float64 shadow of the step, run in float32. A reference that is not finite
 itself asks only for a clean replay: a fix then changes what is computed, and says so.
@@ -24,15 +26,17 @@ import torch
 from torch import Tensor
 
 from ampwise.numerics.candidates import Candidate
-from ampwise.numerics.interventions import Scope, on
+from ampwise.numerics.gradients import in_words, missing_gradients, noisy_matrices
+from ampwise.numerics.interventions import Scope, as_it_is, on
 from ampwise.numerics.result import Fix
-from ampwise.numerics.shadow import ShadowRun, missing_gradients, shadow
+from ampwise.numerics.shadow import ShadowRun, shadow
 from ampwise.policy import PRESETS
 from ampwise.step.recorder import Replayed, Stash, finite, replay
 from ampwise.step.train_step import TrainStep
 
 _LOSS_WITHIN = 0.05
 _LEAST_COSINE = 0.9
+_SOUND_DB = 20.0
 _NO_GRADIENT = 1e-9
 _ROUNDS = 3
 _TIME_LIMIT_S = 1.0
@@ -41,10 +45,20 @@ _TIME_LIMIT_S = 1.0
 
 @dataclass(frozen=True)
 class Reference:
-    """What the step should have given: losses and true gradients in high precision."""
+    """What the step should have given: losses and true gradients in high precision.
+
+    Attributes
+    ----------
+    terms
+        Size of the terms that each loss is the sum of.
+    float32
+        Whether the step is finite in float32, where it runs there.
+    """
 
     losses: list[float]
+    terms: list[float]
     gradients: dict[str, Tensor]
+    float32: bool = True
 
     @property
     def finite(self) -> bool:
@@ -59,14 +73,15 @@ def reference(step: TrainStep, stash: Stash) -> Reference:
     # Beside a float32 run: where branches follow the actual values, they follow sound ones.
     run = shadow(step, stash, errors=False, policy=PRESETS["fp32"], scale=1.0)
     if run.replayed.error is None:
-        return reference_from(replace(stash, scale=torch.ones(())), run)
+        wanted = reference_from(replace(stash, scale=torch.ones(())), run)
+        return replace(wanted, float32=run.replayed.clean)
     return reference_from(stash, shadow(step, stash, errors=False))  # 16-bit parameters
 
 
 def reference_from(stash: Stash, run: ShadowRun) -> Reference:
     """Losses and true gradients of a shadow run that came to its end."""
     gradients = {name: each / float(stash.scale) for name, each in run.gradients.items()}
-    return Reference([float(each) for each in run.losses], gradients)
+    return Reference([float(each) for each in run.losses], run.terms, gradients)
 
 
 def tried(
@@ -207,10 +222,11 @@ def _complaint(
         return "still not finite"
     if wanted is None or not wanted.finite or candidate.change is not None:
         return ""
-    for loss, ideal in zip(result.losses, wanted.losses, strict=True):
-        if abs(float(loss) - ideal) > _LOSS_WITHIN * max(abs(ideal), 1e-3):
-            return f"finite, but the loss is {float(loss):.4g} and should be {ideal:.4g}"
     scale = float(stash.scale) if candidate.scale is None else candidate.scale
+    if gradient_sqnr_db(result, wanted, scale) < _SOUND_DB:
+        for loss, ideal, terms in zip(result.losses, wanted.losses, wanted.terms, strict=True):
+            if abs(float(loss) - ideal) > _LOSS_WITHIN * max(terms, 1e-3):
+                return f"finite, but the loss is {float(loss):.4g} and should be {ideal:.4g}"
     size = math.sqrt(sum(float(each.square().sum()) for each in wanted.gradients.values()))
     if size < _NO_GRADIENT * max(1.0, max(map(abs, wanted.losses), default=0.0)):
         return ""  # zero in exact arithmetic: what is there is rounding
@@ -221,7 +237,8 @@ def _complaint(
     if wrong:
         more = f" and {len(wrong) - 2} more" if len(wrong) > 2 else ""
         return f"finite, but most of the gradient of {', '.join(wrong[:2])}{more} is missing"
-    return ""
+    noisy = noisy_matrices(result.gradients, wanted.gradients, scale)
+    return f"finite, but a fault is left: {in_words(noisy)}" if noisy else ""
 
 
 def _cosine(gradients: dict[str, Tensor], wanted: dict[str, Tensor], scale: float) -> float:
@@ -243,7 +260,7 @@ def _cosine(gradients: dict[str, Tensor], wanted: dict[str, Tensor], scale: floa
 def time_ratio(step: TrainStep, stash: Stash, candidate: Candidate) -> float:
     """Time of a replay with the fix over one without, in turns, medians."""
     # A function mode costs time that the fix in the code would not: give it to both.
-    nowhere = on(Scope("", 0), lambda func, args, kwargs: func(*args, **kwargs))
+    nowhere = on(Scope("", 0), as_it_is)
     plain = replace(candidate, around=nowhere if candidate.function_mode else nullcontext,
                     policy=None, scale=None, change=None)  # fmt: skip
     times: dict[bool, list[float]] = {False: [], True: []}

@@ -50,20 +50,39 @@ class Scope:
         return min(lines) <= self.line <= max(lines)
 
 
-class InScope(TorchFunctionMode):
-    """Torch calls of a scope are made through `change`."""
+def as_it_is(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """No change."""
+    return func(*args, **kwargs)
 
-    def __init__(self, scope: Scope, change: Change) -> None:
+
+class InScope(TorchFunctionMode):
+    """Torch calls of a scope are made through `change`, all others through `elsewhere`."""
+
+    def __init__(self, scope: Scope, change: Change, elsewhere: Change = as_it_is) -> None:
         super().__init__()
-        self._scope, self._change = scope, change
+        self._scope, self._change, self._elsewhere = scope, change, elsewhere
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if getattr(func, "__name__", "") in _ACCESS or not self._scope.holds():
+        if func is Tensor.backward:
+            with self:  # for what is recomputed in it: activation checkpointing
+                return _backward(args[0], **kwargs)
+        if getattr(func, "__name__", "") in _ACCESS:
             return func(*args, **kwargs)
-        return self._change(func, args, kwargs)
+        change = self._change if self._scope.holds() else self._elsewhere
+        return change(func, args, kwargs)
+
+
+def _backward(
+    loss: Tensor, gradient: Tensor | None, inputs: Sequence[Tensor] | None, **kwargs: Any
+) -> None:
+    """`Tensor.backward` with function modes left on: on gradient edges they do not take it over."""
+    edge = torch.autograd.graph.get_gradient_edge
+    seed = torch.ones_like(loss) if gradient is None else gradient
+    leaves = None if inputs is None else [edge(each) for each in inputs]
+    torch.autograd.backward(edge(loss), seed, inputs=leaves, **kwargs)
 
 
 _ACCESS = frozenset(["__get__", "__set__", "size", "dim", "stride", "numel", "is_floating_point"])
@@ -86,6 +105,16 @@ def raised(device_type: str, dtype: torch.dtype = torch.float32) -> Change:
             return func(*tree_map(up, args), **tree_map(up, kwargs))
 
     return change
+
+
+def lowered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run in float32 what would be in float64: for what a function in float64 hands on."""
+
+    def down(value: Any) -> Any:
+        wide = isinstance(value, Tensor) and value.dtype == torch.float64
+        return value.float() if wide else value
+
+    return func(*tree_map(down, args), **tree_map(down, kwargs))
 
 
 def constants(least: float, most: float) -> Change:
@@ -185,6 +214,8 @@ def fresh_statistics(models: Sequence[nn.Module]) -> Generator[None]:
     yield
 
 
-def on(scope: Scope, change: Change) -> Callable[[], AbstractContextManager[Any]]:
+def on(
+    scope: Scope, change: Change, elsewhere: Change = as_it_is
+) -> Callable[[], AbstractContextManager[Any]]:
     """Makes the context of a change in a scope."""
-    return lambda: InScope(scope, change)
+    return lambda: InScope(scope, change, elsewhere)

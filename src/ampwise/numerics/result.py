@@ -15,6 +15,16 @@ Status = Literal["fault", "clean", "benign", "not_reproduced"]
 Phase = Literal["data", "forward", "backward", "optimizer"]
 
 
+def percent(share: float, digits: int = 0) -> str:
+    """A share of 0 to 1; one that rounds to nothing, or to everything, says that it is not."""
+    least = 0.1**digits
+    if 0 < share < least / 200:
+        return f"<{least:.{digits}f}%"
+    if 1 - least / 200 < share < 1:
+        return f">{100 - least:.{digits}f}%"
+    return f"{share:.{digits}%}"
+
+
 @dataclass(frozen=True)
 class Values:
     """What a tensor holds.

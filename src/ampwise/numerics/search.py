@@ -28,7 +28,7 @@ from ampwise.numerics.examine import Silent
 from ampwise.numerics.result import Diagnosis
 from ampwise.numerics.shadow import shadow
 from ampwise.numerics.trace import watch
-from ampwise.policy import Policy
+from ampwise.policy import PRESETS, Policy
 from ampwise.step.recorder import Stash, rehearsal, replay
 from ampwise.step.train_step import TrainStep
 from ampwise.tasks import Task
@@ -204,6 +204,12 @@ def make_hold(task: Task, policy: Policy, config: TuneConfig) -> Tried:
             DiagnoseConfig(policy, config.settings, config.steps, config.budget_s),
             Silent(),
         )
+        if diagnosis.status == "fault" and _fails_in_float32(arm, stash):
+            tried.reason = (
+                f"{_cause(diagnosis)}: float32 itself fails on this step, so no set of modules in "
+                "float32 mends it; ampwise diagnose says what may"
+            )
+            return tried
         search = Search(arm.step, _windows(arm, task, stash), config.least_db)
         needed = search.smallest()
         tried.replays += search.replays
@@ -227,11 +233,21 @@ def _windows(arm: Arm, task: Task, stash: Stash) -> list[Stash]:
     return [stash, *(rehearsal(arm.step, arm.loss, [each]) for each in others)]
 
 
+def _fails_in_float32(arm: Arm, stash: Stash) -> bool:
+    again = replay(arm.step, stash, policy=PRESETS["fp32"], scale=1.0)
+    return again.error is None and not again.clean
+
+
+def _cause(diagnosis: Diagnosis) -> str:
+    origin = diagnosis.origin
+    where = f" at line {origin.line}" if origin is not None and origin.line else ""
+    return f"{diagnosis.cause}{where}"
+
+
 def _why_not(diagnosis: Diagnosis, search: Search) -> str:
     if diagnosis.status == "fault":
-        where = "" if diagnosis.origin is None else f" at line {diagnosis.origin.line}"
         return (
-            f"{diagnosis.cause}{where}: no set of modules in float32 mends it "
+            f"{_cause(diagnosis)}: no set of modules in float32 mends it "
             f"({search.complaint}); ampwise diagnose says what does"
         )
     return f"with every module in float32: {search.complaint}"

@@ -16,7 +16,7 @@ Memory: 8 bytes for every element that the run keeps alive, so 2 to 4 times that
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from ampwise.numerics.ancestry import Ancestor, lost_constants
 from ampwise.numerics.places import Place, Places, placing
 from ampwise.numerics.trace import (
     Operation,
@@ -43,7 +44,14 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _PRUNE_EVERY = 256
 _LOW_DB = 20.0
 """Below this an operation is looked at more closely."""
+RIGHT_DB, WRONG_DB = 20.0, 15.0
+"""SQNR above which inputs are right, and below which a result of such inputs is wrong."""
 _FLOAT32_BYTES = 4
+_SUMS = {
+    "sum": "sum", "mean": "mean", "add": "add", "sub": "add", "rsub": "add", "mul": "mul",
+    "div": "div", "neg": "neg", "_to_copy": "_to_copy",
+}  # fmt: skip
+"""Operations that sum or only scale, and what they are on magnitudes."""
 _FROM_INTEGERS = frozenset(["arange", "_to_copy", "cumsum"])
 """Operations that turn integers into floating point: positions, counters."""
 
@@ -200,6 +208,8 @@ class OperationError:
         Of a result with a low `local_db`: as in `Error`.
     integers
         Whether integers came out rounded.
+    miscounted
+        Whether the result is wrong and integers that were rounded before took part in it.
     """
 
     index: int
@@ -214,6 +224,7 @@ class OperationError:
     flushed: float = 0.0
     zeros: float = 0.0
     integers: bool = False
+    miscounted: bool = False
 
 
 @dataclass(slots=True)
@@ -228,18 +239,21 @@ class ShadowRun:
         Float64 gradients by parameter name, scaled like the actual ones.
     losses
         Float64 losses.
+    terms
+        Size of the terms that each loss is the sum of: how small an error of it can be asked for.
     inputs
         Shadows of the inputs of the operation that was asked for, as arguments for it.
-    scalars
-        Constants that operations were called with so far.
+    makers
+        What made each tensor among them; None where it comes from outside.
     """
 
     replayed: Replayed
     errors: list[OperationError] = field(default_factory=list[OperationError])
     gradients: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     losses: list[Tensor] = field(default_factory=list[Tensor])
+    terms: list[float] = field(default_factory=list[float])
     inputs: tuple[Any, Any] | None = None
-    scalars: set[float] = field(default_factory=set[float])
+    makers: list[Ancestor | None] = field(default_factory=list["Ancestor | None"])
 
 
 def shadow(
@@ -258,7 +272,8 @@ def shadow(
     errors
         Measure every operation's errors (twice the work).
     at
-        Name, place and occurrence of an operation: keep the shadows of its inputs, and stop there.
+        Name, place and occurrence of an operation: keep the shadows of its inputs and what they
+        were made of, and stop there.
     policy, scale
         As for `replay`.
     """
@@ -267,9 +282,10 @@ def shadow(
         for _, tensor, _ in sources(step._models, stash):
             mode.source(tensor)
         replayed = replay(step, stash, around=lambda: mode, policy=policy, scale=scale)
-    run = ShadowRun(replayed, mode.errors, inputs=mode.inputs, scalars=mode.scalars)
+    run = ShadowRun(replayed, mode.errors, inputs=mode.inputs, makers=mode.makers)
     if at is None:
         run.losses = [_or_actual(mode.of(each), each) for each in replayed.losses]
+        run.terms = [mode.terms_of(each) for each in replayed.losses]
         run.gradients = {
             name: _or_actual(mode.of(each), each)
             for name, each in replayed.gradients.items()
@@ -293,7 +309,7 @@ class Shadow(TorchDispatchMode):
         super().__init__()
         self.errors: list[OperationError] = []
         self.inputs: tuple[Any, Any] | None = None
-        self.scalars: set[float] = set()
+        self.makers: list[Ancestor | None] = []
         self._places = places
         self._measure = errors
         self._at = at
@@ -301,6 +317,9 @@ class Shadow(TorchDispatchMode):
         self._count = 0
         self._twins: dict[tuple[int, torch.dtype], tuple[Any, Tensor]] = {}
         self._quality: dict[tuple[int, torch.dtype], float] = {}
+        self._terms: dict[tuple[int, torch.dtype], float] = {}
+        self._made: dict[tuple[int, torch.dtype], Ancestor] = {}
+        self._rounded: set[tuple[int, torch.dtype]] = set()  # made of integers that were rounded
 
     def source(self, tensor: Tensor) -> None:
         """A tensor from outside is exact."""
@@ -315,6 +334,31 @@ class Shadow(TorchDispatchMode):
         if found is None:
             return None
         return found[1].as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+
+    def terms_of(self, number: Tensor) -> float:
+        """Size of the terms that a number is the sum of; its own where it is no sum."""
+        own = float(self._input(number).abs())
+        return max(own, self._terms.get(_twin(number), 0.0))
+
+    def _sum(self, operation: Operation, args: Any, kwargs: Any, written: list[Tensor]) -> None:
+        """Keep the size of the terms of a number: the same operation on their magnitudes."""
+        for tensor in written:  # an address may be used again
+            self._terms.pop(_twin(tensor), None)
+        if operation.name not in _SUMS or len(written) != 1 or written[0].numel() != 1:
+            return
+        packet = getattr(torch.ops.aten, _SUMS[operation.name])
+        func = getattr(packet, operation.func._overloadname)
+        args, kwargs = tree_map(self._magnitude, args), tree_map(self._magnitude, kwargs)
+        self._terms[_twin(written[0])] = float(exact(func, args, kwargs)[0].abs())
+
+    def _magnitude(self, value: Any) -> Any:
+        if isinstance(value, float):
+            return abs(value)
+        if not isinstance(value, Tensor) or value.dtype not in _FLOATS:
+            return value
+        if value.numel() == 1 and _twin(value) in self._terms:
+            return torch.full_like(value, self.terms_of(value), dtype=torch.float64)
+        return self._input(value).abs()
 
     def _write(self, tensor: Tensor, values: Tensor) -> None:
         key = _twin(tensor)
@@ -339,10 +383,12 @@ class Shadow(TorchDispatchMode):
         operation = _operation(func)
         place = self._places.here()
         index, self._count = self._count, self._count + 1
-        self.scalars.update(e for e in (*args, *kwargs.values()) if isinstance(e, float))
         if self._count % _PRUNE_EVERY == 0:
             self._twins = {k: v for k, v in self._twins.items() if not v[0].expired()}
             self._quality = {k: v for k, v in self._quality.items() if k in self._twins}
+            self._terms = {k: v for k, v in self._terms.items() if k in self._twins}
+            self._made = {k: v for k, v in self._made.items() if k in self._twins}
+            self._rounded &= self._twins.keys()
         self._stop_if_asked(operation.name, place, args, kwargs)
         floating = [each for each in _tensors((args, kwargs)) if each.dtype in _FLOATS]
         actual_inputs = tree_map(_kept, (args, kwargs)) if operation.mutates else (args, kwargs)
@@ -352,20 +398,44 @@ class Shadow(TorchDispatchMode):
             each for each in _written(operation, args, kwargs, result)
             if each.dtype in _FLOATS and not hollow(each)
         ]  # fmt: skip
+        rounded = any(_twin(each) in self._rounded for each in floating)
         if not written:
+            if rounded and operation.name == "_to_copy":
+                self._index(index, place, args[0], result)
             return result
+        (self._rounded.update if rounded else self._rounded.difference_update)(map(_twin, written))
         worst = min((self._quality.get(_twin(each), math.inf) for each in floating),
                     default=math.inf)  # fmt: skip
         references = self._shadowed(func, raised, result, written)
+        if references is not None and place.phase == "forward":
+            self._sum(operation, args, kwargs, written)
+        if not self._measure and self._at is None:
+            return result
+        propagated = self._propagate(written, references)
         if references is not None and self._measure:
-            self._note(index, operation, place, actual_inputs, written, references, result, worst)
+            self._note(index, operation, place, actual_inputs, written, references, result,
+                       worst, propagated)  # fmt: skip
+        if self._at is not None:
+            self._remember(operation, place, floating, actual_inputs, written, worst, propagated)
         return result
+
+    def _remember(
+        self, operation: Operation, place: Place, floating: list[Tensor], inputs: Any,
+        written: list[Tensor], worst: float, propagated: float,
+    ) -> None:  # fmt: skip
+        """Note which operation made what was written, and from what."""
+        parents = tuple(self._made[_twin(each)] for each in floating if _twin(each) in self._made)
+        lost = lost_constants(operation.name, inputs[0], inputs[1], written[0])
+        dtype = _dtype_of(written[0])
+        maker = Ancestor(operation.name, place, dtype, worst, propagated, lost, parents)
+        self._made.update(dict.fromkeys(map(_twin, written), maker))
 
     def _stop_if_asked(self, name: str, place: Place, args: Any, kwargs: Any) -> None:
         if self._at is None or (name, place) != self._at[:2]:
             return
         if self._met == self._at[2]:
             self.inputs = (tree_map(self._input, args), tree_map(self._input, kwargs))
+            self.makers = [self._made.get(_twin(each)) for each in _tensors(args)]
             raise _ReachedError
         self._met += 1
 
@@ -385,16 +455,28 @@ class Shadow(TorchDispatchMode):
                 self._write(tensor, reference)
         return references
 
-    def _note(
-        self, index: int, operation: Operation, place: Place, inputs: Any, written: list[Tensor],
-        references: list[Tensor], result: Any, worst: float,
-    ) -> None:  # fmt: skip
-        """Measure an operation's own error, and that of its result."""
+    def _index(self, index: int, place: Place, rounded: Tensor, result: Tensor) -> None:
+        """Integers that were rounded become integers again: are they others?"""
+        if bool((self._input(rounded).to(result.dtype) != result).any()):
+            self.errors.append(
+                OperationError(index, "_to_copy", place, _dtype_of(rounded), math.inf, -math.inf,
+                               math.inf, miscounted=True)
+            )  # fmt: skip
+
+    def _propagate(self, written: list[Tensor], references: list[Tensor] | None) -> float:
+        """SQNR of what an operation wrote against the shadow, the least; inf where it has none."""
         propagated = math.inf
-        for tensor, reference in zip(written, references, strict=False):
+        for tensor, reference in zip(written, references or (), strict=False):
             if tensor.numel() and tensor.shape == reference.shape:
                 found = self._quality[_twin(tensor)] = sqnr_db(tensor, reference)
                 propagated = min(propagated, found)
+        return propagated
+
+    def _note(
+        self, index: int, operation: Operation, place: Place, inputs: Any, written: list[Tensor],
+        references: list[Tensor], result: Any, worst: float, propagated: float,
+    ) -> None:  # fmt: skip
+        """Measure an operation's own error."""
         actual = written[0]
         floating = any(each.is_floating_point() for each in _tensors(inputs[0]))
         if operation.mutates or not actual.numel() or not (
@@ -402,10 +484,11 @@ class Shadow(TorchDispatchMode):
         ):  # fmt: skip
             return
         error = OperationError(
-            index, operation.name, place, str(actual.dtype).removeprefix("torch."), math.inf,
-            propagated, worst,
+            index, operation.name, place, _dtype_of(actual), math.inf, propagated, worst,
         )  # fmt: skip
         self.errors.append(error)
+        wrong = propagated < WRONG_DB and worst >= RIGHT_DB
+        error.miscounted = wrong and actual.numel() > 1 and _twin(actual) in self._rounded
         if propagated < _LOW_DB:
             error.exact_amax = float(references[0].abs().max())
         if actual.element_size() < _FLOAT32_BYTES:
@@ -430,6 +513,8 @@ class Shadow(TorchDispatchMode):
             error.flushed, error.zeros = found.flushed, found.zeros
         if not floating and error.local_db < math.inf:
             error.integers = bool((local == local.round()).all())
+            if error.integers:
+                self._rounded.add(_twin(actual))
             error.exact_amax = float(local.abs().max())
 
     def _input(self, value: Any) -> Any:
@@ -444,43 +529,12 @@ def _twin(tensor: Tensor) -> tuple[int, torch.dtype]:
     return _key(tensor), tensor.dtype
 
 
+def _dtype_of(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
 def _kept(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
-
-
-NEGLIGIBLE = 1e-6
-"""Gradients this small beside the largest (root mean square) are zero in exact arithmetic."""
-
-MISSING = 0.5
-"""Share of a gradient's norm that has to be there."""
-
-
-def missing_gradients(
-    actual: Mapping[str, Tensor], reference: Mapping[str, Tensor], scale: float = 1.0
-) -> dict[str, Error]:
-    """Parameters most of whose gradient is missing, with its errors.
-
-    A gradient that is only inexact is none of them: that of a bias before a normalisation, say, is
-    a sum that cancels, and mostly rounding noise in any precision.
-
-    Parameters
-    ----------
-    actual, reference
-        Gradients by parameter name.
-    scale
-        What `actual` has to be divided by.
-    """
-    sizes = {name: rms(each) for name, each in reference.items()}
-    largest = max(sizes.values(), default=0.0)
-    missing: dict[str, Error] = {}
-    for name, ideal in reference.items():
-        gradient = actual.get(name)
-        if gradient is None or gradient.is_sparse or sizes[name] <= NEGLIGIBLE * largest:
-            continue
-        error = compare(gradient.double() / scale, ideal)
-        if error.flushed > MISSING or rms(gradient.double() / scale) < MISSING * sizes[name]:
-            missing[name] = error
-    return missing
 
 
 def rms(tensor: Tensor) -> float:

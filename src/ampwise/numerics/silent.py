@@ -3,6 +3,12 @@
 The step is compared with its float64 shadow. As long as loss and gradients are what they should be,
 nothing is said: a rounding error that does not matter is no fault. Where they are not, the first
 operation whose result is wrong although its inputs were right is where the value was lost.
+
+A loss may be a small difference of large terms (a policy gradient with normalised advantages, a
+critic): its error is held against the terms. And training follows the gradient, not the loss:
+while the gradient is right, a wrong loss is only noted. A gradient that is mostly noise is no fault
+of the precision either where training has come to its end: the noise is as small as ever, and the
+signal is gone.
 """
 
 from __future__ import annotations
@@ -14,29 +20,32 @@ import torch
 from torch import Tensor
 
 from ampwise import formats
+from ampwise.numerics.gradients import in_words, missing_gradients, noisy_matrices
 from ampwise.numerics.places import NOWHERE, Place
-from ampwise.numerics.shadow import (
-    OperationError,
-    ShadowRun,
-    compare,
-    missing_gradients,
-    shadow,
-)
+from ampwise.numerics.result import percent
+from ampwise.numerics.shadow import RIGHT_DB, WRONG_DB, OperationError, ShadowRun, compare, shadow
 from ampwise.numerics.trace import Root, Trace
 from ampwise.step.recorder import Stash
 from ampwise.step.train_step import TrainStep
+from ampwise.telemetry.ring import StepRecord
 
 GRADIENT_DB = 3.0
 """SQNR of the whole gradient below which a step is wrong: an error of 70 % of its norm. Small and
 ill-conditioned networks (batch norm over a few samples) fall to 8 dB in bfloat16, and train."""
 
 LOSS_WITHIN = 0.02
-"""Relative error of the loss above which a step is wrong."""
+"""Error of the loss, beside the terms it is the sum of, above which it is wrong."""
+
+SOUND_DB = 20.0
+"""SQNR of the whole gradient above which a wrong loss does no harm."""
+
+_FLOOR_LOSS, _FLOOR_NOISE = 0.01, 0.1
+"""Training is at its end when the loss is this small beside the first one, and the noise of the
+gradient this small beside the first gradient."""
 
 FLUSHED = 0.5
 """Share of a parameter's gradient (by norm) that underflow may take before it is a fault."""
 
-_RIGHT_DB, _WRONG_DB = 20.0, 15.0
 _DIFFERENCES = ("sub", "add", "mean", "sum", "var", "addmm", "rsub", "native_layer_norm",
                 "native_batch_norm", "var_mean")  # fmt: skip
 
@@ -50,21 +59,34 @@ class Lost:
     place: Place
     op: str
     dtype: str
-    severe: bool
+    severe: bool  # else a note
     root: Root | None = None
     scale: float | None = None
 
 
-def silent_faults(step: TrainStep, stash: Stash, trace: Trace) -> tuple[list[Lost], ShadowRun]:
-    """What is silently wrong in a window, the gravest first, and the shadow run."""
+def silent_faults(
+    step: TrainStep, stash: Stash, trace: Trace, begun: StepRecord | None = None
+) -> tuple[list[Lost], ShadowRun]:
+    """What is silently wrong in a window, the gravest first, and the shadow run.
+
+    Parameters
+    ----------
+    begun
+        The first step of the training; None where it is not known.
+    """
     run = shadow(step, stash)
     found: list[Lost] = []
     damage = _damage(run)
+    if damage and begun is not None and (floor := _floor(run, stash, begun)):
+        fmt = formats.lookup(step.policy.compute_dtype)
+        return [_note(f"Training has converged to the floor of {fmt}: {floor}.")], run
+    if not damage and (loss := _wrong_loss(run)):
+        found.append(_note(f"{loss}; the gradient, which training follows, is right."))
     if damage:
         found += _culprits(trace, run, damage)
     if not any(each.severe for each in found):  # else they follow from it
         found += _underflow(step, stash, run)
-    found += _rounded_integers(run)
+    found += _rounded_integers(run, damage)
     if gradient_db(run) < 0 and not any(each.severe for each in found):
         found.append(_unexplained(run, damage))
     return sorted(found, key=lambda each: not each.severe), run
@@ -72,30 +94,60 @@ def silent_faults(step: TrainStep, stash: Stash, trace: Trace) -> tuple[list[Los
 
 def _damage(run: ShadowRun) -> str:
     """How loss and gradients differ from what they should be; empty where they do not."""
-    for loss, ideal in zip(run.replayed.losses, run.losses, strict=False):
-        off = abs(float(loss) - float(ideal)) / max(abs(float(ideal)), 1e-12)
-        if off > LOSS_WITHIN:
-            return f"the loss is {float(loss):.4g} and should be {float(ideal):.4g}"
     quality = gradient_db(run)
+    if quality < SOUND_DB and (loss := _wrong_loss(run)):
+        return loss
     if quality < GRADIENT_DB:
         return f"the gradient has an SQNR of {quality:.0f} dB against float64"
     wrong = missing_gradients(run.replayed.gradients, run.gradients)
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         return f"most of the gradient of {', '.join(list(wrong)[:3])}{more} is missing"
+    noisy = noisy_matrices(run.replayed.gradients, run.gradients)
+    return in_words(noisy) if noisy else ""
+
+
+def _wrong_loss(run: ShadowRun) -> str:
+    """How a loss differs from what it should be; empty where none does."""
+    for loss, ideal, terms in zip(run.replayed.losses, run.losses, run.terms, strict=True):
+        if abs(float(loss) - float(ideal)) > LOSS_WITHIN * terms:
+            return f"the loss is {float(loss):.4g} and should be {float(ideal):.4g}"
     return ""
+
+
+def _floor(run: ShadowRun, stash: Stash, begun: StepRecord) -> str:
+    """How little is left to learn, where the noise is no larger than it ever was; else empty."""
+    ideal = sum(abs(float(each)) for each in run.losses) / len(run.losses)
+    actual, true = _vectors(run)
+    noise = float(torch.linalg.vector_norm(actual - true)) / float(stash.scale)
+    size = float(torch.linalg.vector_norm(true)) / float(stash.scale)
+    if ideal > _FLOOR_LOSS * abs(begun.loss) or noise > _FLOOR_NOISE * begun.grad_norm:
+        return ""
+    return (
+        f"the loss has come from {begun.loss:.3g} to {ideal:.2g}, and the gradient from a norm of "
+        f"{begun.grad_norm:.3g} to {size:.2g}, where its rounding noise is {noise:.2g}. Only "
+        "float32 for the last steps gets closer"
+    )
+
+
+def _note(text: str) -> Lost:
+    """Something to be said that is no fault."""
+    return Lost("", text[0].upper() + text[1:], NOWHERE, "", "", severe=False)
 
 
 def gradient_db(run: ShadowRun) -> float:
     """SQNR of all gradients as one vector, in dB."""
+    return compare(*_vectors(run)).sqnr_db if run.gradients else math.inf
+
+
+def _vectors(run: ShadowRun) -> tuple[Tensor, Tensor]:
+    """All gradients as one vector, actual and in float64; scaled."""
     pairs = [
         (run.replayed.gradients[name].double().flatten(), ideal.flatten())
         for name, ideal in run.gradients.items()
     ]
-    if not pairs:
-        return math.inf
     actual, ideal = (torch.cat(each) for each in zip(*pairs, strict=True))
-    return compare(actual, ideal).sqnr_db
+    return actual, ideal
 
 
 def _culprits(trace: Trace, run: ShadowRun, damage: str) -> list[Lost]:
@@ -105,23 +157,23 @@ def _culprits(trace: Trace, run: ShadowRun, damage: str) -> list[Lost]:
             continue
         later = [e for e in run.errors if e.index > root.index
                  and (e.name, e.place) == root.swallowed_by[:2]]  # fmt: skip
-        if later and later[0].propagated_db < _RIGHT_DB:
+        if later and later[0].propagated_db < RIGHT_DB:
             op, place, _ = root.swallowed_by
             note = f"{op} on line {place.line} makes finite, wrong values of it: {damage}."
             return [Lost("", note, root.place, root.name, "", severe=True, root=root)]
     for each in (error for error in run.errors if error.place.phase == "forward"):
-        if each.inputs_db >= _RIGHT_DB and each.propagated_db < _WRONG_DB:
+        if each.inputs_db >= RIGHT_DB and each.propagated_db < WRONG_DB:
             return [_lost_at(each, damage)]
     return []
 
 
 def _lost_at(error: OperationError, damage: str) -> Lost:
     fmt = formats.lookup(error.dtype)
-    own = error.local_db < _RIGHT_DB
+    own = error.local_db < RIGHT_DB
     if own and error.flushed > 0.5:
         cause = "UNDERFLOW"
         words = (
-            f"{error.name} flushes {error.zeros:.0%} of its values to zero: they should be "
+            f"{error.name} flushes {percent(error.zeros)} of its values to zero: they should be "
             f"up to {error.exact_amax:.3g}, and {fmt} ends at {fmt.min_subnormal:.2g} downwards"
         )
     elif not own and any(word in error.name for word in _DIFFERENCES):
@@ -147,7 +199,7 @@ def _underflow(step: TrainStep, stash: Stash, run: ShadowRun) -> list[Lost]:
     if not lost:
         return []
     scale = _scale_for(step, stash, [run.gradients[name] for name in lost])
-    named = ", ".join(f"{name} {share:.0%}" for name, share in list(lost.items())[:6])
+    named = ", ".join(f"{name} {percent(share)}" for name, share in list(lost.items())[:6])
     more = f" and {len(lost) - 6} more" if len(lost) > 6 else ""
     first = next(iter(lost))
     fmt = formats.lookup(step.policy.compute_dtype)
@@ -186,8 +238,13 @@ def _maker_of(parameter: str, run: ShadowRun) -> Place:
     return NOWHERE
 
 
-def _rounded_integers(run: ShadowRun) -> list[Lost]:
-    """Positions or counters beyond the integers that the format holds."""
+def _rounded_integers(run: ShadowRun, damage: str) -> list[Lost]:
+    """Positions or counters beyond the integers that the format holds.
+
+    A fault where something becomes wrong by them, such as the cosine of a position or an index. The
+    length that a mean divides by may be rounded as any other number.
+    """
+    harm = bool(damage) or any(each.miscounted for each in run.errors)
     for each in run.errors:
         if each.integers and each.place.phase == "forward":
             fmt = formats.lookup(each.dtype)
@@ -196,6 +253,8 @@ def _rounded_integers(run: ShadowRun) -> list[Lost]:
                 f"Integers up to {each.exact_amax:,.0f} are kept in {fmt}, which holds every "
                 f"integer only up to {most:,}. Neighbouring positions or counts become one."
             )
+            if not harm:
+                return [_note(f"{text} Here (line {each.place.line}) it does no harm.")]
             return [Lost("PRECISION_LOSS", text, each.place, each.name, each.dtype,
                          severe=True)]  # fmt: skip
     return []

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ampwise.numerics.places import Place
+from ampwise.numerics.result import percent
 from ampwise.numerics.values import at
 from ampwise.step.recorder import replay
 from ampwise.step.train_step import TrainStep
@@ -62,7 +63,9 @@ def stagnant(step: TrainStep, before: dict[str, Tensor]) -> Stagnant | None:
 
 def in_words(stagnant: Stagnant, step: TrainStep) -> tuple[str, Any]:
     """An explanation, and where it is."""
-    named = ", ".join(f"{name} {share:.0%}" for name, share in list(stagnant.share.items())[:6])
+    named = ", ".join(
+        f"{name} {percent(share)}" for name, share in list(stagnant.share.items())[:6]
+    )
     rate = float(step._optimizers[0].param_groups[0]["lr"])
     text = (
         f"Updates are lost: of the weights that have a gradient, most did not move in this step "

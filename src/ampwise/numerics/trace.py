@@ -38,7 +38,7 @@ _CAPTURED = 8
 """Roots whose inputs are kept."""
 
 _EMPTY = frozenset(["empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"])
-_FILLS = frozenset(
+FILLS = frozenset(
     ["full", "full_like", "new_full", "fill", "fill_", "masked_fill", "masked_fill_", "where",
      "scalar_tensor", "lift_fresh", "lift_fresh_copy", "index_fill", "index_fill_", "index_put",
      "index_put_", "constant_pad_nd"]
@@ -64,6 +64,8 @@ class Root:
         What the bad tensor was, if it came from outside: ``batch[0]``, ``parameter w``, ...
     swallowed_by
         Name, place and occurrence of the operation that made finite values of it; None if none did.
+    fed_by
+        The tensor from outside whose infinities, taken for a mask, are among its inputs.
     """
 
     index: int
@@ -77,6 +79,7 @@ class Root:
     outputs: list[Tensor] = field(default_factory=list[Tensor])
     source: str = ""
     swallowed_by: tuple[str, Place, int] | None = None
+    fed_by: Root | None = None
 
 
 @dataclass(slots=True)
@@ -118,6 +121,8 @@ class Trace:
         What is not finite in the end: ``loss`` or a parameter's name; empty when all is.
     failed
         The operation that raised, with its place.
+    before_error
+        Of a replay that raised: the root that it seems to be about, if there is one.
     """
 
     replayed: Replayed
@@ -127,6 +132,7 @@ class Trace:
     path: list[str] = field(default_factory=list[str])
     target: str = ""
     failed: Root | None = None
+    before_error: Root | None = None
 
 
 def watch(
@@ -145,6 +151,8 @@ def watch(
             watcher.source(name, tensor, kind)
         replayed = replay(step, stash, around=lambda: watcher, scale=scale)
     trace = Trace(replayed, watcher.count, watcher.roots, failed=watcher.failed)
+    if replayed.error is not None:
+        trace.before_error = watcher.before_error()
     watcher.conclude(trace)
     if trace.origin is not None and trace.origin.func is None and not trace.origin.source:
         return watch(step, stash, scale=scale, capture=trace.origin.index)
@@ -215,6 +223,7 @@ class Watcher(TorchDispatchMode):
         self.count = 0
         self.roots: dict[int, Root] = {}
         self.failed: Root | None = None
+        self._failed_on: list[Root] = []
         self._places = places
         self._capture = capture
         self._states: dict[int, _State] = {}
@@ -248,6 +257,8 @@ class Watcher(TorchDispatchMode):
             result = func(*args, **kwargs)
         except Exception:
             self.failed = Root(index, operation.name, place, 0, 0, func, *_copies(args, kwargs))
+            makers = [each.maker for each in inputs if not each.deliberate]
+            self._failed_on = [root for maker in makers for root in self._roots_behind(maker)]
             raise
         if not operation.empty:
             written = _written(operation, args, kwargs, result)
@@ -279,7 +290,8 @@ class Watcher(TorchDispatchMode):
                 root.swallowed_by = root.swallowed_by or (operation.name, place, occurrence)
             return
         if not faulty and _deliberate(operation, args, kwargs, inputs, bits):
-            state = _State(None, bits, deliberate=True)
+            maker = next((each.maker for each in inputs), -1)
+            state = _State(None, bits, deliberate=True, maker=maker)
         elif faulty:
             parents = tuple(dict.fromkeys(each.maker for each in faulty))
             self._carriers[index] = _Carrier(operation.name, place, parents)
@@ -288,7 +300,8 @@ class Watcher(TorchDispatchMode):
             self.roots[index] = self._root(
                 index, operation, place, bits, occurrence, args, kwargs, before, bad
             )
-            # Infinities from outside that this operation made NaN of: they are where it began.
+            outside = (self.roots[each.maker] for each in inputs if each.maker in self.roots)
+            self.roots[index].fed_by = next(outside, None)
             state = _State(None, bits, maker=index)
         for tensor in bad:
             self._set(tensor, state)
@@ -305,6 +318,15 @@ class Watcher(TorchDispatchMode):
             root.args, root.kwargs = before or _copies(args, kwargs)
             root.outputs = [each.detach().clone() for each in bad]
         return root
+
+    def before_error(self) -> Root | None:
+        """The root that an error is about: what a failed operation was given, or a check saw."""
+        if self.failed is None:
+            seen = [each for each in self.roots.values() if each.swallowed_by is None]
+        else:
+            seen = self._failed_on
+        captured = [each for each in seen if each.func is not None]
+        return max(captured, key=lambda root: root.index, default=None)
 
     def roots_of(self, tensor: Tensor) -> list[Root]:
         """Roots that a tensor's bad values come from; empty if it is finite."""
@@ -332,7 +354,7 @@ class Watcher(TorchDispatchMode):
         found: list[_State] = []
         for tensor in _tensors((args, kwargs)):
             state = self._states.get(_key(tensor))
-            if state is not None and (tensor.numel() < 2 or bad_bits(tensor)):
+            if state is not None and bad_bits(tensor):
                 found.append(state)
         return found
 
@@ -427,7 +449,7 @@ def _deliberate(
         carried |= each.bits
     if inputs and not bits & ~carried:
         return True
-    if operation.name not in _FILLS:
+    if operation.name not in FILLS:
         return False
     scalars = [each for each in (*args, *kwargs.values()) if isinstance(each, float)]
     return any(math.isinf(each) for each in scalars)

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ampwise import formats
-from ampwise.numerics.result import Diagnosis, Fix, Origin, Values
+from ampwise.numerics.result import Diagnosis, Fix, Origin, Values, percent
 from ampwise.policy import Policy
 from ampwise.report.canvas import COLOURS, INK, svg
 from ampwise.report.markdown import cell
@@ -107,6 +107,7 @@ def to_html(found: Diagnosis) -> str:
         where=_where,
         path=_path(found),
         number=number,
+        percent=percent,
         tensors=[*found.origin.inputs, *found.origin.outputs] if found.origin else [],
         histogram=figure(
             _histogram(found),
@@ -139,8 +140,8 @@ def _cells(each: Values) -> tuple[str, ...]:
         "x".join(map(str, each.shape)) or "scalar",
         number(each.amax, ",.4g"),
         number(each.min_nonzero, ".3g"),
-        f"{each.zero:.0%}",
-        f"{each.non_finite:.0%}",
+        percent(each.zero),
+        percent(each.non_finite),
     )
 
 
@@ -162,8 +163,8 @@ def _histogram(found: Diagnosis) -> str:
                 axes.barh(place, 1, left=power, height=0.8, color=COLOURS[1],
                           alpha=min(1.0, 0.08 + share * 3))  # fmt: skip
             if "inf" in shares:
-                axes.annotate(f"inf or NaN {shares['inf']:.0%}", (high, place), color=COLOURS[2],
-                              va="center")  # fmt: skip
+                text = f"inf or NaN {percent(shares['inf'])}"
+                axes.annotate(text, (high, place), color=COLOURS[2], va="center")
         for name, power in exponents.items():
             if low <= power <= high:
                 axes.axvline(power, color=INK, linestyle=":", linewidth=1)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ampwise.policy import Policy
 from ampwise.step.activity import Activity
+from ampwise.step.attributes import Attributes
 from ampwise.step.loss_scale import LossScale, UnitLossScale
 from ampwise.step.precision import Float32Mode, Forward
 from ampwise.step.window import Weight, Window
@@ -230,7 +231,7 @@ def _swapped(step: TrainStep, policy: Policy | None, scale: Tensor | float) -> G
 
 @contextmanager
 def _undisturbed(step: TrainStep) -> Generator[None]:
-    """Gradients, buffers, window and random state as they were, whatever happens inside."""
+    """Gradients, modules, window and random state as they were, whatever happens inside."""
     random_state = RandomState.now(step.device)
     held = [step._master.of(each) for each in step._names.values()]
     tensors = {id(each): each for each in (*step._names.values(), *held)}.values()
@@ -239,6 +240,7 @@ def _undisturbed(step: TrainStep) -> Generator[None]:
         each.grad = None
     buffers = [each for model in step._models for each in model.buffers()]
     copies = [each.clone() for each in buffers]
+    attributes = Attributes(step._models)
     window, remembered, boundary = step._window, step._buffers._copies, step.boundary
     activity, recorder, true = step.activity, step.recorder, step._true
     # Of an open window, forward has written the buffers already: replay from where it began.
@@ -254,6 +256,7 @@ def _undisturbed(step: TrainStep) -> Generator[None]:
     finally:
         step._window, step._buffers._copies, step.boundary = window, remembered, boundary
         step.activity, step.recorder, step._true = activity, recorder, true
+        attributes.restore()
         with torch.no_grad():
             for buffer, copy in zip(buffers, copies, strict=True):
                 buffer.copy_(copy)

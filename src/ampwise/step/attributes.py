@@ -1,0 +1,58 @@
+"""What modules keep in plain Python: counters, lists, tensors that forward assigns anew.
+
+A replay runs forward once more, and must leave all of it as it was. Attributes are put back by
+reference, and containers among them (nested ones, too) with what they held; an object of a class of
+one's own that changes inside is beyond that.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+_CONTAINERS = (dict, list, set, deque)
+
+
+class Attributes:
+    """Attributes of some modules and their submodules, as they are now."""
+
+    def __init__(self, models: Iterable[nn.Module]) -> None:
+        self._kept: dict[int, tuple[Any, Any]] = {}  # containers, with copies
+        for model in models:
+            for module in model.modules():
+                self._keep(vars(module))
+
+    def restore(self) -> None:
+        """Put back what has changed since."""
+        for container, held in self._kept.values():
+            if not _same(container, held):
+                _refill(container, held)
+
+    def _keep(self, value: Any) -> None:
+        if not isinstance(value, _CONTAINERS) or id(value) in self._kept:
+            return
+        self._kept[id(value)] = (value, copy.copy(value))
+        for each in _items(value):
+            self._keep(each)
+
+
+def _items(container: Any) -> list[Any]:
+    return list(container.values() if isinstance(container, dict) else container)
+
+
+def _same(container: Any, held: Any) -> bool:
+    """Whether the very same objects are in both."""
+    if isinstance(container, dict) and list(container) != list(held):
+        return False
+    now, before = _items(container), _items(held)
+    return len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True))
+
+
+def _refill(container: Any, held: Any) -> None:
+    container.clear()
+    add = container.extend if isinstance(container, list | deque) else container.update
+    add(held)
