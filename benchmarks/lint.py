@@ -44,7 +44,8 @@ def main(count: int) -> None:
         own = {"AMPWISE_CACHE": cache}
         two = timed([*lint, "--jobs", "2", str(TREE)], **own)
         again = timed([*lint, "--jobs", "2", str(TREE)], **own)
-    print(f"{len(files)} files, {size / 1e6:.1f} MB: {two:.1f} s in 2 processes, {again:.1f} s cached")
+    what = f"{len(files)} files, {size / 1e6:.1f} MB"
+    print(f"{what}: {two:.1f} s in 2 processes, {again:.1f} s cached")
 
     ratios, pairs = [], []
     for round_ in range(3):

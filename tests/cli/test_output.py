@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -71,7 +73,8 @@ def test_a_diagnosis_is_stored_whoever_reads_it(tmp_path, into, code):
         "from tests.numerics.cases import CASES\ntask = CASES['scores before scaling'].make\n"
     )
     command = f"{sys.executable} -m ampwise diagnose scores.py --out run {into}"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    found = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=found)
     assert done.returncode == code
     assert done.stderr.count("\n") == (code == 3)
     stored = json.loads((tmp_path / "run" / "diagnosis.json").read_text())

@@ -69,6 +69,7 @@ def fuzz(count: int, folder: Path, seed: int) -> None:
             checked = check_file(work, Project(frozenset({work})))
         except Exception as error:
             raise AssertionError(f"mutant {number} of {source} (seed {seed})\n{text}") from error
+        assert "a bug in ampwise" not in checked.skipped, f"seed {seed}, mutant {number}\n{text}"
         assert time.monotonic() - began < 2 * SECONDS
         assert work.read_bytes() == data
         read += not checked.skipped

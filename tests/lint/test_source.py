@@ -155,7 +155,7 @@ def test_folders_are_walked_without_environments_caches_and_links(tmp_path):
 
 
 def test_a_path_that_is_not_there(tmp_path):
-    with pytest.raises(UsageError, match="nope.py: no such file or folder"):
+    with pytest.raises(UsageError, match=r"nope\.py: no such file or folder"):
         lint([tmp_path / "nope.py"])
 
 

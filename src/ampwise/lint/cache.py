@@ -48,7 +48,7 @@ def _entry(path: Path) -> Path:
 
 
 def load(path: Path, others: str) -> tuple[list[Finding], str] | None:
-    """What was found in a file before, and the reason it was skipped; None if that may have changed.
+    """What was found in a file before, and why it was skipped; None if that may have changed.
 
     `others` names the files that may be read beside it.
     """

@@ -65,7 +65,7 @@ class _Editor(cst.CSTTransformer):
 
     # ------------------------------------------------------------------ expressions
 
-    def on_leave(  # type: ignore[override]
+    def on_leave(
         self, original_node: cst.CSTNode, updated_node: cst.CSTNode
     ) -> cst.CSTNode | cst.RemovalSentinel | cst.FlattenSentinel[cst.CSTNode]:
         updated = super().on_leave(original_node, updated_node)
@@ -83,7 +83,7 @@ class _Editor(cst.CSTTransformer):
         if isinstance(updated, cst.ImportFrom | cst.Import):
             for each in self._at(original_node, "replace"):
                 updated = _import(each.text)
-        return updated  # type: ignore[return-value]
+        return updated
 
     # ------------------------------------------------------------------ statements
 
@@ -101,10 +101,10 @@ class _Editor(cst.CSTTransformer):
         self, originals: Sequence[cst.BaseStatement], updated: Sequence[cst.BaseStatement]
     ) -> list[cst.BaseStatement]:
         body: list[cst.BaseStatement] = []
-        for original, now in zip(originals, updated, strict=True):
+        for original, changed in zip(originals, updated, strict=True):
+            now = changed
             for each in self._statement_edits(original, "before"):
-                line = _line(each.text, now)
-                body.append(line)
+                body.append(_line(each.text, now))
                 now = _without_leading(now)
             if self._statement_edits(original, "remove") and isinstance(
                 now, cst.SimpleStatementLine
@@ -127,6 +127,7 @@ class _Editor(cst.CSTTransformer):
             return [now]
         if not isinstance(original.body, cst.IndentedBlock):
             return [now]
+        assert isinstance(now.body, cst.IndentedBlock)
         first = next(
             (i for i, e in enumerate(original.body.body) if self._statement_edits(e, "out")), None
         )
@@ -137,7 +138,7 @@ class _Editor(cst.CSTTransformer):
         if first == 0 or not all(_needs_no_autocast(each) for each in rest):
             return [now]
         kept = now.with_changes(body=now.body.with_changes(body=inner[:first]))
-        return [kept, *rest]  # type: ignore[list-item]
+        return [kept, *rest]
 
 
 def _needs_no_autocast(node: cst.CSTNode) -> bool:

@@ -9,6 +9,7 @@ import re
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -20,7 +21,8 @@ from types import FrameType
 from ampwise.errors import UsageError
 from ampwise.lint import cache
 from ampwise.lint.findings import Finding, LintReport, Skipped
-from ampwise.lint.model.analysis import analyse
+from ampwise.lint.model.analysis import Analysis, analyse
+from ampwise.lint.model.nodes import Node
 from ampwise.lint.project import Module, Project
 from ampwise.lint.rule import Mistake, Rule, all_rules
 from ampwise.lint.settings import Settings
@@ -222,12 +224,18 @@ def check_source(source: Source, project: Project, checked: Checked) -> None:
         checked.skipped = "nested too deeply to be walked"
     except _TimeLimitError:
         checked.skipped = f"not done after {SECONDS:.0f} s"
+    except Exception as error:  # noqa: BLE001 - said with the file; the others go on
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        checked.skipped = (
+            f"a bug in ampwise: {type(error).__name__}: {error} ({Path(where.filename).name}, line "
+            f"{where.lineno}); please report it"
+        )
     checked.read = module.used - {source.path}
 
 
-def _mistakes(code: object) -> Iterator[tuple[Rule, Mistake]]:
+def _mistakes(code: Analysis) -> Iterator[tuple[Rule, Mistake]]:
     for rule in all_rules().values():
-        for mistake in rule(code):  # type: ignore[arg-type]
+        for mistake in rule(code):
             yield rule, mistake
 
 
@@ -258,14 +266,14 @@ def _findings(module: Module, mistakes: Iterable[tuple[Rule, Mistake]]) -> Itera
         )
 
 
-def place_of(node: ast.AST) -> tuple[int, int, int]:
-    """Line, column in bytes, and last line of a node; of a chain of calls, where its last one is."""
-    line, column = node.lineno, node.col_offset  # type: ignore[attr-defined]
+def place_of(node: Node) -> tuple[int, int, int]:
+    """Line, column in bytes, last line of a node; of a chain of calls, where its last one is."""
+    line, column = node.lineno, node.col_offset
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         end = node.func.end_lineno or line
         if end != line:
             line, column = end, (node.func.end_col_offset or 0) - len(node.func.attr.encode())
-    return line, column, node.end_lineno or line  # type: ignore[attr-defined]
+    return line, column, node.end_lineno or line
 
 
 def _is_silenced(silenced: dict[int, set[str] | None], line: int, code: str) -> bool:

@@ -10,6 +10,7 @@ SCHEMA = "ampwise.lint/1"
 
 Severity = Literal["error", "warning", "info"]
 Safety = Literal["safe", "unsafe", ""]
+Change = Literal["replace", "before", "after", "remove", "argument", "out", "decorate"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,11 +19,12 @@ class Edit:
 
     ``replace``: the expression at the span becomes `text`; ``before`` / ``after``: the statement
     `text` is put before or after the statement at the span; ``remove``: the statement goes;
-    ``argument``: the call gets the argument `text`; ``out``: the statement and those behind it
-    leave the ``with`` block they end; ``to``: the statement moves before the one in line `text`.
+    ``argument``: the call (or dict) gets the argument (or item) `text`; ``out``: the statement
+    and those behind it leave the ``with`` block they end; ``decorate``: `text` is put right
+    behind the expression.
     """
 
-    what: Literal["replace", "before", "after", "remove", "argument", "out", "to", "decorate"]
+    what: Change
     line: int
     column: int
     end_line: int

@@ -23,7 +23,8 @@ from ampwise.lint.source import UnreadableError, parse, read
 from ampwise.telemetry.files import atomic_write
 
 ROUNDS = 12
-"""A fix may uncover the next mistake; more rounds than rules that do so are a fix that undoes one."""
+"""A fix may uncover the next mistake. More rounds than there are rules that do so mean that one
+fix undoes another."""
 
 
 def fix_files(paths: list[Path], settings: Settings, *, unsafe: bool) -> dict[Path, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import inspect
 import pkgutil
@@ -12,6 +11,7 @@ from functools import cache
 
 from ampwise.lint.findings import Edit, Safety, Severity
 from ampwise.lint.model.analysis import Analysis
+from ampwise.lint.model.nodes import Node
 from ampwise.lint.project import Module
 
 
@@ -19,7 +19,7 @@ from ampwise.lint.project import Module
 class Mistake:
     """A mistake at a node; the engine makes a `Finding` of it."""
 
-    node: ast.AST
+    node: Node
     module: Module
     message: str
     """What is wrong, what happens, what to write."""
@@ -46,7 +46,7 @@ class Rule:
         for mistake in self.check(code):
             if mistake.module is not code.module:
                 continue  # reported when that file is linted itself
-            place = (mistake.node.lineno, mistake.node.col_offset)  # type: ignore[attr-defined]
+            place = (mistake.node.lineno, mistake.node.col_offset)
             if place not in seen:
                 seen.add(place)
                 yield mistake

@@ -16,13 +16,14 @@ from ampwise.lint.model.arguments import Arguments
 from ampwise.lint.model.events import Event
 from ampwise.lint.model.machine import Machine
 from ampwise.lint.model.paths import Oracle, explore
+from ampwise.lint.model.roles import dotted
 from ampwise.lint.model.scope import Budget, BudgetError, Scope
 from ampwise.lint.model.values import Class, Function, Instance, Unknown, Value
 from ampwise.lint.project import Module
 
 E = TypeVar("E", bound=Event)
 
-NODES = 300_000
+NODES = 500_000
 """Nodes of syntax walked for one file, over all its paths: a few seconds."""
 
 SCRIPT_PATHS = 48
@@ -113,16 +114,20 @@ def _explore(
         name = ".".join(root.path) if root is not None else ""
         return Trace(machine.trace, name, oracle.decided)
 
+    # Other ways through one function may use up half of what is left; the first one all of it.
+    floor = budget.left // 2
     for trace in explore(walk, most):
         if trace.events:
             analysis.traces.append(trace)
+        if budget.left < floor:
+            break
 
 
 def _start(machine: Machine, module: Module, root: _Root) -> None:
     """Walk one function with arguments nobody knows."""
     scope = machine.run_module(module, main=False)
     value: Value | None = scope.names.get(root.path[0])
-    owner: Value | None = None
+    owner: Instance | None = None
     with machine.inside_module(scope):
         for name in root.path[1:]:
             if not isinstance(value, Class):
@@ -135,19 +140,12 @@ def _start(machine: Machine, module: Module, root: _Root) -> None:
         if not isinstance(value, Function) or value.node is not root.node:
             # Bound again since, or only under a condition.
             value = Function(root.node, module, scope)
-        if owner is not None and calls.is_step_wrapper(owner.class_):  # type: ignore[attr-defined]
+        if owner is not None and calls.is_step_wrapper(owner.class_):
             return
-        static = any(
-            isinstance(each, ast.Name) and each.id == "staticmethod"
-            for each in root.node.decorator_list
-        )
-        is_class = any(
-            isinstance(each, ast.Name) and each.id == "classmethod"
-            for each in root.node.decorator_list
-        )
         bound = Function(value.node, value.module, value.scope, None, value.class_)
-        if owner is not None and not static:
-            bound.owner = owner if not is_class else Unknown("cls", "given")
+        decorators = {dotted(each) for each in root.node.decorator_list}
+        if owner is not None and "staticmethod" not in decorators:
+            bound.owner = Unknown("cls", "given") if "classmethod" in decorators else owner
         machine.call(bound, Arguments(open=True), root.node)
 
 
@@ -158,7 +156,7 @@ def _roots(module: Module) -> list[_Root]:
     def collect(body: list[ast.stmt], path: tuple[str, ...]) -> None:
         for node in body:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                if id(node) in module.roles.core or _evaluates(node):
+                if id(node) in module.roles.core or _belongs(node):
                     found.append(_Root(node, (*path, node.name)))
             elif isinstance(node, ast.ClassDef):
                 collect(node.body, (*path, node.name))
@@ -174,9 +172,10 @@ def _roots(module: Module) -> list[_Root]:
     return sorted(found, key=lambda each: each.node.name in called)
 
 
-def _evaluates(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Whether a function runs a network without gradients, or is one under autocast."""
-    names = {"no_grad", "inference_mode", "eval", "autocast"}
+def _belongs(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether a function validates, saves, loads or makes data, or is one under autocast."""
+    names = {"no_grad", "inference_mode", "eval", "autocast", "DataLoader"}
+    names |= {"state_dict", "load_state_dict"}
     return any(
         (isinstance(each, ast.Attribute) and each.attr in names)
         or (isinstance(each, ast.Name) and each.id in names)

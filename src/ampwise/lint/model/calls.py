@@ -19,6 +19,7 @@ from ampwise.lint.model.events import (
     Update,
     ZeroGrad,
 )
+from ampwise.lint.model.nodes import Node
 from ampwise.lint.model.roles import LOSS, SCALER, dotted
 from ampwise.lint.model.scope import Scope
 from ampwise.lint.model.values import (
@@ -164,14 +165,14 @@ def _generator_manager(machine: Machine, node: ast.Call, function: Function, a: 
     with machine.inside_function(function, scope):
         bind(machine, function, a, scope)
         for each in ast.walk(function.node):
-            if isinstance(each, ast.With) and any(
-                isinstance(inner, ast.Yield) for inner in ast.walk(each)
-            ):
-                for item in each.items:
-                    value = machine.evaluate(item.context_expr)
-                    if isinstance(value, Manager):
-                        managers.append(value)
+            if isinstance(each, ast.With) and _yields(each):
+                values = [machine.evaluate(item.context_expr) for item in each.items]
+                managers += [value for value in values if isinstance(value, Manager)]
     return Manager("many", node, managers=tuple(managers))
+
+
+def _yields(node: ast.With) -> bool:
+    return any(isinstance(each, ast.Yield) for each in ast.walk(node))
 
 
 def bind(machine: Machine, function: Function, a: Arguments, scope: Scope) -> None:
@@ -181,12 +182,7 @@ def bind(machine: Machine, function: Function, a: Arguments, scope: Scope) -> No
     positional = list(a.positional)
     if function.owner is not None and parameters:
         positional.insert(0, function.owner)
-    defaults: dict[str, ast.expr] = {}
-    for parameter, default in zip(reversed(parameters), reversed(spec.defaults), strict=False):
-        defaults[parameter.arg] = default
-    for parameter, default_ in zip(spec.kwonlyargs, spec.kw_defaults, strict=True):
-        if default_ is not None:
-            defaults[parameter.arg] = default_
+    defaults = _defaults(spec)
     left = dict(a.named)
     for parameter, value in zip(parameters, positional, strict=False):
         scope.names[parameter.arg] = value
@@ -204,6 +200,16 @@ def bind(machine: Machine, function: Function, a: Arguments, scope: Scope) -> No
         scope.names[spec.vararg.arg] = ListValue(positional[len(parameters) :])
     if spec.kwarg is not None:
         scope.names[spec.kwarg.arg] = DictValue(left, function.node, open=a.open)
+
+
+def _defaults(spec: ast.arguments) -> dict[str, ast.expr]:
+    """What parameters are where a call does not say."""
+    names = [each.arg for each in (*spec.posonlyargs, *spec.args)]
+    found = dict(zip(reversed(names), reversed(spec.defaults), strict=False))
+    for parameter, default in zip(spec.kwonlyargs, spec.kw_defaults, strict=True):
+        if default is not None:
+            found[parameter.arg] = default
+    return found
 
 
 def decorators(machine: Machine, function: Function) -> list[Manager]:
@@ -258,9 +264,9 @@ def is_step_wrapper(class_: Class) -> bool:
 
 def _construct(machine: Machine, node: ast.Call, class_: Class, a: Arguments) -> Value:
     ancestors = class_.ancestors()
-    if is_step_wrapper(class_) or any(library.WRAPPERS.match(each) for each in ancestors[1:]):
-        if not any("Module" in each for each in ancestors):
-            return Wrapper(class_.node.name)
+    wraps = is_step_wrapper(class_) or any(library.WRAPPERS.match(e) for e in ancestors[1:])
+    if wraps and not any("Module" in each for each in ancestors):
+        return Wrapper(class_.node.name)
     if any(library.is_optimizer(each) or each == "torch.optim.Optimizer" for each in ancestors[1:]):
         return torch_calls.make_optimizer(machine, node, class_.node.name, a)
     if any(each.endswith(".DataLoader") for each in ancestors[1:]):
@@ -270,7 +276,7 @@ def _construct(machine: Machine, node: ast.Call, class_: Class, a: Arguments) ->
     return made
 
 
-def initialise(machine: Machine, made: Instance, a: Arguments, node: ast.AST) -> None:
+def initialise(machine: Machine, made: Instance, a: Arguments, node: Node) -> None:
     """Walk a new object's ``__init__``, or set a dataclass's fields."""
     found = made.class_.lookup("__init__")
     if found is not None and isinstance(found[0], Function):
@@ -345,7 +351,7 @@ def _output(machine: Machine, node: ast.Call, value: Value) -> Value:
             return value
         case _:
             region = machine.region
-            dtype = tensors.low(region) if region is not None else None
+            dtype = None if region is None else tensors.low(region)
             return Tensor(key=key_of(value), dtype=dtype, region=region, forward=True, node=node)
 
 
@@ -396,23 +402,3 @@ def _loss(machine: Machine, node: ast.Call, name: str, a: Arguments) -> Value:
         inputs=tuple(a.values),
         node=node,
     )
-
-
-def matters(machine: Machine, node: ast.expr) -> bool:
-    """Whether an expression makes something a step is made of."""
-    return id(node) in machine.here.roles.steps
-
-
-def is_unlikely(machine: Machine, node: ast.expr) -> bool:
-    """Whether a condition is one that rarely holds, by its words."""
-    text = machine.here.unparsed(node).lower()
-    return any(each in text for each in ("debug", "cpu", "no_cuda", "nan", "no_amp", "disable"))
-
-
-def is_boundary(left: Value, right: Value) -> bool:
-    """Whether a comparison asks for the last of some micro-batches."""
-    keys = key_of(left), key_of(right)
-    counts = ("accum", "update_freq", "iter_size", "grad_step")
-    if any(each in key for each in counts for key in keys):
-        return any("#" in key or "index of" in key for key in keys)
-    return any("index of" in key for key in keys) and any("len(" in key for key in keys)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from ampwise.lint.model.nodes import Node
 from ampwise.lint.model.values import (
     Class,
     DictValue,
@@ -27,19 +27,21 @@ if TYPE_CHECKING:
 class Loop:
     """One iteration of one loop."""
 
-    node: ast.AST
+    node: Node
     iteration: int
     serial: int
     """Tells one run of the loop from the next."""
     over_data: bool
     """It runs over batches (a loader), not over epochs."""
+    held: int
+    """How many conditions were held when it began."""
 
 
 @dataclass(frozen=True, slots=True)
 class Condition:
     """A branch that was taken."""
 
-    node: ast.AST
+    node: Node
     key: str
     taken: bool
     periodic: bool
@@ -70,20 +72,15 @@ class Context:
         return any(each.periodic for each in self.conditions)
 
     def branches_in(self, loop: Loop) -> list[Condition]:
-        """Conditions inside a loop's body that decide about it."""
-        first, last = loop.node.lineno, loop.node.end_lineno  # type: ignore[attr-defined]
-        return [
-            each
-            for each in self.conditions
-            if not each.known and first <= each.node.lineno <= last  # type: ignore[attr-defined]
-        ]
+        """Conditions inside a loop's body, and in what it calls, that decide about it."""
+        return [each for each in self.conditions[loop.held :] if not each.known]
 
 
 @dataclass(eq=False, slots=True)
 class Event:
     """Something that happened."""
 
-    node: ast.AST
+    node: Node
     module: Module
     context: Context
 

@@ -10,6 +10,7 @@ from ampwise.lint.model import calls, library, tensors, torch_calls
 from ampwise.lint.model.arguments import Arguments
 from ampwise.lint.model.events import Elapsed, Op
 from ampwise.lint.model.naming import as_role, named
+from ampwise.lint.model.nodes import Node
 from ampwise.lint.model.roles import LOSS, dotted
 from ampwise.lint.model.values import (
     FALSE,
@@ -67,8 +68,6 @@ def _constant(machine: Machine, node: ast.Constant) -> Value:
 def _name(machine: Machine, node: ast.Name) -> Value:
     found = machine.scope.get(node.id)
     if found is None:
-        if node.id in ("True", "False", "None"):
-            return Const({"True": True, "False": False, "None": None}[node.id])
         if node.id == "torch":  # brought in by a star import
             return Ref("torch")
         if node.id in calls.BUILTINS:
@@ -85,28 +84,16 @@ def _attribute(machine: Machine, node: ast.Attribute) -> Value:
     return attribute(machine, node, owner, node.attr)
 
 
-def attribute(machine: Machine, node: ast.AST, owner: Value, attr: str) -> Value:
+def attribute(machine: Machine, node: Node, owner: Value, attr: str) -> Value:
     """An attribute of a value."""
     text = dotted(node)
     match owner:
         case Ref(path=path):
             return Ref(library.canonical(f"{path}.{attr}"))
-        case Instance(class_=class_, attributes=attributes):
-            if attr in attributes and not (
-                isinstance(attributes[attr], Const) and attr in class_.set_later()
-            ):
-                return as_role(machine, attributes[attr], text)
-            if found := class_.lookup(attr):
-                return _of_class(machine, node, owner, found[0], text)
-            if attr in calls.NETWORK_METHODS and calls.is_network(class_):
-                return Bound(owner, attr, node)
-            return as_role(machine, Unknown(f"self.{attr}", "given", of=owner), text)
+        case Instance():
+            return _of_instance(machine, node, owner, attr)
         case Class():
-            if found := owner.lookup(attr):
-                return found[0]
-            if attr == "apply" and calls.is_autograd_function(owner):
-                return Bound(owner, attr, node)
-            return Unknown(f"{owner.node.name}.{attr}", "given")
+            return _of_class(node, owner, attr)
         case DictValue(items=items) if attr in items:
             value = items[attr]
             if isinstance(value, Imported):
@@ -134,21 +121,52 @@ def attribute(machine: Machine, node: ast.AST, owner: Value, attr: str) -> Value
         case Scaler() if attr in ("_scale", "_enabled"):
             return Unknown(f"{owner.key}.{attr}", scale=True)
         case Unknown():
-            stored = machine.converted.get(f"attribute {owner.key}.{attr}")
-            if stored is not None:
-                return stored
-            made = "called" if owner.made == "called" else "given"
-            found_ = Unknown(
-                f"{owner.key}.{attr}", made, periodic=owner.periodic, loop=owner.loop, of=owner
-            )
-            return as_role(machine, found_, text)
+            return _of_unknown(machine, owner, attr, text)
         case Super():
             return _of_bases(owner, attr, node)
         case _:
             return Bound(owner, attr, node)
 
 
-def _of_bases(owner: Super, attr: str, node: ast.AST) -> Value:
+def _of_instance(machine: Machine, node: Node, owner: Instance, attr: str) -> Value:
+    text = dotted(node)
+    class_, attributes = owner.class_, owner.attributes
+    if attr in attributes and not _is_placeholder(machine, class_, attributes[attr], attr, text):
+        return as_role(machine, attributes[attr], text)
+    if found := class_.lookup(attr):
+        return _inherited(machine, node, owner, found[0], text)
+    if attr in calls.NETWORK_METHODS and calls.is_network(class_):
+        return Bound(owner, attr, node)
+    return as_role(machine, Unknown(f"self.{attr}", "given", of=owner), text)
+
+
+def _is_placeholder(machine: Machine, class_: Class, value: Value, attr: str, text: str) -> bool:
+    """Whether an attribute is set to something else later, here or in a class derived from it."""
+    if not isinstance(value, Const):
+        return False
+    used = value.value is None and bool(machine.here.roles.methods.get(text))
+    return used or attr in class_.set_later()
+
+
+def _of_class(node: Node, owner: Class, attr: str) -> Value:
+    if found := owner.lookup(attr):
+        return found[0]
+    if attr == "apply" and calls.is_autograd_function(owner):
+        return Bound(owner, attr, node)
+    return Unknown(f"{owner.node.name}.{attr}", "given")
+
+
+def _of_unknown(machine: Machine, owner: Unknown, attr: str, text: str) -> Value:
+    key = f"{owner.key}.{attr}"
+    stored = machine.converted.get(f"attribute {key}")
+    if stored is not None:
+        return stored
+    made = "called" if owner.made == "called" else "given"
+    found = Unknown(key, made, periodic=owner.periodic, loop=owner.loop, of=owner)
+    return as_role(machine, found, text)
+
+
+def _of_bases(owner: Super, attr: str, node: Node) -> Value:
     for base in owner.class_.bases:
         if isinstance(base, Class) and (found := base.lookup(attr)) is not None:
             value = found[0]
@@ -158,7 +176,8 @@ def _of_bases(owner: Super, attr: str, node: ast.AST) -> Value:
     return Bound(owner, attr, node)
 
 
-def _of_class(machine: Machine, node: ast.AST, owner: Instance, found: Value, text: str) -> Value:
+def _inherited(machine: Machine, node: Node, owner: Instance, found: Value, text: str) -> Value:
+    """What an object's class holds under a name: a method is bound, a property is walked."""
     if not isinstance(found, Function):
         return as_role(machine, found, text)
     function = found.node
@@ -187,9 +206,7 @@ def _subscript(machine: Machine, node: ast.Subscript) -> Value:
     return item(machine, owner, key_of(index), dotted(node), node)
 
 
-def item(
-    machine: Machine, owner: Value, index: Any, text: str, node: ast.AST | None = None
-) -> Value:
+def item(machine: Machine, owner: Value, index: Any, text: str, node: Node | None = None) -> Value:
     """``owner[index]``."""
     match owner:
         case DictValue(items=items) if index in items:
@@ -241,7 +258,7 @@ def _sequence(machine: Machine, node: ast.Tuple | ast.List | ast.Set) -> Value:
 
 
 def _dict(machine: Machine, node: ast.Dict) -> Value:
-    items: dict[str, Value] = {}
+    items: dict[Any, Value] = {}
     is_open = False
     for key, value_node in zip(node.keys, node.values, strict=True):
         value = evaluate(machine, value_node)
@@ -254,7 +271,7 @@ def _dict(machine: Machine, node: ast.Dict) -> Value:
             continue
         where = evaluate(machine, key)
         if isinstance(where, Const) and isinstance(where.value, str | bool | int):
-            items[where.value] = value  # type: ignore[index]
+            items[where.value] = value
         else:
             is_open = True
             items[key_of(where)] = value
@@ -263,15 +280,21 @@ def _dict(machine: Machine, node: ast.Dict) -> Value:
 
 def _conditional(machine: Machine, node: ast.IfExp) -> Value:
     test = evaluate(machine, node.test)
-    machine_knows = machine.is_known(test)
-    matters = any(calls.matters(machine, each) for each in (node.body, node.orelse))
-    plain = all(isinstance(each, ast.Constant | ast.Attribute) for each in (node.body, node.orelse))
-    if machine_knows or matters or plain or isinstance(node.body, ast.Constant):
-        taken = machine.decide(test, not calls.is_unlikely(machine, node.test))
+    branches = (node.body, node.orelse)
+    matters = any(id(each) in machine.here.roles.steps for each in branches)
+    plain = all(isinstance(each, ast.Constant | ast.Attribute) for each in branches)
+    if machine.is_known(test) or matters or plain or isinstance(node.body, ast.Constant):
+        taken = machine.decide(test, not _is_unlikely(machine, node.test))
         return evaluate(machine, node.body if taken else node.orelse)
     other = evaluate(machine, node.orelse)
     value = evaluate(machine, node.body)
     return other if value is NONE or isinstance(value, Const) else value
+
+
+def _is_unlikely(machine: Machine, node: ast.expr) -> bool:
+    """Whether a condition is one that rarely holds, by its words."""
+    text = machine.here.unparsed(node).lower()
+    return any(each in text for each in ("debug", "cpu", "no_cuda", "nan", "no_amp", "disable"))
 
 
 def _boolean(machine: Machine, node: ast.BoolOp) -> Value:
@@ -328,11 +351,6 @@ def _unary(machine: Machine, node: ast.UnaryOp) -> Value:
     )
 
 
-def has_remainder(value: Value) -> bool:
-    """Whether a condition holds once in a window."""
-    return isinstance(value, Unknown) and value.periodic
-
-
 def _compare(machine: Machine, node: ast.Compare) -> Value:
     left = evaluate(machine, node.left)
     if len(node.ops) > 1:
@@ -343,30 +361,22 @@ def _compare(machine: Machine, node: ast.Compare) -> Value:
     return compare(machine, node, left, node.ops[0], right)
 
 
-def compare(machine: Machine, node: ast.AST, left: Value, op: ast.cmpop, right: Value) -> Value:
+def compare(machine: Machine, node: Node, left: Value, op: ast.cmpop, right: Value) -> Value:
     """A comparison: a constant where both sides are, else a condition with a key."""
     if isinstance(op, ast.NotEq | ast.IsNot | ast.NotIn):
         positive = {ast.NotEq: ast.Eq, ast.IsNot: ast.Is, ast.NotIn: ast.In}[type(op)]
         return negate(compare(machine, node, left, positive(), right))
     if isinstance(op, ast.Eq | ast.Is):
-        if isinstance(right, Const) and right.value is None:
-            if isinstance(left, Const):
-                return TRUE if left.value is None else FALSE
-            return negate(left) if not isinstance(left, Gradient) else machine.unknown(node)
-        if isinstance(right, Const) and isinstance(right.value, bool) and isinstance(left, Unknown):
-            return left if right.value else negate(left)
-        if isinstance(left, Ref) and isinstance(right, Ref):
-            same = library.DTYPES.get(left.path, left.path) == library.DTYPES.get(
-                right.path, right.path
-            )
-            return TRUE if same else FALSE
+        equal = _equality(machine, node, left, right)
+        if equal is not None:
+            return equal
     if isinstance(left, Const) and isinstance(right, Const | ListValue):
         known = _known_comparison(left, op, right)
         if known is not None:
             return TRUE if known else FALSE
     if any(isinstance(each, Tensor) and not each.host for each in (left, right)):
         return tensors.apply(machine, node, "eq", (left, right))
-    periodic = is_periodic([left, right]) or calls.is_boundary(left, right)
+    periodic = is_periodic([left, right]) or _is_boundary(left, right)
     name = type(op).__name__
     return Unknown(
         f"({key_of(left)} {name} {key_of(right)})",
@@ -375,6 +385,33 @@ def compare(machine: Machine, node: ast.AST, left: Value, op: ast.cmpop, right: 
         periodic=periodic,
         loop=loop_of([left, right]),
     )
+
+
+def _equality(machine: Machine, node: Node, left: Value, right: Value) -> Value | None:
+    """``x is None``, ``x == True``, ``dtype == torch.float16``; None for any other comparison."""
+    match left, right:
+        case Const(), Const(value=None):
+            return TRUE if left.value is None else FALSE
+        case Gradient(), Const(value=None):
+            return machine.unknown(node)
+        case _, Const(value=None):
+            return negate(left)
+        case Unknown(), Const(value=bool(expected)):
+            return left if expected else negate(left)
+        case Ref(path=one), Ref(path=other):
+            same = library.DTYPES.get(one, one) == library.DTYPES.get(other, other)
+            return TRUE if same else FALSE
+        case _:
+            return None
+
+
+def _is_boundary(left: Value, right: Value) -> bool:
+    """Whether a comparison asks for the last of some micro-batches."""
+    keys = key_of(left), key_of(right)
+    counts = ("accum", "update_freq", "iter_size", "grad_step")
+    if any(each in key for each in counts for key in keys):
+        return any("#" in key or "index of" in key for key in keys)
+    return any("index of" in key for key in keys) and any("len(" in key for key in keys)
 
 
 def _known_comparison(left: Const, op: ast.cmpop, right: Const | ListValue) -> bool | None:
@@ -412,13 +449,13 @@ _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Pow: lambda a, b: a**b if abs(b) < 200 and abs(a) < 1e6 else None,
     ast.Mod: lambda a, b: a % b,
 }
-OPERATORS = {
+OPERATORS: dict[type[ast.operator], str] = {
     ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div", ast.Pow: "pow",
     ast.MatMult: "matmul", ast.Mod: "%", ast.FloorDiv: "floordiv",
 }  # fmt: skip
 
 
-def binary(machine: Machine, node: ast.AST, op: ast.operator, left: Value, right: Value) -> Value:
+def binary(machine: Machine, node: Node, op: ast.operator, left: Value, right: Value) -> Value:
     """An operator."""
     name = OPERATORS.get(type(op), "?")
     if isinstance(left, Const) and isinstance(left.value, str) and name == "%":
@@ -436,9 +473,8 @@ def binary(machine: Machine, node: ast.AST, op: ast.operator, left: Value, right
     if isinstance(left, ListValue) and name == "mul":
         return left
     both = [left, right]
-    if name == "sub" and isinstance(left, Unknown) and isinstance(right, Unknown):
-        if left.clock is not None and right.clock is not None:
-            machine.emit(Elapsed, node, right.clock, left.clock)
+    if name == "sub":
+        _note_duration(machine, node, left, right)
     return Unknown(
         f"({key_of(left)} {name} {key_of(right)})",
         op=name,
@@ -449,7 +485,16 @@ def binary(machine: Machine, node: ast.AST, op: ast.operator, left: Value, right
     )
 
 
-def _formatted(machine: Machine, node: ast.AST, right: Value) -> Value:
+def _note_duration(machine: Machine, node: Node, left: Value, right: Value) -> None:
+    """``time.time() - start``."""
+    end = left.clock if isinstance(left, Unknown) else None
+    begin = right.clock if isinstance(right, Unknown) else None
+    # A time that a file read when it was imported is of no path.
+    if begin is not None and end is not None and 0 < begin <= end <= len(machine.trace):
+        machine.emit(Elapsed, node, begin, end)
+
+
+def _formatted(machine: Machine, node: Node, right: Value) -> Value:
     """``"loss %f" % loss``."""
     operand = node.right if isinstance(node, ast.BinOp) else None
     if operand is not None:
@@ -457,38 +502,26 @@ def _formatted(machine: Machine, node: ast.AST, right: Value) -> Value:
         values = right.items if isinstance(right, ListValue) else [right]
         for each, value in zip(nodes, values, strict=False):
             tensors.shown(machine, each, value)
-    return Unknown(f"str@{node.lineno}:{node.col_offset}")  # type: ignore[attr-defined]
+    return Unknown(f"str@{node.lineno}:{node.col_offset}")
 
 
-def _constants(
-    machine: Machine, node: ast.AST, op: ast.operator, left: Const, right: Const
-) -> Value:
+def _constants(machine: Machine, node: Node, op: ast.operator, left: Const, right: Const) -> Value:
     compute = _ARITHMETIC.get(type(op))
-    small = all(
-        not isinstance(each.value, str | bytes) or len(each.value) < 1000 for each in (left, right)
-    ) and not any(
-        isinstance(each.value, int) and abs(each.value) > 1 << 40 for each in (left, right)
-    )
-    if (
-        compute is not None
-        and small
-        and not (
-            isinstance(op, ast.Mult)
-            and any(isinstance(e.value, str | bytes) for e in (left, right))
-        )
-    ):
-        try:
-            return Const(compute(left.value, right.value))
-        except (TypeError, ValueError, ArithmeticError):
-            pass
-    return machine.unknown(node)
+    both = (left.value, right.value)
+    repeats = isinstance(op, ast.Mult) and any(isinstance(each, str | bytes) for each in both)
+    if compute is None or repeats or not all(map(_is_small, both)):
+        return machine.unknown(node)
+    try:
+        return Const(compute(*both))
+    except (TypeError, ValueError, ArithmeticError):
+        return machine.unknown(node)
 
 
-def is_rescaled(node: ast.expr) -> bool:
-    """Whether a number is multiplied (or weighted) before it is reported."""
-    return any(
-        isinstance(each, ast.BinOp) and isinstance(each.op, ast.Mult) for each in ast.walk(node)
-    )
+def _is_small(value: object) -> bool:
+    """Whether a constant may be computed with: no code that is only read fills the memory."""
+    if isinstance(value, str | bytes):
+        return len(value) < 1000
+    return not isinstance(value, int) or abs(value) <= 1 << 40
 
 
 def _lambda(machine: Machine, node: ast.Lambda) -> Value:
@@ -505,23 +538,11 @@ def _joined(machine: Machine, node: ast.JoinedStr) -> Value:
 
 
 def _comprehension(machine: Machine, node: ast.ListComp | ast.GeneratorExp | ast.SetComp) -> Value:
-    first = node.generators[0]
-    over = evaluate(machine, first.iter)
-    bound = element(machine, node, first.target, over, False)
-    machine.bind(first.target, bound)
-    for other in node.generators[1:]:
-        inner = evaluate(machine, other.iter)
-        machine.bind(other.target, element(machine, node, other.target, inner, False))
-    for generator in node.generators:
-        for test in generator.ifs:
-            evaluate(machine, test, quiet=True)
-    value = evaluate(machine, node.elt)
+    value = _yielded(machine, node, node.elt)
     match value:
         case Parameter():
             return Parameters(value.of, key_of(value.of))
-        case Gradient() | Parameters():
-            return value
-        case Tensor():
+        case Gradient() | Parameters() | Tensor():
             return value
         case Optimizer() | Model() | Instance() | Scaler() | Loader():
             return ListValue([value])
@@ -529,18 +550,31 @@ def _comprehension(machine: Machine, node: ast.ListComp | ast.GeneratorExp | ast
             return machine.unknown(node)
 
 
+Comprehension = ast.ListComp | ast.GeneratorExp | ast.SetComp | ast.DictComp
+
+
+def _yielded(machine: Machine, node: Comprehension, wanted: ast.expr) -> Value:
+    """What a comprehension makes of one element; its names are its own."""
+    names = dict(machine.scope.names)
+    try:
+        for generator in node.generators:
+            over = evaluate(machine, generator.iter)
+            machine.bind(generator.target, element(machine, node, generator.target, over, False))
+            for test in generator.ifs:
+                evaluate(machine, test, quiet=True)
+        return evaluate(machine, wanted)
+    finally:
+        machine.scope.names.clear()
+        machine.scope.names.update(names)
+
+
 def _dict_comprehension(machine: Machine, node: ast.DictComp) -> Value:
-    first = node.generators[0]
-    over = evaluate(machine, first.iter)
-    machine.bind(first.target, element(machine, node, first.target, over, False))
-    value = evaluate(machine, node.value)
-    if isinstance(value, Tensor):
-        return value
-    return DictValue({"": value}, node, open=True)
+    value = _yielded(machine, node, node.value)
+    return value if isinstance(value, Tensor) else DictValue({"": value}, node, open=True)
 
 
 def element(
-    machine: Machine, node: ast.AST, target: ast.expr, over: Value | None, over_data: bool
+    machine: Machine, node: Node, target: ast.expr, over: Value | None, over_data: bool
 ) -> Value:
     """What a loop's target stands for in one iteration."""
     where = f"{key_of(over)}#{machine.iteration}"
@@ -552,8 +586,7 @@ def element(
             # ``for group in optimizer.param_groups`` yields groups, whose items lead on here
             return over if over.key.endswith("param_groups") else parameter
         case ListValue(items=items) if items:
-            last = machine._loops[-1].iteration if machine._loops else 0
-            return items[min(last, len(items) - 1)]
+            return items[min(machine.micro_batch, len(items) - 1)]
         case Loader():
             return Tensor(key=f"batch {where}", data=True)
         case Tensor():
@@ -564,12 +597,13 @@ def element(
             return Tensor(key=f"batch {where}", data=True)
         case Unknown(op="items", operands=(DictValue(items=known), *_)) if known:
             return ListValue([Const(next(iter(known))), next(iter(known.values()))])
-    return Unknown(f"{dotted(target) or 'item'} of {where}", loop=machine.iteration)
+        case _:
+            return Unknown(f"{dotted(target) or 'item'} of {where}", loop=machine.iteration)
 
 
 def _enumerated(
     machine: Machine,
-    node: ast.AST,
+    node: Node,
     target: ast.expr,
     over: Unknown,
     operands: tuple[Value, ...],

@@ -50,14 +50,26 @@ CLIP_NAME = re.compile(
     r"^(dispatch_|adaptive_|unitwise_)?(clip_grad(ient)?s?(_norm|_value)?_?|agc_?)$"
 )
 
+OPTIMIZER = re.compile(
+    r"^(Fused)?(Adam\w*|SGD\w*|LAMB|Lamb|Lion|RAdam|RMSprop|Adafactor|NAdam|Ranger\w*|AdaBelief"
+    r"|Novograd|Muon|LBFGS|LARS)$"
+)
+SCHEDULER = re.compile(r"(LR|Scheduler|Restarts|OnPlateau)$|^get_\w*schedule\w*$|^get_scheduler$")
 WRAPPERS = re.compile(
     r"^(accelerate\.|lightning\.|pytorch_lightning\.|lightning_fabric\.|deepspeed\.|timm\.utils"
     r"\.(cuda\.)?(NativeScaler|ApexScaler)|fairscale\.|colossalai\.|composer\.|ignite\.|ampwise\.|"
     r"transformers\.(Trainer|Seq2SeqTrainer|TrainingArguments)|mmengine\.|mmcv\.|fastai\.|"
     r"detectron2\.engine|trl\.)"
 )
-CLOCKS = {"time.time", "time.perf_counter", "time.monotonic", "timeit.default_timer", "time.time_ns",
-          "time.perf_counter_ns", "datetime.datetime.now"}  # fmt: skip
+CLOCKS = {
+    "time.time",
+    "time.time_ns",
+    "time.perf_counter",
+    "time.perf_counter_ns",
+    "time.monotonic",
+    "timeit.default_timer",
+    "datetime.datetime.now",
+}
 
 LAYERS_LOW = re.compile(
     r"^torch\.nn\.(modules\.\w+\.)?(Lazy)?(Linear|Bilinear|Conv\w*|LSTM|GRU|RNN|LSTMCell|GRUCell"
@@ -107,8 +119,10 @@ FACTORIES = {
     "linspace", "from_numpy", "randint", "zeros_like", "ones_like", "full_like", "rand_like",
     "randn_like", "randperm",
 }  # fmt: skip
-INTEGER = {"argmax", "argmin", "argsort", "eq", "ne", "lt", "gt", "le", "ge", "long", "int", "bool",
-           "isnan", "isinf", "isfinite", "topk", "numel"}  # fmt: skip
+INTEGER = {
+    "argmax", "argmin", "argsort", "eq", "ne", "lt", "gt", "le", "ge", "long", "int", "bool",
+    "isnan", "isinf", "isfinite", "topk", "numel",
+}  # fmt: skip
 
 DTYPES = {
     "torch.float16": "float16",
@@ -147,18 +161,9 @@ def is_optimizer(path: str) -> bool:
     """Whether a class is an optimizer."""
     if path.startswith("torch.optim.") and "lr_scheduler" not in path and "swa_utils" not in path:
         return path.rpartition(".")[2][:1].isupper()
-    last = path.rpartition(".")[2]
-    return bool(
-        re.search(
-            r"^(Fused)?(Adam\w*|SGD\w*|LAMB|Lamb|Lion|RAdam|RMSprop|Adafactor|NAdam|Ranger\w*|AdaBelief|Novograd|Muon|LBFGS|LARS)$",
-            last,
-        )
-    )
+    return bool(OPTIMIZER.search(path.rpartition(".")[2]))
 
 
 def is_scheduler(path: str) -> bool:
     """Whether a class or function makes a learning-rate scheduler."""
-    last = path.rpartition(".")[2]
-    return "lr_scheduler" in path or bool(
-        re.search(r"(LR|Scheduler|Restarts|OnPlateau)$|^get_\w*schedule\w*$|^get_scheduler$", last)
-    )
+    return "lr_scheduler" in path or bool(SCHEDULER.search(path.rpartition(".")[2]))

@@ -13,12 +13,12 @@ where they are called; recursion and depth end that, and a budget of nodes ends 
 from __future__ import annotations
 
 import ast
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from ampwise.lint.model import calls, expressions, library, torch_calls
+from ampwise.lint.model import calls, expressions, library, tensors, torch_calls
 from ampwise.lint.model.arguments import Arguments
 from ampwise.lint.model.events import (
     Accumulate,
@@ -33,6 +33,7 @@ from ampwise.lint.model.events import (
     ZeroGrad,
 )
 from ampwise.lint.model.naming import named
+from ampwise.lint.model.nodes import Node
 from ampwise.lint.model.paths import Oracle
 from ampwise.lint.model.roles import LOADER, dotted
 from ampwise.lint.model.scope import Budget, Frame, Scope
@@ -50,6 +51,7 @@ from ampwise.lint.model.values import (
     Manager,
     Model,
     Optimizer,
+    Origin,
     Ref,
     Region,
     Scaler,
@@ -57,6 +59,7 @@ from ampwise.lint.model.values import (
     Tensor,
     Unknown,
     Value,
+    is_periodic,
     key_of,
     truth,
 )
@@ -141,28 +144,31 @@ class Machine:
         return self._loops[-1].serial if self._loops else None
 
     @property
+    def micro_batch(self) -> int:
+        """Where in the window of the innermost loop: 0, or 1 for the last; 0 outside loops."""
+        return self._loops[-1].iteration if self._loops else 0
+
+    @property
     def region(self) -> Region | None:
         """The autocast region in force, if one is on."""
         return self._regions[-1] if self._regions and self._regions[-1].enabled else None
 
-    def emit(self, kind: type[Event], node: ast.AST, *values: object, **named: object) -> None:
+    def emit(self, kind: Callable[..., Event], node: Node, *values: object) -> None:
         """Write an event down."""
         if not self.quiet:
-            self.trace.append(kind(node, self.here, self.context, *values, **named))  # type: ignore[arg-type]
+            self.trace.append(kind(node, self.here, self.context, *values))
 
     def evaluate(self, node: ast.expr, *, quiet: bool = False) -> Value:
         """The value of an expression; `quiet`: without writing down what happens."""
         return expressions.evaluate(self, node, quiet=quiet)
 
-    def unknown(self, node: ast.AST, made: str = "computed", label: str = "") -> Unknown:
+    def unknown(self, node: Node, made: Origin = "computed", label: str = "") -> Unknown:
         """A value that is not known, and the same again at the same place of the same iteration."""
-        place = (
-            f"{self.here.path.name}:{getattr(node, 'lineno', 0)}:{getattr(node, 'col_offset', 0)}"
-        )
+        place = f"{self.here.path.name}:{node.lineno}:{node.col_offset}"
         key = f"{label or type(node).__name__}@{place}"
         if self._loops:
             key += f"#{self._loops[-1].serial}"
-        return Unknown(key, made, loop=self.iteration)  # type: ignore[arg-type]
+        return Unknown(key, made, loop=self.iteration)
 
     # ------------------------------------------------------------------ modules and functions
 
@@ -207,7 +213,7 @@ class Machine:
             self.frames.pop()
             self._context = None
 
-    def call(self, function: Function, arguments: Arguments, node: ast.AST) -> Value:
+    def call(self, function: Function, arguments: Arguments, node: Node) -> Value:
         """Walk a function of the project where it is called; what it returns."""
         active = sum(
             frame.function is not None and frame.function.node is function.node
@@ -238,7 +244,33 @@ class Machine:
 
     def decide(self, value: Value, default: bool = True) -> bool:
         """Whether a condition holds on this path."""
-        return self._decide(value, default)
+        if isinstance(value, Unknown):
+            return self._decide_unknown(value, default)
+        if self.is_known(value):
+            return bool(truth(value))
+        if isinstance(value, Scaler | Optimizer | Scheduler | Model):
+            return self.oracle.ask(f"has {value.key}", True)
+        key = key_of(value)
+        return self.oracle.ask(key, default and not any(each in key for each in ("nan", "inf")))
+
+    def _decide_unknown(self, value: Unknown, default: bool) -> bool:
+        match value.op:
+            case "not":
+                return not self.decide(value.operands[0], not default)
+            case "and":
+                return all(self.decide(each, default) for each in value.operands)
+            case "or":
+                return any(self.decide(each, default) for each in value.operands)
+            case "%":  # a remainder is false once in a window
+                return not self.oracle.ask(f"({value.key} Eq 0)", self.micro_batch > 0)
+            case "Eq":
+                return self._equals(value, default)
+            case _:
+                return self.oracle.ask(value.key, self._default(value, default))
+
+    def _default(self, value: Unknown, default: bool) -> bool:
+        """What holds once in a window holds on its last micro-batch."""
+        return self.micro_batch > 0 if value.periodic else default
 
     def is_known(self, value: Value) -> bool:
         """Whether a condition can go one way only."""
@@ -254,37 +286,10 @@ class Machine:
             return False
         return truth(value) is not None
 
-    def _decide(self, value: Value, default: bool) -> bool:
-        if isinstance(value, Unknown):
-            match value.op:
-                case "not":
-                    return not self._decide(value.operands[0], not default)
-                case "and":
-                    return all(self._decide(each, default) for each in value.operands)
-                case "or":
-                    return any(self._decide(each, default) for each in value.operands)
-                case "%":
-                    # A remainder is false once in a window.
-                    last = bool(self._loops) and self._loops[-1].iteration > 0
-                    return not self.oracle.ask(f"({value.key} Eq 0)", last)
-                case "Eq":
-                    return self._equals(value, default)
-                case _:
-                    if value.periodic:
-                        default = bool(self._loops) and self._loops[-1].iteration > 0
-                    return self.oracle.ask(value.key, default)
-        if self.is_known(value):
-            return bool(truth(value))
-        if isinstance(value, Scaler | Optimizer | Scheduler | Model):
-            return self.oracle.ask(f"has {value.key}", True)
-        key = key_of(value)
-        return self.oracle.ask(key, default and not any(each in key for each in ("nan", "inf")))
-
     def _equals(self, value: Unknown, default: bool) -> bool:
         """``x == "a"``: false where ``x == "b"`` was true."""
         left, right = value.operands
-        if value.periodic:
-            default = bool(self._loops) and self._loops[-1].iteration > 0
+        default = self._default(value, default)
         if not isinstance(right, Const):
             return self.oracle.ask(value.key, default)
         subject = key_of(left)
@@ -315,7 +320,7 @@ class Machine:
         """Walk one statement."""
         self.budget.spend()
         walk = _STATEMENTS.get(type(node))
-        return walk(self, node) or "" if walk is not None else ""
+        return (walk(self, node) or "") if walk is not None else ""
 
     def _expression(self, node: ast.Expr) -> Flow:
         self.evaluate(node.value)
@@ -357,7 +362,7 @@ class Machine:
     def _running_sum(self, node: ast.AugAssign, before: Value, added: Value) -> None:
         if isinstance(added, Tensor):
             if added.host:
-                rescaled = expressions.is_rescaled(node.value)
+                rescaled = tensors.is_rescaled(node.value)
                 self.emit(Report, node, added, dotted(node.target), rescaled)
             else:
                 self.emit(Accumulate, node, before, added)
@@ -369,6 +374,8 @@ class Machine:
                 before = self.scope.get(name)
                 if self.unsure and isinstance(before, Optimizer) and isinstance(value, Optimizer):
                     value.others = (*before.others, before)
+                if self.unsure and isinstance(before, Const) and isinstance(value, Const):
+                    value = self._either(target, before, value)
                 if not (self.unsure and _is_lost(before, value)):
                     self.scope.set(name, named(value, name))
             case ast.Tuple(elts=targets) | ast.List(elts=targets):
@@ -382,6 +389,14 @@ class Machine:
                 expressions.set_item(self, target, owner, index, value)
             case _:
                 pass
+
+    def _either(self, target: ast.Name, before: Const, value: Const) -> Value:
+        """One constant or another, as a branch that is not followed was taken or not."""
+        if before.value == value.value:
+            return value
+        either = self.unknown(target, label=target.id)
+        either.periodic = any(each.periodic for each in self._conditions)
+        return either
 
     def _parts(self, value: Value, targets: list[ast.expr]) -> list[Value]:
         starred = any(isinstance(each, ast.Starred) for each in targets)
@@ -421,7 +436,7 @@ class Machine:
 
     def _if(self, node: ast.If) -> Flow:
         test = self.evaluate(node.test)
-        periodic = expressions.has_remainder(test)
+        periodic = is_periodic([test])
         known = self.is_known(test)
         branches = node.body + node.orelse
         matters = any(id(each) in self.here.roles.steps for each in branches) or (
@@ -458,7 +473,7 @@ class Machine:
 
     @contextmanager
     def _condition(
-        self, node: ast.AST, test: Value, taken: bool, periodic: bool, known: bool
+        self, node: Node, test: Value, taken: bool, periodic: bool, known: bool
     ) -> Generator[None]:
         before = self._conditions
         self._conditions = (*before, Condition(node, key_of(test), taken, periodic, known))
@@ -484,9 +499,10 @@ class Machine:
         over_data = _is_data(self.here, node, over)
         before, steps = self._loops, len(self.trace)
         flow: Flow = ""
+        held = len(self._conditions)
         for iteration in (0, 1):
             self._serial += 1
-            self._loops = (*before, Loop(node, iteration, self._serial, over_data))
+            self._loops = (*before, Loop(node, iteration, self._serial, over_data, held))
             self._context = None
             if target is not None:
                 self.bind(target, expressions.element(self, node, target, over, over_data))
@@ -561,7 +577,7 @@ class Machine:
             case _:
                 pass
 
-    def _try(self, node: ast.Try) -> Flow:
+    def _try(self, node: ast.Try | ast.TryStar) -> Flow:
         flow = self.block(node.body)
         if not flow:
             flow = self.block(node.orelse)
@@ -572,14 +588,9 @@ class Machine:
         return self.block(node.finalbody) or flow
 
     def _define(self, node: ast.stmt) -> None:
-        names = {
-            ast.ClassDef: lambda: [node.name],  # type: ignore[attr-defined]
-            ast.FunctionDef: lambda: [node.name],  # type: ignore[attr-defined]
-            ast.Import: lambda: [(a.asname or a.name).partition(".")[0] for a in node.names],  # type: ignore[attr-defined]
-            ast.ImportFrom: lambda: [a.asname or a.name for a in node.names],  # type: ignore[attr-defined]
-        }
-        make = names.get(type(node))
-        if make is not None and all(self.scope.get(each) is None for each in make()):
+        """Walk a definition or an import, unless its names are bound already."""
+        names = _defined_names(node)
+        if names and all(self.scope.get(each) is None for each in names):
             self.statement(node)
 
     def _match(self, node: ast.Match) -> Flow:
@@ -696,7 +707,7 @@ class Machine:
         self.evaluate(node.test)
 
 
-_STATEMENTS = {
+_STATEMENTS: dict[type[ast.stmt], Callable[[Machine, Any], Flow | None]] = {
     ast.Expr: Machine._expression,
     ast.Assign: Machine._assign,
     ast.AnnAssign: Machine._annotated,
@@ -709,6 +720,7 @@ _STATEMENTS = {
     ast.With: Machine._with,
     ast.AsyncWith: Machine._with,
     ast.Try: Machine._try,
+    ast.TryStar: Machine._try,
     ast.Match: Machine._match,
     ast.Delete: Machine._delete,
     ast.FunctionDef: Machine._define_function,
@@ -723,8 +735,19 @@ _STATEMENTS = {
     ast.Continue: Machine._continue,
     ast.Assert: Machine._assert,
 }
-if hasattr(ast, "TryStar"):
-    _STATEMENTS[ast.TryStar] = Machine._try
+
+
+def _defined_names(node: ast.stmt) -> list[str]:
+    """Names that a definition or an import binds; none for other statements."""
+    match node:
+        case ast.ClassDef(name=name) | ast.FunctionDef(name=name):
+            return [name]
+        case ast.Import(names=names):
+            return [(each.asname or each.name).partition(".")[0] for each in names]
+        case ast.ImportFrom(names=names):
+            return [each.asname or each.name for each in names]
+        case _:
+            return []
 
 
 def _definitions(body: list[ast.stmt]) -> list[ast.stmt]:

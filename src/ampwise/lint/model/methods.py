@@ -28,6 +28,7 @@ from ampwise.lint.model.events import (
     Update,
     ZeroGrad,
 )
+from ampwise.lint.model.nodes import Node
 from ampwise.lint.model.roles import LOSS
 from ampwise.lint.model.values import (
     FALSE,
@@ -67,34 +68,24 @@ LOGS = re.compile(
     r"|set_description(_str)?|print|log_metric|log_scalar|update|append|add)$"
 )
 SHOWS = re.compile(
-    r"^(add_scalars?|log|log_metrics?|log_dict|info|write|set_postfix(_str)?|set_description|log_metric|log_scalar)$"
+    r"^(add_scalars?|log|log_metrics?|log_dict|info|write|set_postfix(_str)?|set_description"
+    r"|log_metric|log_scalar)$"
 )
 KNOWN_OPERATIONS = (library.OPS_LOW | library.OPS_FLOAT32 | library.PLAIN | library.INTEGER) - {
-    "min",
-    "max",
-    "add",
-    "split",
-    "pad",
-    "select",
-    "index_select",
-    "t",
-    "div",
-    "sub",
-    "mul",
-    "log",
-    "repeat",
-    "norm",
-    "sum",
-    "mean",
-    "view",
-    "dist",
-    "where",
-    "clip",
-    "expand",
-    "int",
-    "bool",
+    "min", "max", "add", "split", "pad", "select", "index_select", "t", "div", "sub", "mul", "log",
+    "repeat", "norm", "sum", "mean", "view", "dist", "where", "clip", "expand", "int", "bool",
     "roll",
-}
+}  # fmt: skip
+"""Operations that hardly anything but a tensor has a method for."""
+WAITS = {
+    "info", "write", "set_description", "set_postfix_str", "add_scalar", "add_scalars",
+}  # fmt: skip
+"""Of `SHOWS`, those that turn a tensor into a number at once."""
+RUNS_STEP = {
+    "fit", "train", "step", "clip_grad_norm_", "clip_gradients", "prepare", "setup",
+    "optimizer_step",
+}  # fmt: skip
+HALVES = {"half": "float16", "bfloat16": "bfloat16"}
 
 
 def call(machine: Machine, node: ast.Call, owner: Value, name: str, arguments: Arguments) -> Value:
@@ -141,40 +132,42 @@ def given_away(machine: Machine, node: ast.Call, name: str, a: Arguments) -> Non
 def _scaler(machine: Machine, node: ast.Call, scaler: Scaler, name: str, a: Arguments) -> Value:
     machine.exists(scaler)
     first = a.first("optimizer", "outputs")
-    is_on = scaler.enabled is not FALSE and not (
-        isinstance(scaler.enabled, Const) and not scaler.enabled.value
-    )
+    result = Unknown(f"{scaler.key}.{name}()", scale=name == "get_scale", loop=machine.iteration)
     if scaler.opaque:
         machine.emit(Managed, node, scaler.key)
         if name == "scale" and isinstance(first, Tensor):
             return first.but(scaled=Unknown(scaler.key, "called"))
-    elif name == "scale":
-        return _scaled(machine, scaler, first, node) if is_on else first or NONE
-    elif name == "step":
-        if is_on:
-            machine.emit(ScalerStep, node, scaler, first, a.count)
-        elif isinstance(first, Optimizer):
-            machine.emit(OptimizerStep, node, first)
-        return machine.unknown(node)
-    elif name == "unscale_":
-        if is_on:
-            machine.emit(Unscale, node, scaler, first)
-        return NONE
-    elif name == "update":
-        if is_on:
-            machine.emit(Update, node, scaler)
-        return NONE
-    elif name == "get_scale":
-        machine.emit(HostSync, node, scaler, "get_scale")
-    elif name == "is_enabled":
-        return scaler.enabled
-    elif name in ("state_dict", "load_state_dict"):
-        machine.emit(StateDict, node, scaler, name != "state_dict")
-        return Parameters(scaler, f"{scaler.key}.state_dict")
-    return Unknown(f"{scaler.key}.{name}()", scale=name == "get_scale", loop=machine.iteration)
+        return result
+    is_on = not isinstance(scaler.enabled, Const) or bool(scaler.enabled.value)
+    match name:
+        case "scale":
+            return _scaled(machine, scaler, first, node) if is_on else first or NONE
+        case "step":
+            if is_on:
+                machine.emit(ScalerStep, node, scaler, first, a.count)
+            elif isinstance(first, Optimizer):
+                machine.emit(OptimizerStep, node, first)
+            return machine.unknown(node)
+        case "unscale_":
+            if is_on:
+                machine.emit(Unscale, node, scaler, first)
+            return NONE
+        case "update":
+            if is_on:
+                machine.emit(Update, node, scaler)
+            return NONE
+        case "get_scale":
+            machine.emit(HostSync, node, scaler, name)
+            return result
+        case "is_enabled":
+            return scaler.enabled
+        case "state_dict" | "load_state_dict":
+            return _state(machine, node, scaler, name)
+        case _:
+            return result
 
 
-def _scaled(machine: Machine, scaler: Scaler, value: Value | None, node: ast.AST) -> Value:
+def _scaled(machine: Machine, scaler: Scaler, value: Value | None, node: Node) -> Value:
     match value:
         case Tensor():
             return value.but(scaled=scaler)
@@ -184,6 +177,12 @@ def _scaled(machine: Machine, scaler: Scaler, value: Value | None, node: ast.AST
             return machine.unknown(node)
         case _:
             return Tensor(key=key_of(value), scaled=scaler, loss=True, of=value)
+
+
+def _state(machine: Machine, node: ast.Call, owner: Value, name: str) -> Parameters:
+    """``state_dict`` and ``load_state_dict``."""
+    machine.emit(StateDict, node, owner, name == "load_state_dict")
+    return Parameters(owner, f"{key_of(owner)}.state_dict")
 
 
 def _optimizer(
@@ -196,8 +195,7 @@ def _optimizer(
         case "zero_grad":
             machine.emit(ZeroGrad, node, owner)
         case "state_dict" | "load_state_dict":
-            machine.emit(StateDict, node, owner, name != "state_dict")
-            return Parameters(owner, f"{owner.key}.state_dict")
+            return _state(machine, node, owner, name)
         case "backward" | "clip_master_grads" | "update_master_grads":  # apex FP16_Optimizer
             machine.emit(Managed, node, owner.key)
         case _:
@@ -214,26 +212,20 @@ def _scheduler(
 
 
 def _wrapper(machine: Machine, node: ast.Call, owner: Wrapper, name: str, a: Arguments) -> Value:
-    if name == "backward":
-        machine.emit(Backward, node, a.first("loss") or NONE, owner)
-        machine.emit(Managed, node, owner.path)
-    elif name in (
-        "fit",
-        "train",
-        "step",
-        "clip_grad_norm_",
-        "clip_gradients",
-        "prepare",
-        "setup",
-        "optimizer_step",
-    ):
-        machine.emit(Managed, node, owner.path)
-    elif name == "autocast":
-        return Manager("autocast", node, Region(node, machine.here, True, None, None))
-    elif name in ("accumulate", "no_sync", "no_backward_sync"):
-        return Manager("other", node)
-    elif name in ("log", "print"):
-        tensors.shown_all(machine, node, a.values, waits=False)
+    match name:
+        case "backward":
+            machine.emit(Backward, node, a.first("loss") or NONE, owner)
+            machine.emit(Managed, node, owner.path)
+        case _ if name in RUNS_STEP:
+            machine.emit(Managed, node, owner.path)
+        case "autocast":
+            return Manager("autocast", node, Region(node, machine.here, True, None, None))
+        case "accumulate" | "no_sync" | "no_backward_sync":
+            return Manager("other", node)
+        case "log" | "print":
+            tensors.shown_all(machine, node, a.values, waits=False)
+        case _:
+            pass
     return machine.unknown(node, "called", f"{owner.path}.{name}()")
 
 
@@ -256,19 +248,15 @@ def _network(
             machine.evaluating.add(key)
             return owner
         case "half" | "bfloat16":
-            return halved(machine, node, owner, "float16" if name == "half" else "bfloat16")
+            return halved(machine, node, owner, HALVES[name])
         case "float" | "double":
             return owner
         case "to" | "type":
-            dtype = next((d for v in a.values if (d := dtype_named(v)) is not None), None)
+            dtype = _dtype_given(a)
             if dtype in ("float16", "bfloat16"):
                 return halved(machine, node, owner, dtype)
-            device = next(
-                (v.value for v in a.values if isinstance(v, Const) and isinstance(v.value, str)),
-                None,
-            )
             if isinstance(owner, Model):
-                owner.cpu = device == "cpu"
+                owner.cpu = _device_given(a) == "cpu"
             return owner
         case "cuda" | "cpu" | "requires_grad_" | "apply" | "compile" | "xpu" | "share_memory":
             if isinstance(owner, Model):
@@ -277,8 +265,7 @@ def _network(
         case "zero_grad":
             machine.emit(ZeroGrad, node, owner)
         case "state_dict" | "load_state_dict":
-            machine.emit(StateDict, node, owner, name != "state_dict")
-            return Parameters(owner, f"{key}.state_dict")
+            return _state(machine, node, owner, name)
         case "no_sync":
             return Manager("other", node)
         case "clip_grad_norm_":
@@ -297,7 +284,7 @@ def _network(
     return machine.unknown(node, "called", f"{key}.{name}()")
 
 
-def halved(machine: Machine, node: ast.AST, owner: Value, dtype: str) -> Value:
+def halved(machine: Machine, node: Node, owner: Value, dtype: str) -> Value:
     """A network or tensor made half."""
     cast = Cast(node, machine.here, dtype)
     machine.emit(CastDown, node, owner, dtype)
@@ -317,6 +304,18 @@ def dtype_named(value: Value) -> str | None:
     return None
 
 
+def _dtype_given(a: Arguments) -> str | None:
+    """The dtype that ``.to(...)`` is told, if any."""
+    return next((dtype for each in a.values if (dtype := dtype_named(each)) is not None), None)
+
+
+def _device_given(a: Arguments) -> str | None:
+    """The device that ``.to(...)`` is told as text, if any."""
+    return next(
+        (e.value for e in a.values if isinstance(e, Const) and isinstance(e.value, str)), None
+    )
+
+
 # ---------------------------------------------------------------------- tensors and gradients
 
 
@@ -334,7 +333,7 @@ def _tensor(machine: Machine, node: ast.Call, owner: Tensor, name: str, a: Argum
         case "float" | "double":
             return owner.but(dtype="float32", cast=None)
         case "half" | "bfloat16":
-            return halved(machine, node, owner, "float16" if name == "half" else "bfloat16")
+            return halved(machine, node, owner, HALVES[name])
         case "to" | "cuda" | "type" | "xpu" | "npu":
             return _moved(machine, node, owner, name, a)
         case "type_as":
@@ -352,6 +351,9 @@ def _tensor(machine: Machine, node: ast.Call, owner: Tensor, name: str, a: Argum
             return Unknown(f"{key_of(owner)}.{name}()", of=owner)
         case "values" | "items" | "keys" | "unbind" | "data_ptr":
             return owner
+        case "zero_grad":
+            machine.emit(ZeroGrad, node, None)
+            return NONE
         case "register_hook":
             return NONE
         case _:
@@ -359,17 +361,14 @@ def _tensor(machine: Machine, node: ast.Call, owner: Tensor, name: str, a: Argum
 
 
 def _moved(machine: Machine, node: ast.Call, owner: Tensor, name: str, a: Arguments) -> Value:
-    dtype = next((d for v in a.values if (d := dtype_named(v)) is not None), None)
+    dtype = _dtype_given(a)
     if dtype in ("float16", "bfloat16"):
         return halved(machine, node, owner, dtype)
-    device = next(
-        (v.value for v in a.values if isinstance(v, Const) and isinstance(v.value, str)), None
-    )
     if any(isinstance(each, ast.Constant) and each.value == "cpu" for each in node.args):
         return owner if owner.data else tensors.read(machine, node, owner, "cpu")
     if dtype is None and (owner.data or not (owner.forward or owner.loss)):
         non_blocking = "non_blocking" in a.named or (name == "cuda" and a.count > 1) or a.open
-        machine.emit(Moved, node, owner, non_blocking, device)
+        machine.emit(Moved, node, owner, non_blocking, _device_given(a))
         owner = owner.but(moved=owner.data)
     return owner if dtype is None else owner.but(dtype=dtype)
 
@@ -450,65 +449,65 @@ def _sequence(machine: Machine, node: ast.Call, owner: ListValue, name: str, a: 
             machine.emit(Report, node, value, "list", True)
         if not isinstance(value, Const):
             owner.items = [*owner.items[:8], value]
-    elif name in ("extend", "insert"):
-        owner.items = [*owner.items]
     return NONE
 
 
 def _unknown(machine: Machine, node: ast.Call, owner: Unknown, name: str, a: Arguments) -> Value:
-    if name == "backward":
-        if a.positional:
+    match name:
+        case "backward":
+            if a.positional:
+                machine.emit(Managed, node, owner.key)
+            else:
+                scaled = owner if "scale" in owner.key.lower() else None
+                machine.emit(Backward, node, owner, scaled)
+            return NONE
+        case _ if name in READS and not a.positional:
+            return tensors.read(machine, node, owner, name)
+        case "half" | "bfloat16" if not a.count:
+            made = Model(owner.key) if NETWORK_MADE.search(owner.key) else owner
+            return halved(machine, node, made, HALVES[name])
+        case "parameters" | "named_parameters":
+            return Parameters(owner, f"{owner.key}.parameters")
+        case "zero_grad":
+            machine.emit(ZeroGrad, node, owner)
+            return NONE
+        case "state_dict" | "load_state_dict":
+            return _state(machine, node, owner, name)
+        case "no_sync":
+            return Manager("other", node)
+        case _ if library.CLIP_NAME.match(name):
             machine.emit(Managed, node, owner.key)
-        else:
-            scaled = owner if "scale" in owner.key.lower() else None
-            machine.emit(Backward, node, owner, scaled)
-        return NONE
-    if name in READS and not a.positional:
-        return tensors.read(machine, node, owner, name)
-    if name in ("half", "bfloat16") and not a.count:
-        made: Value = Model(owner.key) if NETWORK_MADE.search(owner.key) else owner
-        return halved(machine, node, made, "float16" if name == "half" else "bfloat16")
-    if name in ("parameters", "named_parameters"):
-        return Parameters(owner, f"{owner.key}.parameters")
-    if name == "zero_grad":
-        machine.emit(ZeroGrad, node, owner)
-        return NONE
-    if name in ("state_dict", "load_state_dict"):
-        machine.emit(StateDict, node, owner, name != "state_dict")
-        return Parameters(owner, f"{owner.key}.state_dict")
-    if name == "no_sync":
-        return Manager("other", node)
-    if library.CLIP_NAME.match(name):
-        machine.emit(Managed, node, owner.key)
-        return machine.unknown(node)
-    if name in ("to", "cuda", "float", "detach", "clone", "double", "contiguous"):
-        return _passed(machine, node, owner, name, a)
-    if name in KNOWN_OPERATIONS:
-        return tensors.apply(machine, node, name, (owner, *a.positional), a.named)
+            return machine.unknown(node)
+        case "to" | "cuda" | "float" | "detach" | "clone" | "double" | "contiguous":
+            return _passed(machine, node, owner, name, a)
+        case _ if name in KNOWN_OPERATIONS:
+            return tensors.apply(machine, node, name, (owner, *a.positional), a.named)
+        case _:
+            _note_shown(machine, node, name, a)
+            given_away(machine, node, name, a)
+            return _returned(machine, node, owner, name, a)
+
+
+def _note_shown(machine: Machine, node: ast.Call, name: str, a: Arguments) -> None:
+    """Note what a logger or a progress bar is given."""
     if SHOWS.match(name):
-        waits = name in (
-            "info",
-            "write",
-            "set_description",
-            "set_postfix_str",
-            "add_scalar",
-            "add_scalars",
-        )
-        tensors.shown_all(machine, node, a.values, waits=waits)
+        tensors.shown_all(machine, node, a.values, waits=name in WAITS)
     elif LOGS.match(name):
-        for each, value in zip(
-            [*node.args, *(k.value for k in node.keywords)], a.values, strict=False
-        ):
+        nodes = [*node.args, *(each.value for each in node.keywords)]
+        for each, value in zip(nodes, a.values, strict=False):
             if isinstance(value, Tensor) and value.host:
                 tensors.shown(machine, each, value, waits=False)
-    given_away(machine, node, name, a)
-    inputs = [each for each in tensors.flatten(a.values) if isinstance(each, Tensor)]
+
+
+def _returned(machine: Machine, node: ast.Call, owner: Unknown, name: str, a: Arguments) -> Value:
+    """What a method nobody showed us returns, by its name and what it is given."""
     if LOSS.search(name) and a.count:
         scaled = owner if "scale" in name.lower() else None
         return Tensor(key=f"{owner.key}.{name}()", loss=True, scaled=scaled)
     if name == "log" and not a.count:
         return tensors.apply(machine, node, name, (owner,))
-    if inputs and owner.made == "computed" and not SHOWS.match(name):
+    has_tensors = any(isinstance(each, Tensor) for each in tensors.flatten(a.values))
+    if has_tensors and owner.made == "computed" and not SHOWS.match(name):
         return tensors.apply(machine, node, name, (owner, *a.positional), a.named)
     made = machine.unknown(node, "called", f"{owner.key}.{name}()")
     made.periodic = owner.periodic
@@ -516,9 +515,9 @@ def _unknown(machine: Machine, node: ast.Call, owner: Unknown, name: str, a: Arg
 
 
 def _passed(machine: Machine, node: ast.Call, owner: Unknown, name: str, a: Arguments) -> Value:
-    dtype = next((d for v in a.values if (d := dtype_named(v)) is not None), None)
     if name in ("float", "double"):
         return Tensor(key=owner.key, dtype="float32", of=owner)
+    dtype = _dtype_given(a)
     if dtype in ("float16", "bfloat16"):
         return halved(machine, node, owner, dtype)
     return owner
@@ -533,15 +532,19 @@ def _super(machine: Machine, node: ast.Call, owner: Super, name: str, a: Argumen
 
 
 def _const(machine: Machine, node: ast.Call, owner: Const, name: str, a: Arguments) -> Value:
-    if isinstance(owner.value, str) and name in ("format", "join"):
-        for each, value in zip(node.args, a.positional, strict=False):
-            tensors.shown(machine, each, value)
-    elif isinstance(owner.value, str) and name in ("startswith", "endswith") and a.positional:
-        first = a.positional[0]
-        if isinstance(first, Const) and isinstance(first.value, str):
-            return Const(getattr(owner.value, name)(first.value))
-    elif isinstance(owner.value, str) and name in ("lower", "upper", "strip") and not a.count:
-        return Const(getattr(owner.value, name)())
+    text = owner.value
+    if not isinstance(text, str):
+        return machine.unknown(node, "called")
+    match name, a.positional:
+        case "format" | "join", given:
+            for each, value in zip(node.args, given, strict=False):
+                tensors.shown(machine, each, value)
+        case "startswith" | "endswith", [Const(value=str(part)), *_]:
+            return Const(getattr(text, name)(part))
+        case "lower" | "upper" | "strip", [] if not a.named:
+            return Const(getattr(text, name)())
+        case _:
+            pass
     return machine.unknown(node, "called")
 
 

@@ -59,7 +59,7 @@ def named(value: Value, name: str) -> Value:
     """A value as it is bound to a name: what is called a loss is one."""
     last = name.rpartition(".")[2]
     if LOSS.search(last) and not name.endswith(
-        ("fn", "func", "function", "es", "weight", "weights")
+        ("fn", "func", "function", "es", "weight", "weights", "name", "type", "key", "str")
     ):
         if isinstance(value, Unknown) and value.made == "called" and not HOST.match(value.key):
             scaled = value if "scale" in f"{name} {value.key}".lower() else None

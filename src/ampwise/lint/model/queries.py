@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ampwise.lint.findings import Edit
+from ampwise.lint.findings import Change, Edit
 from ampwise.lint.model.analysis import Analysis, Trace
 from ampwise.lint.model.events import (
     Backward,
@@ -18,6 +19,7 @@ from ampwise.lint.model.events import (
     OptimizerStep,
     ScalerStep,
 )
+from ampwise.lint.model.nodes import Node, span
 from ampwise.lint.model.roles import dotted
 from ampwise.lint.model.values import (
     DictValue,
@@ -44,7 +46,6 @@ def uses_amp(code: Analysis) -> bool:
     return (
         code.any(Enter)
         or code.any(ScalerStep)
-        or code.any(Made, lambda e: isinstance(e.value, Scaler))
         or code.any(Backward, lambda e: e.scaled is not None and not isinstance(e.scaled, Wrapper))
         or code.any(Made, lambda e: isinstance(e.value, Wrapper) and e.value.lower)
         or code.any(Managed, lambda e: e.path.startswith("apex.amp"))
@@ -86,6 +87,10 @@ def step_loops(code: Analysis) -> Steps:
     return found
 
 
+SETTING = re.compile(r"vis(ual|_|\b)|debug|verbose|plot|profil|dump")
+"""What is switched on to look into a training, not to train."""
+
+
 def is_hot(event: Event, steps: Steps, trace: Trace) -> bool:
     """Whether something happens on every step of a training loop."""
     if event.context.no_grad:
@@ -96,7 +101,10 @@ def is_hot(event: Event, steps: Steps, trace: Trace) -> bool:
         if not around:
             return False
         conditions = event.context.branches_in(around[0])
-    return not any(each.periodic and id(each.node) not in steps.windows for each in conditions)
+    return not any(
+        (each.periodic or SETTING.search(each.key)) and id(each.node) not in steps.windows
+        for each in conditions
+    )
 
 
 def owners(value: Value | None) -> set[str]:
@@ -173,22 +181,12 @@ def _skipped_to(event: Event, step: Event) -> bool:
     return loop.node is other.node and loop.serial != other.serial
 
 
-def span(node: ast.AST) -> tuple[int, int, int, int]:
-    """Line, column (from 0), end line, end column of a node."""
-    return (
-        node.lineno,  # type: ignore[attr-defined]
-        node.col_offset,  # type: ignore[attr-defined]
-        node.end_lineno,  # type: ignore[attr-defined]
-        node.end_col_offset,  # type: ignore[attr-defined]
-    )
-
-
-def edit(what: str, node: ast.AST, text: str = "") -> Edit:
+def edit(what: Change, node: Node, text: str = "") -> Edit:
     """A change at a node."""
-    return Edit(what, *span(node), text)  # type: ignore[arg-type]
+    return Edit(what, *span(node), text)
 
 
-def statement_edit(what: str, module: Module, node: ast.AST, text: str = "") -> Edit:
+def statement_edit(what: Change, module: Module, node: Node, text: str = "") -> Edit:
     """A change at the statement a node stands in."""
     return edit(what, module.statement_of(node), text)
 

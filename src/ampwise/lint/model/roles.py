@@ -21,6 +21,9 @@ NETWORK = re.compile(
     r"|backbone|unet|gen|disc|module|G|D|net_?[GD]|actor|policy|vae|gpt|transformer)"
     r"(s|_\w+|\d+|[A-Z]\w*)?$|model$|Net$"
 )
+NO_NETWORK = re.compile(
+    r"(builder|factory|fn|func|names?|class|cls|config|cfg|path|dir|file|args|types?|params|output|outputs|id)$"
+)
 LOSS = re.compile(
     r"(criteri(on|a)|loss|(^|_)crit(_|$)|objective|(^|_)(bce|ce|mse|nll|l1|kl)(_|$))", re.IGNORECASE
 )
@@ -32,7 +35,8 @@ WRAPPER = re.compile(
     r"(^|[_.])(accelerator|fabric|engine|model_engine|trainer|strategy)$", re.IGNORECASE
 )
 EVALUATION = re.compile(
-    r"(^|_)(val|valid|validate|validation|eval|evaluate|evaluation|test|infer\w*|predict\w*|sample)(_|$)",
+    r"(^|_)(val|valid|validate|validation|eval|evaluate|evaluation|test|infer\w*|predict\w*"
+    r"|sample)(_|$)|^(test|val|valid|eval)_?(data)?_?(loader|dl|dataloader|set|gen)",
     re.IGNORECASE,
 )
 
@@ -136,7 +140,7 @@ class Roles:
     def is_network(self, text: str) -> bool:
         """Whether a path is used as a network is."""
         last = text.rpartition(".")[2].partition("[")[0]
-        if LOSS.search(last):
+        if LOSS.search(last) or NO_NETWORK.search(last):
             return False
         used = self.methods.get(text, set())
         return bool({"train", "eval"} & used and used & NETWORK_METHODS) or bool(

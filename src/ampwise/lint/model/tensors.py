@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ampwise.lint.model import library
 from ampwise.lint.model.events import HostSync, Loss, Op, Report
+from ampwise.lint.model.nodes import Node
 from ampwise.lint.model.roles import dotted
 from ampwise.lint.model.values import (
     LOW,
     Const,
     DictValue,
-    Gradient,
     ListValue,
     Region,
     Tensor,
@@ -80,7 +79,7 @@ def widest(inputs: Sequence[Value]) -> str | None:
 
 def apply(
     machine: Machine,
-    node: ast.AST,
+    node: Node,
     operation: str,
     inputs: Sequence[Value],
     arguments: Mapping[str, Value] | None = None,
@@ -89,7 +88,7 @@ def apply(
     flat = flatten(inputs)
     tensors = [each for each in flat if isinstance(each, Tensor)]
     result = Tensor(
-        key=f"{operation}@{getattr(node, 'lineno', 0)}:{getattr(node, 'col_offset', 0)}#{machine.iteration}",
+        key=f"{operation}@{node.lineno}:{node.col_offset}#{machine.iteration}",
         dtype=dtype_of(machine, operation, flat),
         region=machine.region,
         op=operation,
@@ -130,7 +129,7 @@ def flatten(values: Sequence[Value]) -> list[Value]:
     return flat
 
 
-def arithmetic(machine: Machine, node: ast.AST, name: str, left: Value, right: Value) -> Value:
+def arithmetic(machine: Machine, node: Node, name: str, left: Value, right: Value) -> Value:
     """An operator with a tensor on at least one side."""
     tensors = [each for each in (left, right) if isinstance(each, Tensor)]
     result = apply(machine, node, name, (left, right))
@@ -156,7 +155,7 @@ def arithmetic(machine: Machine, node: ast.AST, name: str, left: Value, right: V
     return result
 
 
-def _divisor(node: ast.AST, other: Value) -> Value:
+def _divisor(node: Node, other: Value) -> Value:
     """What a loss is divided by: a literal, or a setting, whose value here is only a default."""
     if isinstance(other, Const):
         operand = node.right if isinstance(node, ast.BinOp) else getattr(node, "value", None)
@@ -165,30 +164,30 @@ def _divisor(node: ast.AST, other: Value) -> Value:
     return other
 
 
-def read(machine: Machine, node: ast.AST, tensor: Tensor | Unknown, how: str) -> Tensor:
+def read(machine: Machine, node: Node, tensor: Tensor | Unknown, how: str) -> Tensor:
     """A value is copied to the host, which waits for it."""
     if isinstance(tensor, Tensor):
         if not tensor.host:
             machine.emit(HostSync, node, tensor, how)
         return tensor.but(host=True, of=tensor if tensor.of is None else tensor.of)
     machine.emit(HostSync, node, tensor, how)
-    return Tensor(key=key_of(tensor), host=True, of=tensor, loss=_is_loss(tensor))
+    return Tensor(key=key_of(tensor), host=True, of=tensor, loss="loss" in tensor.key)
 
 
-def _is_loss(value: Unknown) -> bool:
-    return bool(re.search(r"loss", value.key))
+def is_rescaled(node: ast.expr) -> bool:
+    """Whether a number is multiplied (or weighted) before it is reported."""
+    return any(
+        isinstance(each, ast.BinOp) and isinstance(each.op, ast.Mult) for each in ast.walk(node)
+    )
 
 
 def shown(machine: Machine, node: ast.expr, value: Value, *, waits: bool = True) -> None:
     """A value is printed or logged."""
-    if isinstance(value, Gradient) or not isinstance(value, Tensor):
+    if not isinstance(value, Tensor):
         return
-    rescaled = any(
-        isinstance(each, ast.BinOp) and isinstance(each.op, ast.Mult) for each in ast.walk(node)
-    )
     if not value.host and waits and not value.data:
         machine.emit(HostSync, node, value, "print")
-    machine.emit(Report, node, value, "", rescaled)
+    machine.emit(Report, node, value, "", is_rescaled(node))
 
 
 def shown_all(machine: Machine, node: ast.Call, values: Sequence[Value], *, waits: bool) -> None:

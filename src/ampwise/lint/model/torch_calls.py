@@ -17,6 +17,7 @@ from ampwise.lint.model.events import (
     Save,
     Synchronize,
 )
+from ampwise.lint.model.nodes import Node
 from ampwise.lint.model.roles import LOADER, LOSS
 from ampwise.lint.model.values import (
     FALSE,
@@ -296,9 +297,7 @@ def _operation(machine: Machine, node: ast.Call, path: str, a: Arguments) -> Val
     if not a.values and name not in library.PLAIN:
         return machine.unknown(node, "called", path)
     inputs = list(a.positional)
-    for key in ("input", "pred", "target"):
-        if key in a.named:
-            inputs.append(a.named[key])
+    inputs += [a.named[key] for key in ("input", "pred", "target") if key in a.named]
     return tensors.apply(machine, node, name, inputs, a.named)
 
 
@@ -391,11 +390,9 @@ def _builtin(machine: Machine, node: ast.Call, name: str, a: Arguments) -> Value
         case "sum" if isinstance(first, Tensor):
             return tensors.apply(machine, node, "sum", (first,))
         case "sum" if isinstance(first, ListValue) and first.items:
-            return (
-                tensors.apply(machine, node, "sum", first.items)
-                if any(isinstance(each, Tensor) for each in first.items)
-                else machine.unknown(node)
-            )
+            if any(isinstance(each, Tensor) for each in first.items):
+                return tensors.apply(machine, node, "sum", first.items)
+            return machine.unknown(node)
         case "getattr" if len(a.positional) > 1 and isinstance(a.positional[1], Const):
             attr = a.positional[1].value
             if isinstance(first, Ref) and isinstance(attr, str):
@@ -414,7 +411,8 @@ def _builtin(machine: Machine, node: ast.Call, name: str, a: Arguments) -> Value
         case "isinstance":
             return Unknown(f"isinstance({key_of(first)}, {key_of(a.positional[-1])})")
         case "str" | "repr" | "format":
-            tensors.shown(machine, node.args[0], first) if node.args else None
+            if node.args:
+                tensors.shown(machine, node.args[0], first)
             return Unknown(f"str({key_of(first)})")
         case _:
             if isinstance(first, Gradient):
@@ -450,8 +448,8 @@ def is_loader(value: Value) -> bool:
             return False
 
 
-def _place(machine: Machine, node: ast.AST, what: str) -> str:
-    return f"{what}@{machine.here.path.name}:{getattr(node, 'lineno', 0)}#{machine.iteration}"
+def _place(machine: Machine, node: Node, what: str) -> str:
+    return f"{what}@{machine.here.path.name}:{node.lineno}#{machine.iteration}"
 
 
 _Test = Callable[[str], bool]

@@ -15,11 +15,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from ampwise.lint.model.nodes import Node
+
 if TYPE_CHECKING:
     from ampwise.lint.model.scope import Scope
     from ampwise.lint.project import Module
 
 LOW = ("float16", "bfloat16")
+Origin = Literal["given", "computed", "called"]
+"""A parameter or attribute nobody set; an expression; what an unknown function returned."""
 
 
 @dataclass(eq=False, slots=True)
@@ -33,8 +37,7 @@ class Unknown(Value):
 
     key: str
     """Where it comes from, in terms of the program: equal keys are equal values."""
-    made: Literal["given", "computed", "called"] = "computed"
-    """A parameter or attribute nobody set; an expression; what an unknown function returned."""
+    made: Origin = "computed"
     op: str = ""
     """``not``, ``and``, ``or``, ``==``, ``%`` ...: what `operands` were joined by."""
     operands: tuple[Value, ...] = ()
@@ -157,9 +160,9 @@ class ListValue(Value):
 
 @dataclass(eq=False, slots=True)
 class DictValue(Value):
-    """A dict whose string keys are known; `open` when it may hold more."""
+    """A dict whose keys are known, by their constants; `open` when it may hold more."""
 
-    items: dict[str, Value]
+    items: dict[Any, Value]
     node: ast.AST
     open: bool = False
 
@@ -168,7 +171,7 @@ class DictValue(Value):
 class Scaler(Value):
     """A gradient scaler."""
 
-    node: ast.AST
+    node: Node
     module: Module
     enabled: Value
     key: str
@@ -192,7 +195,7 @@ class Wrapper(Value):
 class Optimizer(Value):
     """An optimizer."""
 
-    node: ast.AST
+    node: Node
     module: Module
     key: str
     path: str = ""
@@ -219,7 +222,7 @@ class Model(Value):
     key: str
     path: str = ""
     """Full name of the class, where known."""
-    node: ast.AST | None = None
+    node: Node | None = None
     wrapped: str = ""
     cpu: bool = False
     arguments: dict[str, Value] = field(default_factory=dict[str, Value])
@@ -253,7 +256,7 @@ class Gradient(Value):
 class Loader(Value):
     """A DataLoader."""
 
-    node: ast.AST
+    node: Node
     module: Module
     arguments: dict[str, Value]
     opaque: bool = False
@@ -263,7 +266,7 @@ class Loader(Value):
 class Cast:
     """Where something was made half."""
 
-    node: ast.AST
+    node: Node
     module: Module
     dtype: str
 
@@ -272,7 +275,7 @@ class Cast:
 class Region:
     """One entry into autocast."""
 
-    node: ast.AST
+    node: Node
     module: Module
     enabled: bool
     """On the path that is being walked."""
@@ -312,7 +315,7 @@ class Tensor(Value):
     moved: bool = False
     """A batch that was copied to the device."""
     cast: Cast | None = None
-    node: ast.AST | None = None
+    node: Node | None = None
     host: bool = False
     """It is on the host (or a number read from a tensor)."""
     of: Value | None = None
@@ -330,7 +333,7 @@ class Manager(Value):
     """A context manager, not entered yet."""
 
     kind: Literal["autocast", "no_grad", "enable_grad", "many", "null", "other"]
-    node: ast.AST
+    node: Node
     region: Region | None = None
     bound: Value | None = None
     """What ``as`` binds."""
@@ -343,7 +346,7 @@ class Bound(Value):
 
     owner: Value
     name: str
-    node: ast.AST
+    node: Node
 
 
 @dataclass(eq=False, slots=True)

@@ -114,8 +114,8 @@ def _mistake(trace: Trace, index: int, clip: Clip, step: ScalerStep) -> Mistake:
     return Mistake(
         clip.node,
         clip.module,
-        f"gradients are clipped while they are still multiplied by the loss scale: the limit is the "
-        f"loss scale too strict, so updates shrink by as much; call {call} before clipping",
+        f"gradients are clipped while they are still multiplied by the loss scale: the limit is "
+        f"the loss scale too strict, so updates shrink by as much; call {call} before clipping",
         edits,
     )
 

@@ -34,6 +34,7 @@ from collections.abc import Iterator
 
 from ampwise.lint.model.analysis import Analysis
 from ampwise.lint.model.events import Backward, GradientRead, ScalerStep, Unscale, ZeroGrad
+from ampwise.lint.model.nodes import Node, lines_of
 from ampwise.lint.model.queries import first_argument, is_real, receiver, statement_edit
 from ampwise.lint.rule import Mistake, rule
 
@@ -73,13 +74,11 @@ def _mistake(read: GradientRead, step: ScalerStep | Unscale) -> Mistake:
     )
 
 
-def _outermost(read: GradientRead) -> object:
+def _outermost(read: GradientRead) -> Node:
     """The statement to put the call before: the loop over parameters, where there is one."""
-    first, last = read.node.lineno, read.node.end_lineno  # type: ignore[attr-defined]
-    for loop in read.context.loops:
-        if not loop.over_data and loop.node.lineno <= first and last <= loop.node.end_lineno:  # type: ignore[attr-defined]
-            inner = loop
-            body_has_step = any(each is loop for each in read.context.loops[:-1])
-            if not body_has_step:
-                return inner.node
-    return read.node
+    loops = read.context.loops
+    if not loops or loops[-1].over_data:
+        return read.node
+    first, last = lines_of(loops[-1].node)
+    begin, end = lines_of(read.node)
+    return loops[-1].node if first <= begin and end <= last else read.node

@@ -70,12 +70,12 @@ def _mistake(first: Unscale, second: Unscale) -> Mistake:
             second.node,
             second.module,
             "unscale_ runs on every micro-batch of an accumulation window: the second call raises "
-            "RuntimeError, and gradients of later micro-batches would be added scaled; call it once, "
-            "on the last micro-batch, before clipping",
+            "RuntimeError, and gradients of later micro-batches would be added scaled; call it "
+            "once, on the last micro-batch, before clipping",
         )
     return Mistake(
         second.node,
         second.module,
         f"unscale_ is called a second time for this optimizer before update(): it raises "
-        f"RuntimeError (first in line {first.node.lineno}); remove one of the calls",  # type: ignore[attr-defined]
+        f"RuntimeError (first in line {first.node.lineno}); remove one of the calls",
     )

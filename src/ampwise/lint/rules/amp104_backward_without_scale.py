@@ -82,8 +82,8 @@ def _mistake(event: Backward, step: ScalerStep) -> Mistake:
         node,
         event.module,
         f"backward runs on the unscaled loss, but the optimizer is stepped through {scaler}, which "
-        f"divides by the loss scale: updates are up to 65,536 times too small, or step raises where "
-        f"nothing was ever scaled; write "
+        f"divides by the loss scale: updates are up to 65,536 times too small, or step raises "
+        f"where nothing was ever scaled; write "
         f"{scaler}.scale(loss).backward()",
         edits,
     )

@@ -22,8 +22,8 @@ skip.
     optimizer.zero_grad()
 
 ## Fix safety
-Safe: `--fix` writes `scaler.step(optimizer)`, or removes the call where the scaler steps
-already. It does not add `scaler.update()`; AMP106 reports where that is missing.
+Safe: `--fix` writes `scaler.step(optimizer)`, with `scaler.update()` behind it where there is
+none, or removes the call where the scaler steps already.
 """
 
 from __future__ import annotations

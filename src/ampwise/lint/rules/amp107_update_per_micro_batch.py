@@ -108,7 +108,7 @@ def _update_mistake(update: Update, step: ScalerStep) -> Mistake:
         update.module,
         "update() runs on every micro-batch, but the step only at the end of the window: without a "
         "step it finds no inf checks and raises, or changes the scale inside a window, so that "
-        f"micro-batches weigh differently; move it behind the step in line {step.node.lineno}",  # type: ignore[attr-defined]
+        f"micro-batches weigh differently; move it behind the step in line {step.node.lineno}",
         edits,
     )
 

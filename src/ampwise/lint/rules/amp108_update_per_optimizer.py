@@ -32,6 +32,7 @@ pace, and an overflow of one optimizer lowers the scale only at the end of the i
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 from ampwise.lint.model.analysis import Analysis, Trace
 from ampwise.lint.model.events import ScalerStep, Update
@@ -43,7 +44,7 @@ from ampwise.lint.rule import Mistake, rule
 def check(code: Analysis) -> Iterator[Mistake]:
     for trace in code.traces:
         for updates in _by_iteration(trace).values():
-            for earlier, later in zip(updates, updates[1:], strict=False):
+            for earlier, later in pairwise(updates):
                 if _stepped_between(trace, earlier, later):
                     yield _mistake(earlier, later)
 
@@ -78,6 +79,6 @@ def _mistake(earlier: Update, later: Update) -> Mistake:
         earlier.module,
         "update() runs once per optimizer: when one overflows, the next is unscaled by a scale its "
         "gradients were not multiplied with, and the growth interval counts double; call update() "
-        f"once an iteration, as in line {later.node.lineno}",  # type: ignore[attr-defined]
+        f"once an iteration, as in line {later.node.lineno}",
         (statement_edit("remove", earlier.module, earlier.node),),
     )

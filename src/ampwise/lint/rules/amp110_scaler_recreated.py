@@ -21,7 +21,8 @@ begins with six skipped steps; and an epoch of fewer than 2000 steps never sees 
             train_step(model, batch, optimizer, scaler)
 
 ## Fix safety
-No automatic fix: the scaler may have to be handed through functions.
+Unsafe: `--unsafe-fixes` moves the statement before the loop where it stands directly in one. A
+scaler made in a function that is called in a loop has to be handed in: that is left to the author.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ steps.
     torch.save(state, path)
 
 ## Fix safety
-No automatic fix: saving and loading have to change together, and old checkpoints have no such
-entry.
+Unsafe: `--unsafe-fixes` adds the entry where the checkpoint is a dict in sight and the scaler's
+name is in reach. Loading is left to the author: old checkpoints have no such entry.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from collections.abc import Iterator
 from ampwise.lint.findings import Edit
 from ampwise.lint.model.analysis import Analysis
 from ampwise.lint.model.events import Backward, Save, ScalerStep, StateDict
+from ampwise.lint.model.nodes import Node
 from ampwise.lint.model.queries import edit, is_real, receiver
 from ampwise.lint.model.values import (
     DictValue,
@@ -91,10 +92,7 @@ def _is_optimizer_state(code: Analysis, save: Save) -> bool:
     if isinstance(save.what, Instance):
         values = save.what.attributes.values()
         return any(isinstance(v, Parameters) and isinstance(v.of, Optimizer) for v in values)
-    named = isinstance(save.node, ast.Call) and isinstance(save.node.args[:1], list)
-    if not isinstance(save.what, Unknown) or not (
-        named and isinstance(next(iter(save.node.args), None), ast.Name)
-    ):
+    if not isinstance(save.what, Unknown) or not _is_named(save.node):
         return False
     return any(
         not each.loads
@@ -103,6 +101,11 @@ def _is_optimizer_state(code: Analysis, save: Save) -> bool:
         and each.context.functions == save.context.functions
         for each in code.of(StateDict)
     )
+
+
+def _is_named(call: Node) -> bool:
+    """Whether what is saved is a variable."""
+    return isinstance(call, ast.Call) and isinstance(next(iter(call.args), None), ast.Name)
 
 
 def _edits(code: Analysis, save: Save) -> tuple[Edit, ...]:
@@ -122,8 +125,8 @@ def _save_mistake(save: Save, edits: tuple[Edit, ...]) -> Mistake:
     return Mistake(
         save.node,
         save.module,
-        "the checkpoint holds the optimizer's state but not the scaler's: a resumed run starts again "
-        "at loss scale 65,536 and skips steps until it fits; save scaler.state_dict() too",
+        "the checkpoint holds the optimizer's state but not the scaler's: a resumed run starts "
+        "again at loss scale 65,536 and skips steps until it fits; save scaler.state_dict() too",
         edits,
     )
 

@@ -53,8 +53,8 @@ def check(code: Analysis) -> Iterator[Mistake]:
                 yield Mistake(
                     event.node,
                     event.module,
-                    "the schedule moves on even when the scaler skipped the step: warm-up and decay "
-                    "run ahead of the parameters; step it only if the scale did not fall "
+                    "the schedule moves on even when the scaler skipped the step: warm-up and "
+                    "decay run ahead of the parameters; step it only if the scale did not fall "
                     "(before = scaler.get_scale(); ...; if scaler.get_scale() >= before)",
                 )
 

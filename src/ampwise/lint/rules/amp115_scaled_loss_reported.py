@@ -26,11 +26,14 @@ No automatic fix: the figure in logs and thresholds changes.
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 
-from ampwise.lint.model.analysis import Analysis
+from ampwise.lint.model.analysis import Analysis, Trace
 from ampwise.lint.model.events import Accumulate, Event, Report
+from ampwise.lint.model.nodes import Node
 from ampwise.lint.model.queries import accumulates, step_loops, uses_amp
+from ampwise.lint.model.roles import dotted
 from ampwise.lint.model.values import Scaler, Tensor, Wrapper, key_of
 from ampwise.lint.rule import Mistake, rule
 
@@ -41,11 +44,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
         return
     loops = step_loops(code)
     for trace in code.traces:
-        windows = {
-            key_of(backward.tensor.divisor)
-            for backward, _ in accumulates(trace)
-            if isinstance(backward.tensor, Tensor) and backward.tensor.divided
-        }
+        windows = _windows(trace)
         for event in trace.events:
             if any(id(each.node) in loops.nodes for each in event.context.loops):
                 if isinstance(event, Report):
@@ -54,16 +53,29 @@ def check(code: Analysis) -> Iterator[Mistake]:
                     yield from _mistakes(event, event.added, windows)
 
 
-def _mistakes(event: Report | Accumulate, tensor: Tensor, windows: set[str]) -> Iterator[Mistake]:
+Windows = dict[str, set[int]]
+"""What losses are divided by, and the loops that run over the micro-batches of one window only."""
+
+
+def _windows(trace: Trace) -> Windows:
+    found: Windows = {}
+    for backward, step in accumulates(trace):
+        if isinstance(backward.tensor, Tensor) and backward.tensor.divided:
+            around = {id(each.node) for each in step.context.loops}
+            inner = {id(each.node) for each in backward.context.loops} - around
+            found.setdefault(key_of(backward.tensor.divisor), set()).update(inner)
+    return found
+
+
+def _mistakes(event: Report | Accumulate, tensor: Tensor, windows: Windows) -> Iterator[Mistake]:
     yield from _scaled(event, tensor)
-    if tensor.divided and not _is_rescaled(event) and key_of(tensor.divisor) in windows:
-        if not _is_window_sum(event):
-            yield Mistake(
-                event.node,
-                event.module,
-                "the loss is reported after it was divided for accumulation: the figure is too "
-                "small by the number of micro-batches; report it before dividing, or multiply back",
-            )
+    if _is_too_small(event, tensor, windows):
+        yield Mistake(
+            event.node,
+            event.module,
+            "the loss is reported after it was divided for accumulation: the figure is too "
+            "small by the number of micro-batches; report it before dividing, or multiply back",
+        )
 
 
 def _scaled(event: Event, tensor: Tensor) -> Iterator[Mistake]:
@@ -76,12 +88,28 @@ def _scaled(event: Event, tensor: Tensor) -> Iterator[Mistake]:
         )
 
 
-def _is_rescaled(event: Report | Accumulate) -> bool:
-    return isinstance(event, Report) and event.rescaled
+def _is_too_small(event: Report | Accumulate, tensor: Tensor, windows: Windows) -> bool:
+    """Whether it was divided by the number of micro-batches, and nothing makes up for that."""
+    if not tensor.divided or (isinstance(event, Report) and event.rescaled):
+        return False
+    inner = windows.get(key_of(tensor.divisor))
+    return inner is not None and not _is_window_sum(event, inner)
 
 
-def _is_window_sum(event: Report | Accumulate) -> bool:
+def _is_window_sum(event: Report | Accumulate, inner: set[int]) -> bool:
     """Added up over the micro-batches of one window, which makes it their mean."""
-    loops = event.context.loops
-    adds = isinstance(event, Accumulate) or bool(event.into)
-    return adds and len(loops) > 1 and not loops[-1].over_data
+    if isinstance(event, Report) and not event.into:
+        return False
+    loop = event.context.loops[-1].node
+    return id(loop) in inner or _starts_anew(event, loop)
+
+
+def _starts_anew(event: Report | Accumulate, loop: Node) -> bool:
+    """Whether the sum is set to zero inside the loop that adds to it."""
+    if not isinstance(event.node, ast.AugAssign):
+        return False
+    name = dotted(event.node.target)
+    return any(
+        isinstance(each, ast.Assign) and any(dotted(target) == name for target in each.targets)
+        for each in ast.walk(loop)
+    )

@@ -23,7 +23,7 @@ optimizer skips that call: leave `fused=True` out here.
     scaler = ShardedGradScaler()
 
 ## Fix safety
-Unsafe: `--unsafe-fixes` replaces the class's name. The import is left to the author, a device
+Unsafe: `--unsafe-fixes` writes the class's full name where `torch` is imported. A device
 argument has to suit, and every rank now waits for an all-reduce in each step.
 """
 

@@ -44,7 +44,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
             region = event.context.region
             if region is None:
                 continue
-            inside = region.module is event.module and region.node.lineno < event.node.lineno  # type: ignore[attr-defined]
+            inside = region.module is event.module and region.node.lineno < event.node.lineno
             edits = (statement_edit("out", event.module, event.node),) if inside else ()
             yield Mistake(
                 event.node,

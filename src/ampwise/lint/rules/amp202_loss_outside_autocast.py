@@ -23,8 +23,8 @@ bits.
     scaler.scale(loss).backward()
 
 ## Fix safety
-No automatic fix: moving the loss into the region and casting its input up are both right, and
-differ in memory.
+Unsafe: `--unsafe-fixes` casts the half output up (`logits.float()`); moving the loss into the
+region is as right, and differs in memory.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def check(code: Analysis) -> Iterator[Mistake]:
                     event.node,
                     event.module,
                     "the network ran in autocast and the loss is computed outside it on its "
-                    "half-precision output: softmax, log and sums of the loss run in half precision; "
-                    "compute the loss inside autocast, or on output.float()",
+                    "half-precision output: softmax, log and sums of the loss run in half "
+                    "precision; compute the loss inside autocast, or on output.float()",
                     _edits(event, half),
                 )
 

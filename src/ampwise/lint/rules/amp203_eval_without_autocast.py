@@ -83,4 +83,9 @@ def _validates(event: Forward) -> bool:
 
 def _is_fallback(event: Forward) -> bool:
     """Whether it stands where lower precision is switched off."""
-    return any(not each.taken and OFF.search(each.key) for each in event.context.conditions)
+    return any(
+        not each.taken
+        and isinstance(each.node, ast.If)
+        and OFF.search(event.module.unparsed(each.node.test))
+        for each in event.context.conditions
+    )

@@ -22,7 +22,8 @@ that is not fused, a host sync per step.
     scaler.scale(loss).backward()
 
 ## Fix safety
-No automatic fix: the scaler also skips steps with inf or NaN, and some trainings lean on that.
+Unsafe: `--unsafe-fixes` adds `enabled=False`. The scaler also skips steps with inf or NaN, and
+some trainings lean on that.
 """
 
 from __future__ import annotations

@@ -22,7 +22,8 @@ After a cast by hand, norms, softmax and losses get values with 11 bits (float16
         loss = criterion(model(x), y)
 
 ## Fix safety
-No automatic fix: the cast may be there to save memory, or for a custom kernel.
+Unsafe: `--unsafe-fixes` removes `.half()` and `.bfloat16()`. The cast may be there to save
+memory, or for a custom kernel; casts by `.to(...)` are left to the author.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from collections.abc import Iterator
 from ampwise.lint.findings import Edit
 from ampwise.lint.model.analysis import Analysis
 from ampwise.lint.model.events import CastDown, Forward
+from ampwise.lint.model.nodes import Node
 from ampwise.lint.model.queries import edit
 from ampwise.lint.model.tensors import flatten
 from ampwise.lint.model.values import Instance, Model, Tensor
@@ -50,6 +52,8 @@ _MESSAGE = (
 def check(code: Analysis) -> Iterator[Mistake]:
     for trace in code.traces:
         for event in trace.events:
+            if event.context.no_grad:
+                continue  # what is cast for inference only is meant to be
             if isinstance(event, CastDown) and event.context.region is not None:
                 if not isinstance(event.value, Model | Instance):
                     message = _MESSAGE.format(dtype=event.cast, where="inside")
@@ -64,7 +68,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
                         yield Mistake(each.cast.node, each.cast.module, message, edits)
 
 
-def _edits(node: ast.AST, module: Module) -> tuple[Edit, ...]:
+def _edits(node: Node, module: Module) -> tuple[Edit, ...]:
     """``x.half()`` becomes ``x``; a cast that also moves stays for a person."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and not node.args:
         return (edit("replace", node, module.text_of(node.func.value)),)

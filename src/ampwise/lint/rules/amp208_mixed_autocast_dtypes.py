@@ -51,7 +51,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
                 yield Mistake(
                     event.node,
                     event.module,
-                    f"one step runs autocast in {other.region.dtype} (line "
-                    f"{other.node.lineno}) and in {event.region.dtype}: values are rounded to both "  # type: ignore[attr-defined]
-                    "formats, and the loss scale fits only one of them; use one dtype",
+                    f"one step runs autocast in {other.region.dtype} (line {other.node.lineno}) "
+                    f"and in {event.region.dtype}: values are rounded to both formats, and the "
+                    "loss scale fits only one of them; use one dtype",
                 )

@@ -42,7 +42,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
             yield Mistake(
                 event.node,
                 event.module,
-                "binary_cross_entropy (BCELoss) raises RuntimeError under CUDA autocast: in float16 "
-                "the logarithm of a probability near 0 or 1 is lost; leave the sigmoid out and use "
-                "binary_cross_entropy_with_logits (BCEWithLogitsLoss)",
+                "binary_cross_entropy (BCELoss) raises RuntimeError under CUDA autocast: in "
+                "float16 the logarithm of a probability near 0 or 1 is lost; leave the sigmoid out "
+                "and use binary_cross_entropy_with_logits (BCEWithLogitsLoss)",
             )

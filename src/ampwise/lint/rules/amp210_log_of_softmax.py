@@ -33,6 +33,7 @@ from collections.abc import Iterator
 from ampwise.lint.findings import Edit
 from ampwise.lint.model.analysis import Analysis
 from ampwise.lint.model.events import Op
+from ampwise.lint.model.nodes import Node
 from ampwise.lint.model.queries import edit, uses_half
 from ampwise.lint.model.values import Tensor, Value
 from ampwise.lint.rule import Mistake, rule
@@ -69,7 +70,7 @@ def _inner(value: Value) -> str:
     return ""
 
 
-def _edits(node: ast.AST, inner: str) -> tuple[Edit, ...]:
+def _edits(node: Node, inner: str) -> tuple[Edit, ...]:
     """``torch.log(F.softmax(x, dim=1))`` in one expression becomes ``F.log_softmax(x, dim=1)``."""
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
         return ()

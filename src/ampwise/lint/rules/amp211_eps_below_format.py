@@ -33,6 +33,7 @@ from ampwise.lint.rule import Mistake, rule
 
 ZERO_BELOW = {"float16": 2.0**-25, "bfloat16": 2.0**-134}
 """Half the smallest number: what is smaller becomes zero."""
+HELD = {"float16": "6e-8 at least, 1e-4 to be safe", "bfloat16": "1e-30"}
 GUARDS = ("add", "sub", "clamp", "clamp_min", "clip", "maximum", "add_", "clamp_")
 
 
@@ -45,9 +46,9 @@ def check(code: Analysis) -> Iterator[Mistake]:
                 yield Mistake(
                     event.node,
                     event.module,
-                    f"{eps:g} is 0 in {dtype}: it protects nothing, and what follows divides by zero "
-                    "or takes the logarithm of it; compute in float32 (.float()), or use an epsilon "
-                    f"the format holds ({'6e-8 at least, 1e-4 to be safe' if dtype == 'float16' else '1e-30'})",
+                    f"{eps:g} is 0 in {dtype}: it protects nothing, and what follows divides by "
+                    "zero or takes the logarithm of it; compute in float32 (.float()), or use an "
+                    f"epsilon the format holds ({HELD[dtype]})",
                 )
 
 

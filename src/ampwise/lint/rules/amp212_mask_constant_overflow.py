@@ -20,7 +20,8 @@ NaN in softmax. bfloat16 holds -1e9.
     weights = scores.softmax(dim=-1)
 
 ## Fix safety
-No automatic fix: in rows that are masked throughout the two constants give different weights.
+Unsafe: `--unsafe-fixes` writes `torch.finfo(x.dtype).min` in `x.masked_fill(mask, ...)`. In rows
+that are masked throughout the two constants give different weights.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ def check(code: Analysis) -> Iterator[Mistake]:
                     event.node,
                     event.module,
                     f"{value:g} does not fit into float16, which ends at 65,504: filling with it "
-                    "raises RuntimeError or gives -inf; use torch.finfo(x.dtype).min, or a boolean mask",
+                    "raises RuntimeError or gives -inf; use torch.finfo(x.dtype).min, or a "
+                    "boolean mask",
                     _edits(event, value),
                 )
 

@@ -45,8 +45,9 @@ def check(code: Analysis) -> Iterator[Mistake]:
                 yield Mistake(
                     event.node,
                     event.module,
-                    f"{event.path} runs in float16 here: a square overflows above 255, exp above 11, "
-                    "and small results vanish; cast the input up first (x.float()), and back if needed",
+                    f"{event.path} runs in float16 here: a square overflows above 255, exp above "
+                    "11, and small results vanish; cast the input up first (x.float()), and back "
+                    "if needed",
                 )
 
 
@@ -59,8 +60,9 @@ def _overflows(event: Op) -> bool:
         return False
     if event.path in GROWING:
         power = event.inputs[1] if len(event.inputs) > 1 else None
-        small = isinstance(power, Const) and isinstance(power.value, int | float)
-        return not (small and abs(power.value) <= 1)  # type: ignore[union-attr]
+        if isinstance(power, Const) and isinstance(power.value, int | float):
+            return abs(power.value) > 1
+        return True
     return event.path == "mul" and len(event.inputs) == 2 and _is_square(event)
 
 

@@ -65,9 +65,10 @@ def check(code: Analysis) -> Iterator[Mistake]:
                 yield Mistake(
                     forward,
                     class_.module,
-                    f"{class_.node.name} runs under autocast without custom_fwd and custom_bwd: its "
-                    "forward gets whatever dtype comes, its backward runs with autocast off, and the "
-                    "two meet in different dtypes; decorate both (torch.amp.custom_fwd(device_type=...))",
+                    f"{class_.node.name} runs under autocast without custom_fwd and custom_bwd: "
+                    "its forward gets whatever dtype comes, its backward runs with autocast off, "
+                    "and the two meet in different dtypes; decorate both "
+                    "(torch.amp.custom_fwd(device_type=...))",
                 )
 
 

@@ -2,7 +2,8 @@
 
 ## What it does
 Reports the call of an `nn.DataParallel` network inside an autocast region whose dtype is not
-float16.
+float16. PyTorch hands its replicas that autocast is on, but not the dtype: for float16, the
+default, nothing goes wrong, and nothing is reported.
 
 ## Why is this bad
 Autocast's state belongs to a thread, and DataParallel runs each replica in a thread of its own.
@@ -48,6 +49,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
                     event.node,
                     event.module,
                     "autocast stands around a DataParallel call: its replicas run in threads of "
-                    "their own, which take over that autocast is on but not its dtype, and so run in "
-                    "float16; put autocast inside the module's forward, or use DistributedDataParallel",
+                    "their own, which take over that autocast is on but not its dtype, and so run "
+                    "in float16; put autocast inside the module's forward, or use "
+                    "DistributedDataParallel",
                 )

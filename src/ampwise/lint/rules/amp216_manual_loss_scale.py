@@ -31,14 +31,14 @@ from collections.abc import Iterator
 
 from ampwise.lint.model.analysis import Analysis
 from ampwise.lint.model.events import Backward, GradientRead
-from ampwise.lint.model.values import Const, Tensor, key_of
+from ampwise.lint.model.values import Const, Tensor, Value, key_of
 from ampwise.lint.rule import Mistake, rule
 
 
 @rule("AMP216", "manual-loss-scale", "warning")
 def check(code: Analysis) -> Iterator[Mistake]:
     for trace in code.traces:
-        factor: object = None
+        factor: Value | None = None
         backward: Backward | None = None
         for event in trace.events:
             match event:
@@ -50,15 +50,15 @@ def check(code: Analysis) -> Iterator[Mistake]:
                         backward.node,
                         backward.module,
                         "the loss is multiplied by a constant and gradients are divided by it by "
-                        "hand: nothing checks for inf and NaN, and no constant fits a whole training; "
-                        "use torch.amp.GradScaler",
+                        "hand: nothing checks for inf and NaN, and no constant fits a whole "
+                        "training; use torch.amp.GradScaler",
                     )
                     backward = None
                 case _:
                     pass
 
 
-def _undoes(event: GradientRead, factor: object) -> bool:
+def _undoes(event: GradientRead, factor: Value | None) -> bool:
     divisor = event.divisor
     if divisor is None or factor is None:
         return False
@@ -67,4 +67,4 @@ def _undoes(event: GradientRead, factor: object) -> bool:
             return divisor.value == factor.value or abs(divisor.value * factor.value - 1) < 1e-9
         except TypeError:
             return False
-    return key_of(divisor) == key_of(factor)  # type: ignore[arg-type]
+    return key_of(divisor) == key_of(factor)

@@ -20,7 +20,8 @@ without a word.
         correct += (model(x).argmax(1) == y).sum()
 
 ## Fix safety
-No automatic fix: the figure changes, and the sum's dtype may be set elsewhere.
+Unsafe: `--unsafe-fixes` adds in float32 where the sum is a Python number; a sum that is a half
+tensor itself has to be made anew by the author. The figure changes.
 """
 
 from __future__ import annotations

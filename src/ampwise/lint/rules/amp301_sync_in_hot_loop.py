@@ -47,7 +47,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
                 yield Mistake(
                     event.node,
                     event.module,
-                    f"{event.how} waits for the device on every step: the queue of kernels runs dry "
-                    "and the speed of lower precision is lost; keep the tensor (.detach()), and read "
-                    "it every so many steps",
+                    f"{event.how} waits for the device on every step: the queue of kernels runs "
+                    "dry and the speed of lower precision is lost; keep the tensor (.detach()), "
+                    "and read it every so many steps",
                 )

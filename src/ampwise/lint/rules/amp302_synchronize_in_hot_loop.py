@@ -47,7 +47,8 @@ def check(code: Analysis) -> Iterator[Mistake]:
             harm = (
                 "the device runs dry until the host has caught up"
                 if name == "synchronize"
-                else "it waits for the device, and the next step has to ask the driver for memory again"
+                else "it waits for the device, and the next step has to ask the driver for memory "
+                "again"
             )
             yield Mistake(
                 event.node,

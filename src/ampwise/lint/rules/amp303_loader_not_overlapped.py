@@ -2,7 +2,8 @@
 
 ## What it does
 Reports a `DataLoader(...)` without `num_workers` or without `pin_memory=True`, in files that
-train in mixed precision. Silent where these come from a variable or a dictionary.
+train in mixed precision, and, where a loader pins memory, copies of batches without
+`non_blocking=True`. Silent for validation, and where arguments come from a variable.
 
 ## Why is this bad
 With `num_workers=0`, the default, the training process makes each batch itself, between steps.
@@ -28,12 +29,13 @@ processes and a guarded main script on some systems; random augmentations draw o
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 
 from ampwise.lint.model.analysis import Analysis
 from ampwise.lint.model.events import Made, Moved
 from ampwise.lint.model.queries import edit, is_hot, step_loops, uses_amp
-from ampwise.lint.model.roles import EVALUATION
+from ampwise.lint.model.roles import EVALUATION, dotted
 from ampwise.lint.model.values import Const, Loader, Tensor
 from ampwise.lint.rule import Mistake, rule
 
@@ -54,8 +56,8 @@ def check(code: Analysis) -> Iterator[Mistake]:
             yield Mistake(
                 loader.node,
                 loader.module,
-                f"the DataLoader has no {' and no '.join(lacking)}: batches are made and copied while "
-                "the device waits, which the faster step of lower precision makes worse; set "
+                f"the DataLoader has no {' and no '.join(lacking)}: batches are made and copied "
+                "while the device waits, which the faster step of lower precision makes worse; set "
                 "num_workers and pin_memory=True, and copy with non_blocking=True",
                 tuple(edit("argument", loader.node, text[name]) for name in absent),
             )
@@ -75,14 +77,18 @@ def _blocking_copies(code: Analysis) -> Iterator[Mistake]:
                 yield Mistake(
                     event.node,
                     event.module,
-                    "the batch lies in pinned memory, but its copy waits: pass non_blocking=True, so "
-                    "that it runs while the device works",
+                    "the batch lies in pinned memory, but its copy waits: pass non_blocking=True, "
+                    "so that it runs while the device works",
                     (edit("argument", event.node, "non_blocking=True"),),
                 )
 
 
 def _evaluates(event: Made) -> bool:
-    return any(EVALUATION.search(each.rpartition(".")[2]) for each in event.context.functions)
+    """Whether a loader is for validation: by the name it gets, or the function it is made in."""
+    statement = event.module.statement_of(event.node)
+    targets = statement.targets if isinstance(statement, ast.Assign) else []
+    names = [*map(dotted, targets), *event.context.functions]
+    return any(EVALUATION.search(each.rpartition(".")[2]) for each in names)
 
 
 def _is_pinned(loader: Loader) -> bool:

@@ -79,7 +79,7 @@ def _mistake(event: Event) -> Mistake:
     return Mistake(
         event.node,
         event.module,
-        "the clock is read while the device still works: calls return at once, so this measures how "
-        "fast work is queued, not done; call torch.cuda.synchronize() before reading the clock, or "
-        "use CUDA events",
+        "the clock is read while the device still works: calls return at once, so this measures "
+        "how fast work is queued, not done; call torch.cuda.synchronize() before reading the "
+        "clock, or use CUDA events",
     )

@@ -55,8 +55,8 @@ def check(code: Analysis) -> Iterator[Mistake]:
             yield Mistake(
                 event.node,
                 event.module,
-                f"a width of {odd[0]} is no multiple of 8: tensor cores pad it or are not used, and "
-                f"lower precision gains little; use {-(-odd[0] // 8) * 8}",
+                f"a width of {odd[0]} is no multiple of 8: tensor cores pad it or are not used, "
+                f"and lower precision gains little; use {-(-odd[0] // 8) * 8}",
             )
 
 

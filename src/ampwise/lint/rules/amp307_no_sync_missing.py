@@ -59,8 +59,8 @@ def check(code: Analysis) -> Iterator[Mistake]:
                 backward.node,
                 backward.module,
                 "every micro-batch averages gradients over all processes, though only the last one "
-                "of the window needs it: as many all-reduces as micro-batches; run the others under "
-                "model.no_sync()",
+                "of the window needs it: as many all-reduces as micro-batches; run the others "
+                "under model.no_sync()",
             )
 
 

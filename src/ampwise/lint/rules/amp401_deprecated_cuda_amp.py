@@ -24,8 +24,7 @@ cannot run on another.
 
 ## Fix safety
 Safe: `--fix` changes import and calls and names the device. The old classes derive from the new
-ones, so behaviour stays the same. Modules imported under a name of their own are reported and
-not fixed.
+ones, so behaviour stays the same. Imports that bring other names along are left to the author.
 """
 
 from __future__ import annotations
@@ -36,6 +35,7 @@ from collections.abc import Iterator
 from ampwise.lint.findings import Edit
 from ampwise.lint.model.analysis import Analysis
 from ampwise.lint.model.imports import Imports, imports, uses
+from ampwise.lint.model.nodes import Node
 from ampwise.lint.model.queries import edit
 from ampwise.lint.project import Module
 from ampwise.lint.rule import Mistake, rule
@@ -76,7 +76,7 @@ def _imported(found: Imports) -> set[str]:
     }
 
 
-def _from_alias(found: Imports, node: ast.AST) -> bool:
+def _from_alias(found: Imports, node: Node) -> bool:
     """Whether a use starts at an import that is reported itself: ``from torch.cuda import amp``."""
     first = node
     while isinstance(first, ast.Attribute):
@@ -84,7 +84,7 @@ def _from_alias(found: Imports, node: ast.AST) -> bool:
     return isinstance(first, ast.Name) and bool(_old_home(found.names.get(first.id, "")))
 
 
-def _mistake(node: ast.AST, module: Module, name: str, edits: tuple[Edit, ...]) -> Mistake:
+def _mistake(node: Node, module: Module, name: str, edits: tuple[Edit, ...]) -> Mistake:
     home = _old_home(name)
     device, last = OLD[home], name.rpartition(".")[2]
     new = {"autocast": "torch.amp.autocast", "GradScaler": "torch.amp.GradScaler"}.get(
@@ -141,7 +141,7 @@ def _path_edits(module: Module, node: ast.Attribute | ast.Name, full: str) -> tu
     return (edit("replace", node, f"{base}.amp.{last}"), *_with_device(module, node, full))
 
 
-def _with_device(module: Module, node: ast.AST, full: str) -> list[Edit]:
+def _with_device(module: Module, node: Node, full: str) -> list[Edit]:
     """Name the device in a call, or make a bare decorator a call."""
     device, last = OLD[_old_home(full)], full.rpartition(".")[2]
     keyword = "device_type=" if last in ("custom_fwd", "custom_bwd") else ""

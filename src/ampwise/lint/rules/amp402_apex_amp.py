@@ -30,11 +30,11 @@ No automatic fix: opt levels have no one-to-one counterpart.
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterator
 
 from ampwise.lint.model.analysis import Analysis
 from ampwise.lint.model.imports import imports, uses
+from ampwise.lint.model.nodes import Node
 from ampwise.lint.rule import Mistake, rule
 
 
@@ -57,7 +57,7 @@ def _is_apex(name: str) -> bool:
     return name == "apex.amp" or name.startswith(("apex.amp.", "apex.fp16_utils"))
 
 
-def _mistake(node: ast.AST, code: Analysis) -> Mistake:
+def _mistake(node: Node, code: Analysis) -> Mistake:
     return Mistake(
         node,
         code.module,

@@ -80,8 +80,8 @@ def _call(code: Analysis, found: Imports, node: ast.Call) -> Iterator[Mistake]:
                 yield Mistake(
                     keyword.value,
                     code.module,
-                    "fp16=True whatever the device: GPUs since Ampere run bfloat16 at the same speed "
-                    "without loss scaling, and a CPU trains in float32 without a word; ask "
+                    "fp16=True whatever the device: GPUs since Ampere run bfloat16 at the same "
+                    "speed without loss scaling, and a CPU trains in float32 without a word; ask "
                     "torch.cuda.is_bf16_supported(including_emulation=False) and set bf16 or fp16",
                 )
             elif keyword.arg in GONE:
