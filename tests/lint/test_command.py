@@ -112,7 +112,7 @@ def test_sarif(file, capsys):
 
 def test_statistics(file, capsys):
     assert main(["lint", "--statistics"]) == 1
-    assert capsys.readouterr().out.split() [:3] == ["1", "AMP101", "clip-before-unscale"]
+    assert capsys.readouterr().out.split()[:3] == ["1", "AMP101", "clip-before-unscale"]
 
 
 @pytest.mark.parametrize("word", ["AMP101", "amp101", "clip-before-unscale"])

@@ -108,7 +108,9 @@ def test_settings_that_do_not_fit(tmp_path, text, message):
 def test_unchanged_files_are_remembered_and_changed_ones_checked(file):
     assert (lint([file]).cached, lint([file]).cached) == (0, 1)
     assert found(lint([file])) == ["AMP101"]
-    file.write_text(BAD.replace("        clip_grad", "        scaler.unscale_(optimizer)\n        clip_grad"))
+    file.write_text(
+        BAD.replace("        clip_grad", "        scaler.unscale_(optimizer)\n        clip_grad")
+    )
     report = lint([file])
     assert (report.cached, found(report)) == (0, [])
 
@@ -147,9 +149,15 @@ def test_functions_of_other_files_are_followed_if_those_are_given(tmp_path):
     assert found(lint([tmp_path])) == ["AMP101"]
     assert found(lint([user])) == []
     # What was remembered of one file depends on the other.
-    helpers.write_text(HELPER.replace("    scaler.step", "    scaler.unscale_(optimizer)\n    scaler.step"))
+    helpers.write_text(
+        HELPER.replace("    scaler.step", "    scaler.unscale_(optimizer)\n    scaler.step")
+    )
     assert found(lint([tmp_path])) == ["AMP101"]
-    helpers.write_text(HELPER.replace("backward()", "backward()\n    return loss").replace("scaler.scale(loss)", "loss"))
+    helpers.write_text(
+        HELPER.replace("backward()", "backward()\n    return loss").replace(
+            "scaler.scale(loss)", "loss"
+        )
+    )
     assert "AMP101" not in found(lint([tmp_path]))
 
 
@@ -164,7 +172,9 @@ def test_several_processes_find_the_same(tmp_path):
 
 def test_circles_of_imports_end(tmp_path):
     (tmp_path / "a.py").write_text("from b import *\nfrom b import g\n\n\ndef f():\n    g()\n")
-    (tmp_path / "b.py").write_text("from a import f\nimport torch\nscaler = torch.amp.GradScaler()\n\n\ndef g():\n    f()\n    loss.backward()\n")
+    (tmp_path / "b.py").write_text(
+        "from a import f\nimport torch\nscaler = torch.amp.GradScaler()\n\n\ndef g():\n    f()\n    loss.backward()\n"
+    )
     assert lint([tmp_path], use_cache=False).files == 2
 
 
@@ -172,7 +182,10 @@ def test_a_baseline_holds_what_is_known(file, tmp_path):
     settings = Settings(root=tmp_path)
     known = tmp_path / "known.json"
     baseline.write(lint([file], settings), settings, known)
-    file.write_text("import os\n\n" + BAD.replace("1.0)", "1.0)\n        clip_grad_norm_(model.parameters(), 2.0)"))
+    file.write_text(
+        "import os\n\n"
+        + BAD.replace("1.0)", "1.0)\n        clip_grad_norm_(model.parameters(), 2.0)")
+    )
     report = lint([file], settings)
     assert found(report) == ["AMP101", "AMP101"]
     baseline.drop_known(report, settings, known)
@@ -190,7 +203,9 @@ def test_a_file_that_is_no_baseline(tmp_path, content):
 
 def test_nothing_is_executed_and_torch_is_not_imported(tmp_path):
     trace = tmp_path / "executed"
-    (tmp_path / "evil.py").write_text(f"open({str(trace)!r}, 'w').close()\nraise SystemExit(3)\n" + BAD)
+    (tmp_path / "evil.py").write_text(
+        f"open({str(trace)!r}, 'w').close()\nraise SystemExit(3)\n" + BAD
+    )
     (tmp_path / "conftest.py").write_text("raise SystemExit(4)\n")
     script = (
         "import sys; from ampwise.cli.main import main;"
@@ -198,7 +213,9 @@ def test_nothing_is_executed_and_torch_is_not_imported(tmp_path):
         "heavy = {'torch', 'numpy', 'scipy', 'matplotlib'} & set(sys.modules);"
         "print(heavy or 'light'); sys.exit(code)"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 1, done.stderr
     assert done.stdout.endswith("light\n")
     assert not trace.exists()

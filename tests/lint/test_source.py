@@ -109,7 +109,9 @@ def cell(text, kind="code"):
 def test_notebooks_are_read_as_one_program_and_findings_name_the_cell(tmp_path):
     imports, function = BAD.split("\n\n\n")
     file = tmp_path / "train.ipynb"
-    magics = "!pip install torch\n%matplotlib inline\nimport os\nfor i in range(2):\n    !echo {i}\n"
+    magics = (
+        "!pip install torch\n%matplotlib inline\nimport os\nfor i in range(2):\n    !echo {i}\n"
+    )
     file.write_text(
         notebook(
             [cell("# Training", "markdown"), cell(magics), cell("%%bash\nls -l"), cell(imports),
