@@ -40,14 +40,10 @@ class Module:
         """What names are by the way they are used."""
         return Roles(self.source.tree)
 
-    @cached_property
+    @property
     def parents(self) -> dict[int, ast.AST]:
         """The node around each node, by ``id``."""
-        found: dict[int, ast.AST] = {}
-        for node in ast.walk(self.tree):
-            for child in ast.iter_child_nodes(node):
-                found[id(child)] = node
-        return found
+        return self.roles.parents
 
     def statement_of(self, node: ast.AST) -> ast.stmt:
         """The statement a node stands in."""

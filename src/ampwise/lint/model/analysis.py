@@ -7,13 +7,14 @@ with arguments nobody knows: those that no other function of the file calls go f
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from ampwise.lint.model import calls
 from ampwise.lint.model.arguments import Arguments
-from ampwise.lint.model.events import Event
+from ampwise.lint.model.events import Backward, Enter, Event
 from ampwise.lint.model.machine import Machine
 from ampwise.lint.model.paths import Oracle, explore
 from ampwise.lint.model.roles import dotted
@@ -23,11 +24,18 @@ from ampwise.lint.project import Module
 
 E = TypeVar("E", bound=Event)
 
-NODES = 500_000
+NODES = 200_000
 """Nodes of syntax walked for one file, over all its paths: a few seconds."""
+
+STEP_WORDS = re.compile(
+    r"backward|autocast|GradScaler|unscale_|scale_loss|\.half\(|\.step\(|zero_grad"
+)
+"""A file with none of these is not worth the search for steps."""
 
 SCRIPT_PATHS = 48
 FUNCTION_PATHS = 24
+ENOUGH = 4
+"""Paths after which a function in which nothing has happened is left."""
 
 
 @dataclass(slots=True)
@@ -71,7 +79,7 @@ class Analysis:
 def analyse(module: Module) -> Analysis:
     """Walk a file's paths."""
     analysis = Analysis(module)
-    if not module.roles.core:
+    if not STEP_WORDS.search(module.source.text) or not module.roles.core:
         return analysis  # nothing in it is part of a training step
     budget = Budget(NODES)
     walked: set[int] = set()
@@ -79,7 +87,8 @@ def analyse(module: Module) -> Analysis:
     try:
         _explore(analysis, budget, walked, imported, None, SCRIPT_PATHS)
         for root in _roots(module):
-            if id(root.node) not in walked:
+            trains = root.is_core or analysis.any(Enter) or analysis.any(Backward)
+            if id(root.node) not in walked and trains:
                 _explore(analysis, budget, walked, imported, root, FUNCTION_PATHS)
     except BudgetError:
         analysis.cut_short = True
@@ -92,6 +101,8 @@ class _Root:
 
     node: ast.FunctionDef | ast.AsyncFunctionDef
     path: tuple[str, ...]
+    is_core: bool
+    """It has part of a step in it; others only belong to a training that there must be."""
 
 
 def _explore(
@@ -115,11 +126,12 @@ def _explore(
         return Trace(machine.trace, name, oracle.decided)
 
     # Other ways through one function may use up half of what is left; the first one all of it.
-    floor = budget.left // 2
-    for trace in explore(walk, most):
+    floor, before = budget.left // 2, len(analysis.traces)
+    for count, trace in enumerate(explore(walk, most), 1):
         if trace.events:
             analysis.traces.append(trace)
-        if budget.left < floor:
+        nothing = count == ENOUGH and not analysis.traces[before:]
+        if budget.left < floor or nothing:
             break
 
 
@@ -156,8 +168,9 @@ def _roots(module: Module) -> list[_Root]:
     def collect(body: list[ast.stmt], path: tuple[str, ...]) -> None:
         for node in body:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                if id(node) in module.roles.core or _belongs(node):
-                    found.append(_Root(node, (*path, node.name)))
+                is_core = id(node) in module.roles.core
+                if is_core or _belongs(node):
+                    found.append(_Root(node, (*path, node.name), is_core))
             elif isinstance(node, ast.ClassDef):
                 collect(node.body, (*path, node.name))
             elif isinstance(node, ast.If | ast.Try):
@@ -169,7 +182,7 @@ def _roots(module: Module) -> list[_Root]:
         for each in ast.walk(module.tree)
         if isinstance(each, ast.Call)
     }
-    return sorted(found, key=lambda each: each.node.name in called)
+    return sorted(found, key=lambda each: (not each.is_core, each.node.name in called))
 
 
 def _belongs(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:

@@ -75,25 +75,33 @@ class Roles:
 
     def __init__(self, tree: ast.Module) -> None:
         self.methods: dict[str, set[str]] = defaultdict(set)
-        self._stepped: set[str] = set()
-        self._scales_backward: set[str] = set()
+        self.parents: dict[int, ast.AST] = {}
+        """The node around each node, by ``id``."""
         self.steps: set[int] = set()
         """``id`` of every node inside which something of a training step happens."""
         self.core: set[int] = set()
         """Of those, the ones with something only training or lower precision has."""
-        self._functions: dict[str, list[ast.AST]] = defaultdict(list)
+        self._stepped: set[str] = set()
+        self._scales_backward: set[str] = set()
         calls: list[ast.Call] = []
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Attribute):
+        names: list[ast.Attribute | ast.Name] = []
+        waiting: list[ast.AST] = [tree]
+        while waiting:
+            node = waiting.pop()
+            for child in ast.iter_child_nodes(node):
+                self.parents[id(child)] = node
+                waiting.append(child)
+            if isinstance(node, ast.Call):
+                calls.append(node)
+            elif isinstance(node, ast.Attribute):
+                names.append(node)
                 if base := dotted(node.value):
                     self.methods[base].add(node.attr)
-            elif isinstance(node, ast.Call):
-                calls.append(node)
-            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                self._functions[node.name].append(node)
+            elif isinstance(node, ast.Name):
+                names.append(node)
         for call in calls:
             self._see(call)
-        self._mark(tree)
+        self._mark(calls, names)
 
     def _see(self, call: ast.Call) -> None:
         match call.func:
@@ -147,63 +155,63 @@ class Roles:
             NETWORK.search(last)
         )
 
-    def _mark(self, tree: ast.Module) -> None:
+    def _mark(self, calls: list[ast.Call], names: list[ast.Attribute | ast.Name]) -> None:
         """Fill `steps` and `core`: what is inside a step, directly and through functions called."""
-        names: set[str] = set()
-        core: set[str] = set()
-        while True:
-            self._walk(tree, names, core)
-            found = self._named(self.steps) | self._named(self.core)
-            if found <= names | core:
-                return
-            names |= self._named(self.steps)
-            core |= self._named(self.core)
+        sites: dict[str, list[ast.AST]] = defaultdict(list)
+        own: dict[str, list[ast.AST]] = defaultdict(list)
+        for call in calls:
+            match call.func:
+                case ast.Name(id=name):
+                    sites[name].append(call)
+                    own[name].append(call)
+                case ast.Attribute(value=receiver, attr=name):
+                    sites[name].append(call)
+                    if isinstance(receiver, ast.Name) and receiver.id == "self":
+                        own[name].append(call)
+                case _:
+                    pass
+        gradients = [e for e in names if isinstance(e, ast.Attribute) and e.attr == "grad"]
+        self._spread([*gradients, *filter(self._is_step, calls)], self.steps, sites)
+        special = [e for e in names if self._is_used(e)]
+        self._spread([*special, *filter(self._is_core, calls)], self.core, own)
 
-    def _named(self, inside: set[int]) -> set[str]:
-        return {
-            name
-            for name, nodes in self._functions.items()
-            if any(id(each) in inside for each in nodes)
-        }
+    def _is_used(self, name: ast.Attribute | ast.Name) -> bool:
+        """Whether one of the names in `CORE` is called, or decorates a function."""
+        if (name.attr if isinstance(name, ast.Attribute) else name.id) not in CORE:
+            return False
+        around = self.parents[id(name)]
+        if isinstance(around, ast.Call):
+            return around.func is name
+        return isinstance(around, ast.FunctionDef | ast.AsyncFunctionDef)
 
-    def _walk(self, node: ast.AST, names: set[str], core_names: set[str]) -> bool:
-        inside = self._is_step(node, names)
-        for child in ast.iter_child_nodes(node):
-            inside |= self._walk(child, names, core_names)
-        if inside:
-            self.steps.add(id(node))
-        core = self._is_core(node, core_names) or any(
-            id(child) in self.core for child in ast.iter_child_nodes(node)
-        )
-        if core:
-            self.core.add(id(node))
-        # A definition inside a branch does not make the branch part of a step.
-        return inside and not isinstance(node, ast.ClassDef)
+    def _spread(
+        self, seeds: list[ast.AST], inside: set[int], sites: dict[str, list[ast.AST]]
+    ) -> None:
+        """Mark nodes, all that is around them, and calls of the functions that are marked so."""
+        waiting = list(seeds)
+        while waiting:
+            node: ast.AST | None = waiting.pop()
+            while node is not None and id(node) not in inside:
+                inside.add(id(node))
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                    waiting += sites.get(node.name, [])
+                # A class that is defined inside a branch does not make the branch part of a step.
+                node = None if isinstance(node, ast.ClassDef) else self.parents.get(id(node))
 
-    def _is_core(self, node: ast.AST, names: set[str]) -> bool:
-        match node:
-            case ast.Call(func=ast.Name(id=name)) if name in names:
-                return True
-            case ast.Call(func=ast.Attribute(value=ast.Name(id="self"), attr=name)) if (
-                name in names
-            ):
-                return True
-            case ast.Attribute(attr=attr) | ast.Name(id=attr):
-                return attr in CORE
-            case ast.Call(func=ast.Attribute(attr="half"), args=[]):
-                return True
-            case ast.Call(func=ast.Attribute(value=receiver, attr="step")):
+    def _is_core(self, call: ast.Call) -> bool:
+        match call.func:
+            case ast.Attribute(attr="half"):
+                return not call.args
+            case ast.Attribute(value=receiver, attr="step"):
                 text = dotted(receiver)
                 return self.is_scaler(text) or self.is_optimizer(text)
             case _:
                 return False
 
-    def _is_step(self, node: ast.AST, names: set[str]) -> bool:
-        match node:
-            case ast.Attribute(attr="grad"):
-                return True
-            case ast.Call(func=ast.Attribute(value=receiver, attr=attr)):
-                if attr in STEP_METHODS or attr in STEP_NAMES or attr in names:
+    def _is_step(self, call: ast.Call) -> bool:
+        match call.func:
+            case ast.Attribute(value=receiver, attr=attr):
+                if attr in STEP_METHODS or attr in STEP_NAMES:
                     return True
                 text = dotted(receiver)
                 if attr in ("step", "update", "scale", "state_dict", "load_state_dict"):
@@ -211,7 +219,7 @@ class Roles:
                         attr == "step" and (self.is_optimizer(text) or self.is_scheduler(text))
                     )
                 return False
-            case ast.Call(func=ast.Name(id=name)):
-                return name in STEP_NAMES or name in names
+            case ast.Name(id=name):
+                return name in STEP_NAMES
             case _:
                 return False
