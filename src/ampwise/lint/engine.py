@@ -26,7 +26,7 @@ from ampwise.lint.model.nodes import Node
 from ampwise.lint.project import Module, Project
 from ampwise.lint.rule import Mistake, Rule, all_rules
 from ampwise.lint.settings import Settings
-from ampwise.lint.source import Source, UnreadableError, read
+from ampwise.lint.source import UnreadableError
 
 SUFFIXES = (".py", ".pyw", ".ipynb")
 NEVER = {"__pycache__", "node_modules", "site-packages", "dist-packages"}
@@ -202,18 +202,17 @@ def check_file(path: Path, project: Project) -> Checked:
     """Check one file of a project."""
     checked = Checked(path)
     try:
-        source = read(path)
+        module = project.module(path)
     except UnreadableError as error:
         checked.skipped = str(error)
         return checked
-    if WORDS.search(source.text):
-        check_source(source, project, checked)
+    if WORDS.search(module.source.text):
+        check_module(module, checked)
     return checked
 
 
-def check_source(source: Source, project: Project, checked: Checked) -> None:
+def check_module(module: Module, checked: Checked) -> None:
     """Run the rules over a file that was read."""
-    module = project.add(source)
     try:
         with _limits(SECONDS):
             code = analyse(module)
@@ -230,7 +229,7 @@ def check_source(source: Source, project: Project, checked: Checked) -> None:
             f"a bug in ampwise: {type(error).__name__}: {error} ({Path(where.filename).name}, line "
             f"{where.lineno}); please report it"
         )
-    checked.read = module.used - {source.path}
+    checked.read = module.used - {module.path}
 
 
 def _mistakes(code: Analysis) -> Iterator[tuple[Rule, Mistake]]:

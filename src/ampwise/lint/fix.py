@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import libcst as cst
 
 from ampwise.errors import UsageError
 from ampwise.lint.edits import apply
-from ampwise.lint.engine import Checked, check_source
-from ampwise.lint.findings import Finding
+from ampwise.lint.engine import Checked, check_module
+from ampwise.lint.findings import Finding, Safety
 from ampwise.lint.project import Project
 from ampwise.lint.settings import Settings
-from ampwise.lint.source import UnreadableError, parse, read
+from ampwise.lint.source import Source, UnreadableError, parse, read
 from ampwise.telemetry.files import atomic_write
 
 ROUNDS = 12
@@ -50,13 +50,14 @@ def fix_file(path: Path, known: frozenset[Path], settings: Settings, unsafe: boo
         source = read(path)
     except UnreadableError:
         return 0
+    mender = _Mender(source, known, settings, ("safe", "unsafe") if unsafe else ("safe",))
     text, gone = source.text, 0
+    findings = mender.fixable(text)
     for _ in range(ROUNDS):
-        findings = _fixable(path, text, known, settings, unsafe)
-        better = _improved(path, text, findings, known, settings, unsafe)
+        better = mender.improved(text, findings)
         if better is None:
             break
-        text, count = better
+        text, findings, count = better
         gone += count
     if text != source.text:
         data = text.encode(source.encoding)
@@ -67,43 +68,42 @@ def fix_file(path: Path, known: frozenset[Path], settings: Settings, unsafe: boo
     return gone
 
 
-def _fixable(
-    path: Path, text: str, known: frozenset[Path], settings: Settings, unsafe: bool
-) -> list[Finding]:
-    found = _check(path, text, known)
-    allowed = ("safe", "unsafe") if unsafe else ("safe",)
-    return [e for e in found if e.edits and e.fix in allowed and settings.wants(e)]
+@dataclass(frozen=True, slots=True)
+class _Mender:
+    """Finds what can be mended in a file, were this or that its text."""
 
+    source: Source
+    known: frozenset[Path]
+    settings: Settings
+    allowed: tuple[Safety, ...]
 
-def _check(path: Path, text: str, known: frozenset[Path]) -> list[Finding]:
-    """The findings of a file, were this its text."""
-    project = Project(known)
-    source = replace(read(path), text=text, tree=parse(text))
-    checked = Checked(path)
-    check_source(source, project, checked)
-    return checked.findings
+    def fixable(self, text: str) -> list[Finding]:
+        """Findings with edits that may be made."""
+        module = Project(self.known).add(replace(self.source, text=text, tree=parse(text)))
+        checked = Checked(module.path)
+        check_module(module, checked)
+        return [
+            each
+            for each in checked.findings
+            if each.edits and each.fix in self.allowed and self.settings.wants(each)
+        ]
 
-
-def _improved(
-    path: Path,
-    text: str,
-    findings: list[Finding],
-    known: frozenset[Path],
-    settings: Settings,
-    unsafe: bool,
-) -> tuple[str, int] | None:
-    """The text with edits that help, all at once or else the first one that does."""
-    groups = [_apart(findings), *([each] for each in findings)] if findings else []
-    for group in groups:
-        changed = _applied(text, group)
-        if changed is None or changed == text:
-            continue
-        left = Counter(e.code for e in _fixable(path, changed, known, settings, unsafe))
-        before = Counter(e.code for e in findings)
-        touched = {each.code for each in group}
-        if all(left[code] < before[code] for code in touched):
-            return changed, sum(before[code] - left[code] for code in touched)
-    return None
+    def improved(self, text: str, findings: list[Finding]) -> tuple[str, list[Finding], int] | None:
+        """The text with edits that help (all at once, or else the first one that does), what can be
+        mended then, and how many findings of the rules applied went.
+        """
+        groups = [_apart(findings), *([each] for each in findings)] if findings else []
+        before = Counter(each.code for each in findings)
+        for group in groups:
+            changed = _applied(text, group)
+            if changed is None or changed == text:
+                continue
+            left = self.fixable(changed)
+            after = Counter(each.code for each in left)
+            went = [before[code] - after[code] for code in {each.code for each in group}]
+            if min(went) > 0:
+                return changed, left, sum(went)
+        return None
 
 
 def _apart(findings: list[Finding]) -> list[Finding]:

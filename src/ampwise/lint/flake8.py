@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import ampwise
-from ampwise.lint.engine import Checked, check_source
+from ampwise.lint.engine import Checked, check_module
 from ampwise.lint.project import Project
 from ampwise.lint.source import Source
 
@@ -28,6 +28,7 @@ class Plugin:
     def run(self) -> Iterator[tuple[int, int, str, type[Any]]]:
         """Line, column from 0, text that begins with the code, and this class."""
         checked = Checked(self._source.path)
-        check_source(self._source, Project(frozenset({self._source.path})), checked)
+        project = Project(frozenset({self._source.path}))
+        check_module(project.add(self._source), checked)
         for each in checked.findings:
             yield each.line, each.column - 1, f"{each.code} {each.message}", type(self)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+from ampwise.lint.model.imports import Imports, imports
 from ampwise.lint.model.roles import Roles
 from ampwise.lint.source import Source, UnreadableError, read
 
@@ -40,6 +41,11 @@ class Module:
         """What names are by the way they are used."""
         return Roles(self.source.tree)
 
+    @cached_property
+    def imports(self) -> Imports:
+        """What it imports."""
+        return imports(self.tree)
+
     @property
     def parents(self) -> dict[int, ast.AST]:
         """The node around each node, by ``id``."""
@@ -67,16 +73,25 @@ class Project:
 
     def __init__(self, files: frozenset[Path]) -> None:
         self.files = files
-        self._modules: dict[Path, Module | None] = {}
+        self._modules: dict[Path, Module | UnreadableError] = {}
 
-    def module(self, path: Path) -> Module | None:
-        """A file of the project; None where it cannot be read."""
+    def module(self, path: Path) -> Module:
+        """A file of the project, read once.
+
+        Raises
+        ------
+        UnreadableError
+            With the reason, in words.
+        """
         if path not in self._modules:
             try:
                 self._modules[path] = Module(read(path), self)
-            except UnreadableError:
-                self._modules[path] = None
-        return self._modules[path]
+            except UnreadableError as error:
+                self._modules[path] = error
+        found = self._modules[path]
+        if isinstance(found, UnreadableError):
+            raise found
+        return found
 
     def add(self, source: Source) -> Module:
         """Take in a file that is read already."""

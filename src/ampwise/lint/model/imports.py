@@ -5,10 +5,13 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from ampwise.lint.model.library import canonical
 from ampwise.lint.model.roles import dotted
-from ampwise.lint.project import Module
+
+if TYPE_CHECKING:
+    from ampwise.lint.project import Module
 
 
 @dataclass(slots=True)
@@ -30,10 +33,10 @@ class Imports:
         return canonical(f"{home}.{rest}" if rest else home) if home else ""
 
 
-def imports(module: Module) -> Imports:
+def imports(tree: ast.Module) -> Imports:
     """Read a file's import statements."""
     found = Imports()
-    for node in ast.walk(module.tree):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 local = alias.asname or alias.name.partition(".")[0]
@@ -47,8 +50,9 @@ def imports(module: Module) -> Imports:
     return found
 
 
-def uses(module: Module, found: Imports) -> Iterator[tuple[ast.Attribute | ast.Name, str]]:
+def uses(module: Module) -> Iterator[tuple[ast.Attribute | ast.Name, str]]:
     """Every use of an imported name outside the import statements, the longest path each."""
+    found = module.imports
     inner: set[int] = set()
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Attribute | ast.Name) and id(node) not in inner:

@@ -63,6 +63,7 @@ from ampwise.lint.model.values import (
     key_of,
     truth,
 )
+from ampwise.lint.source import UnreadableError
 
 if TYPE_CHECKING:
     from ampwise.lint.project import Module
@@ -655,10 +656,12 @@ class Machine:
 
     def resolve(self, value: Imported) -> Value:
         """Look into the file a name was imported from."""
-        module = self.here.project.module(value.path)
-        if module is None or len(self._importing) > MAX_IMPORTS:
+        is_circle = value.path in self._importing
+        if is_circle or len(self._importing) > MAX_IMPORTS:
             return Ref(value.full)
-        if value.path in self._importing:  # a circle
+        try:
+            module = self.here.project.module(value.path)
+        except UnreadableError:  # said when that file is checked itself
             return Ref(value.full)
         self._importing.append(value.path)
         try:

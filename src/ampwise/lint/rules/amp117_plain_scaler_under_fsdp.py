@@ -34,7 +34,6 @@ from collections.abc import Iterator
 
 from ampwise.lint.model.analysis import Analysis
 from ampwise.lint.model.events import Forward, ScalerStep
-from ampwise.lint.model.imports import imports
 from ampwise.lint.model.queries import edit
 from ampwise.lint.model.values import Instance, Model, Scaler
 from ampwise.lint.rule import Mistake, rule
@@ -52,7 +51,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
         for step in trace.of(ScalerStep):
             scaler = step.scaler
             if isinstance(scaler, Scaler) and scaler.path and "Sharded" not in scaler.path:
-                yield _mistake(scaler, imports(code.module).names.get("torch") == "torch")
+                yield _mistake(scaler, code.module.imports.names.get("torch") == "torch")
 
 
 def _mistake(scaler: Scaler, has_torch: bool) -> Mistake:

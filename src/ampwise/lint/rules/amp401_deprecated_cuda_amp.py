@@ -34,7 +34,7 @@ from collections.abc import Iterator
 
 from ampwise.lint.findings import Edit
 from ampwise.lint.model.analysis import Analysis
-from ampwise.lint.model.imports import Imports, imports, uses
+from ampwise.lint.model.imports import Imports, uses
 from ampwise.lint.model.nodes import Node
 from ampwise.lint.model.queries import edit
 from ampwise.lint.project import Module
@@ -46,14 +46,14 @@ NAMES = ("autocast", "GradScaler", "custom_fwd", "custom_bwd")
 
 @rule("AMP401", "deprecated-cuda-amp", "warning", fix="safe")
 def check(code: Analysis) -> Iterator[Mistake]:
-    found = imports(code.module)
+    found = code.module.imports
     direct = _imported(found)
     for statement, names in found.statements:
         old = [each for each in names if _old_home(each)]
         if old:
             edits = (*_import_edits(statement), *_use_edits(code.module, found, direct))
             yield _mistake(statement, code.module, old[0], edits)
-    for node, full in uses(code.module, found):
+    for node, full in uses(code.module):
         home = _old_home(full)
         if isinstance(node, ast.Name) or _from_alias(found, node):
             continue  # its import is reported
@@ -125,7 +125,7 @@ def _import_edits(statement: ast.Import | ast.ImportFrom) -> tuple[Edit, ...]:
 def _use_edits(module: Module, found: Imports, direct: set[str]) -> tuple[Edit, ...]:
     """The device that calls of imported names must say."""
     edits: list[Edit] = []
-    for node, full in uses(module, found):
+    for node, full in uses(module):
         last = full.rpartition(".")[2]
         direct_name = isinstance(node, ast.Name) and full in direct
         if last in NAMES and _old_home(full) and (direct_name or _from_alias(found, node)):

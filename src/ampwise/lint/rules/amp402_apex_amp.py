@@ -33,14 +33,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ampwise.lint.model.analysis import Analysis
-from ampwise.lint.model.imports import imports, uses
+from ampwise.lint.model.imports import uses
 from ampwise.lint.model.nodes import Node
 from ampwise.lint.rule import Mistake, rule
 
 
 @rule("AMP402", "apex-amp", "warning")
 def check(code: Analysis) -> Iterator[Mistake]:
-    found = imports(code.module)
+    found = code.module.imports
     direct = False
     for statement, names in found.statements:
         if any(_is_apex(each) for each in names):
@@ -48,7 +48,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
             yield _mistake(statement, code)
     if direct:
         return
-    for node, full in uses(code.module, found):
+    for node, full in uses(code.module):
         if _is_apex(full):
             yield _mistake(node, code)
 

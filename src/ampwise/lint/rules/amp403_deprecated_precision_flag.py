@@ -31,7 +31,7 @@ import ast
 from collections.abc import Iterator
 
 from ampwise.lint.model.analysis import Analysis
-from ampwise.lint.model.imports import Imports, imports
+from ampwise.lint.model.imports import Imports
 from ampwise.lint.model.queries import edit
 from ampwise.lint.rule import Mistake, rule
 
@@ -48,7 +48,7 @@ GONE = ("amp_backend", "amp_level", "fp16_opt_level", "half_precision_backend", 
 
 @rule("AMP403", "deprecated-precision-flag", "info", fix="unsafe")
 def check(code: Analysis) -> Iterator[Mistake]:
-    found = imports(code.module)
+    found = code.module.imports
     for node in ast.walk(code.module.tree):
         if isinstance(node, ast.Call):
             yield from _call(code, found, node)
