@@ -23,7 +23,7 @@ class Plugin:
     version = ampwise.__version__
 
     def __init__(self, tree: ast.Module, filename: str, lines: list[str]) -> None:
-        self._source = Source(Path(filename).absolute(), "".join(lines), tree)
+        self._source = Source(Path(filename).absolute(), "".join(lines), tree=tree)
 
     def run(self) -> Iterator[tuple[int, int, str, type[Any]]]:
         """Line, column from 0, text that begins with the code, and this class."""

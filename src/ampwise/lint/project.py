@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 
 from ampwise.lint.model.imports import Imports, imports
+from ampwise.lint.model.nodes import Index
 from ampwise.lint.model.roles import Roles
 from ampwise.lint.source import Source, UnreadableError, read
 
@@ -37,19 +38,24 @@ class Module:
         return self.source.tree
 
     @cached_property
+    def index(self) -> Index:
+        """Its nodes, by kind."""
+        return Index(self.tree)
+
+    @cached_property
     def roles(self) -> Roles:
         """What names are by the way they are used."""
-        return Roles(self.source.tree)
+        return Roles(self.index)
 
     @cached_property
     def imports(self) -> Imports:
         """What it imports."""
-        return imports(self.tree)
+        return imports(self.index)
 
     @property
     def parents(self) -> dict[int, ast.AST]:
         """The node around each node, by ``id``."""
-        return self.roles.parents
+        return self.index.parents
 
     def statement_of(self, node: ast.AST) -> ast.stmt:
         """The statement a node stands in."""

@@ -6,6 +6,7 @@ import ast
 import io
 import json
 import re
+import symtable
 import tokenize
 import warnings
 from bisect import bisect_right
@@ -30,12 +31,11 @@ class UnreadableError(Exception):
 
 
 @dataclass(slots=True)
-class Source:
-    """The text of a file, and its syntax tree. Of a notebook: its code cells, one after another."""
+class Text:
+    """The text of a file. Of a notebook: its code cells, one after another."""
 
     path: Path
     text: str
-    tree: ast.Module
     encoding: str = "utf-8"
     cells: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     """Of a notebook: (number of the cell from 1, its first line in `text`)."""
@@ -69,8 +69,27 @@ class Source:
         return lines, False
 
 
+@dataclass(slots=True)
+class Source(Text):
+    """The text of a file, and its syntax tree."""
+
+    tree: ast.Module = field(kw_only=True)
+
+
 def read(path: Path) -> Source:
     """Read and parse a file.
+
+    Raises
+    ------
+    UnreadableError
+        With the reason, in words.
+    """
+    text = read_text(path)
+    return Source(text.path, text.text, text.encoding, text.cells, tree=parse(text.text))
+
+
+def read_text(path: Path) -> Text:
+    """Read a file.
 
     Raises
     ------
@@ -85,8 +104,7 @@ def read(path: Path) -> Source:
         raise UnreadableError(error.strerror or str(error)) from None
     if path.suffix == ".ipynb":
         return _notebook(path, raw)
-    text, encoding = decode(raw)
-    return Source(path, text, parse(text), encoding)
+    return Text(path, *decode(raw))
 
 
 def decode(raw: bytes) -> tuple[str, str]:
@@ -117,11 +135,27 @@ def parse(text: str) -> ast.Module:
         raise UnreadableError(f"not parsable: {_first_line(error)}") from None
 
 
+def check_syntax(text: str) -> None:
+    """Whether a module parses, in two thirds of the time it takes to make the tree.
+
+    Raises
+    ------
+    UnreadableError
+        With the reason, in words.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            symtable.symtable(text, "", "exec")
+    except (SyntaxError, RecursionError, MemoryError, ValueError):
+        parse(text)  # says why, or that only what comes behind parsing objects
+
+
 def _first_line(error: Exception) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
-def _notebook(path: Path, raw: bytes) -> Source:
+def _notebook(path: Path, raw: bytes) -> Text:
     try:
         book: Any = json.loads(raw.decode("utf-8-sig"))
         cells = book["cells"] if "cells" in book else book["worksheets"][0]["cells"]
@@ -138,8 +172,7 @@ def _notebook(path: Path, raw: bytes) -> Source:
         body = cell_text(cell)
         places.append((number, len(lines) + 1))
         lines += without_magics(body)
-    text = "\n".join(lines) + "\n"
-    return Source(path, text, parse(text), "utf-8", places or [(1, 1)])
+    return Text(path, "\n".join(lines) + "\n", "utf-8", places or [(1, 1)])
 
 
 def cell_text(cell: dict[str, Any]) -> str:

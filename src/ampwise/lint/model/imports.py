@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ampwise.lint.model.library import canonical
+from ampwise.lint.model.nodes import Index
 from ampwise.lint.model.roles import dotted
 
 if TYPE_CHECKING:
@@ -33,30 +34,42 @@ class Imports:
         return canonical(f"{home}.{rest}" if rest else home) if home else ""
 
 
-def imports(tree: ast.Module) -> Imports:
+def imports(index: Index) -> Imports:
     """Read a file's import statements."""
     found = Imports()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                local = alias.asname or alias.name.partition(".")[0]
-                found.names[local] = alias.name if alias.asname else local
-            found.statements.append((node, [each.name for each in node.names]))
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            full = [canonical(f"{node.module}.{each.name}") for each in node.names]
-            for alias, name in zip(node.names, full, strict=True):
-                found.names[alias.asname or alias.name] = name
-            found.statements.append((node, full))
+    for node in index.of(ast.Import):
+        for alias in node.names:
+            local = alias.asname or alias.name.partition(".")[0]
+            found.names[local] = alias.name if alias.asname else local
+        found.statements.append((node, [each.name for each in node.names]))
+    for node in index.of(ast.ImportFrom):
+        if node.level:
+            continue
+        full = [canonical(f"{node.module}.{each.name}") for each in node.names]
+        for alias, name in zip(node.names, full, strict=True):
+            found.names[alias.asname or alias.name] = name
+        found.statements.append((node, full))
     return found
 
 
 def uses(module: Module) -> Iterator[tuple[ast.Attribute | ast.Name, str]]:
     """Every use of an imported name outside the import statements, the longest path each."""
     found = module.imports
-    inner: set[int] = set()
-    for node in ast.walk(module.tree):
-        if isinstance(node, ast.Attribute | ast.Name) and id(node) not in inner:
-            full = found.full(node)
-            if full:
-                inner |= {id(each) for each in ast.walk(node) if each is not node}
-                yield node, full
+    for name in module.index.of(ast.Name):
+        if name.id in found.names or name.id == "torch":
+            longest = _path(module, name)
+            yield longest, found.full(longest)
+
+
+def _path(module: Module, name: ast.Name) -> ast.Attribute | ast.Name:
+    """The longest ``a.b["c"].d`` that starts at a name."""
+    longest: ast.Attribute | ast.Name = name
+    node: ast.AST = name
+    while True:
+        match module.parents[id(node)]:
+            case ast.Attribute() as node:
+                longest = node
+            case ast.Subscript(value=value, slice=ast.Constant()) as outer if value is node:
+                node = outer
+            case _:
+                return longest

@@ -11,6 +11,8 @@ import ast
 import re
 from collections import defaultdict
 
+from ampwise.lint.model.nodes import Index
+
 SCALER = re.compile(r"scaler", re.IGNORECASE)
 OPTIMIZER = re.compile(
     r"(^|[_.])(opt|optim|optimi[sz]ers?)(?=$|[_.\d\[A-Z])|optimi[sz]er", re.IGNORECASE
@@ -73,35 +75,21 @@ def dotted(node: ast.AST) -> str:
 class Roles:
     """What the names of one file are used for."""
 
-    def __init__(self, tree: ast.Module) -> None:
+    def __init__(self, index: Index) -> None:
         self.methods: dict[str, set[str]] = defaultdict(set)
-        self.parents: dict[int, ast.AST] = {}
-        """The node around each node, by ``id``."""
         self.steps: set[int] = set()
         """``id`` of every node inside which something of a training step happens."""
         self.core: set[int] = set()
         """Of those, the ones with something only training or lower precision has."""
         self._stepped: set[str] = set()
         self._scales_backward: set[str] = set()
-        calls: list[ast.Call] = []
-        names: list[ast.Attribute | ast.Name] = []
-        waiting: list[ast.AST] = [tree]
-        while waiting:
-            node = waiting.pop()
-            for child in ast.iter_child_nodes(node):
-                self.parents[id(child)] = node
-                waiting.append(child)
-            if isinstance(node, ast.Call):
-                calls.append(node)
-            elif isinstance(node, ast.Attribute):
-                names.append(node)
-                if base := dotted(node.value):
-                    self.methods[base].add(node.attr)
-            elif isinstance(node, ast.Name):
-                names.append(node)
-        for call in calls:
+        self._parents = index.parents
+        for node in index.of(ast.Attribute):
+            if base := dotted(node.value):
+                self.methods[base].add(node.attr)
+        for call in index.of(ast.Call):
             self._see(call)
-        self._mark(calls, names)
+        self._mark(index)
 
     def _see(self, call: ast.Call) -> None:
         match call.func:
@@ -155,10 +143,11 @@ class Roles:
             NETWORK.search(last)
         )
 
-    def _mark(self, calls: list[ast.Call], names: list[ast.Attribute | ast.Name]) -> None:
+    def _mark(self, index: Index) -> None:
         """Fill `steps` and `core`: what is inside a step, directly and through functions called."""
         sites: dict[str, list[ast.AST]] = defaultdict(list)
         own: dict[str, list[ast.AST]] = defaultdict(list)
+        calls, attributes = index.of(ast.Call), index.of(ast.Attribute)
         for call in calls:
             match call.func:
                 case ast.Name(id=name):
@@ -170,16 +159,16 @@ class Roles:
                         own[name].append(call)
                 case _:
                     pass
-        gradients = [e for e in names if isinstance(e, ast.Attribute) and e.attr == "grad"]
+        gradients = [each for each in attributes if each.attr == "grad"]
         self._spread([*gradients, *filter(self._is_step, calls)], self.steps, sites)
-        special = [e for e in names if self._is_used(e)]
+        special = [e for e in (*attributes, *index.of(ast.Name)) if self._is_used(e)]
         self._spread([*special, *filter(self._is_core, calls)], self.core, own)
 
     def _is_used(self, name: ast.Attribute | ast.Name) -> bool:
         """Whether one of the names in `CORE` is called, or decorates a function."""
         if (name.attr if isinstance(name, ast.Attribute) else name.id) not in CORE:
             return False
-        around = self.parents[id(name)]
+        around = self._parents[id(name)]
         if isinstance(around, ast.Call):
             return around.func is name
         return isinstance(around, ast.FunctionDef | ast.AsyncFunctionDef)
@@ -196,7 +185,7 @@ class Roles:
                 if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                     waiting += sites.get(node.name, [])
                 # A class that is defined inside a branch does not make the branch part of a step.
-                node = None if isinstance(node, ast.ClassDef) else self.parents.get(id(node))
+                node = None if isinstance(node, ast.ClassDef) else self._parents.get(id(node))
 
     def _is_core(self, call: ast.Call) -> bool:
         match call.func:

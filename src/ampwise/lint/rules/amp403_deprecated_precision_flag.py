@@ -49,9 +49,8 @@ GONE = ("amp_backend", "amp_level", "fp16_opt_level", "half_precision_backend", 
 @rule("AMP403", "deprecated-precision-flag", "info", fix="unsafe")
 def check(code: Analysis) -> Iterator[Mistake]:
     found = code.module.imports
-    for node in ast.walk(code.module.tree):
-        if isinstance(node, ast.Call):
-            yield from _call(code, found, node)
+    for node in code.module.index.of(ast.Call):
+        yield from _call(code, found, node)
 
 
 def _call(code: Analysis, found: Imports, node: ast.Call) -> Iterator[Mistake]:
