@@ -1,9 +1,9 @@
 """Who else used the machine while it was measured: what makes a figure doubtful, in numbers.
 
 Paired ratios survive a drifting machine, but not one that others use in bursts. Three things say
-so, each a share of the time between `start` and `stop`: tasks that waited for a processor
+so, each a share of the time between `Watch` and its `read`: tasks that waited for a processor
 (``/proc/pressure/cpu``), time the hypervisor gave to others (steal), and processors that other
-processes of this machine kept busy. On GPUs the clock before and after shows throttling.
+processes of this machine kept busy. A GPU is sampled between turns (`gpu_watch`).
 What a system does not offer is left out.
 """
 
@@ -17,10 +17,12 @@ from pathlib import Path
 
 import torch
 
+from ampwise.bench.gpu_watch import GpuRecord, GpuWatch
+
 PRESSURE_MAX = 0.05
 STEAL_MAX = 0.02
 OTHERS_MAX = 0.25
-CLOCK_MIN = 0.95
+_CLOSE = "close other programs"
 
 
 @dataclass(frozen=True)
@@ -35,39 +37,45 @@ class Contamination:
         Share of processor time that the hypervisor gave to other guests.
     others
         Processors that other processes kept busy, on average.
-    clock
-        GPU clock at the end over that at the start.
+    gpu
+        What the GPU went through; None on other devices.
     """
 
     pressure: float | None = None
     steal: float | None = None
     others: float | None = None
-    clock: float | None = None
+    gpu: GpuRecord | None = None
 
     def complaints(self) -> list[str]:
-        """What is beyond its limit, in words; empty for a quiet machine."""
+        """What is beyond its limit, and what to do about it; empty for a quiet machine."""
         said: list[str] = []
         if self.pressure is not None and self.pressure > PRESSURE_MAX:
-            said.append(f"tasks waited for a processor {self.pressure:.0%} of the time")
+            said.append(f"tasks waited for a processor {self.pressure:.0%} of the time: {_CLOSE}")
         if self.steal is not None and self.steal > STEAL_MAX:
-            said.append(f"the hypervisor took {self.steal:.0%} of the processors' time")
+            said.append(
+                f"the hypervisor took {self.steal:.0%} of the processors' time: use a machine that "
+                "is not shared"
+            )
         if self.others is not None and self.others > OTHERS_MAX:
-            said.append(f"other processes kept {self.others:.1f} processors busy")
-        if self.clock is not None and self.clock < CLOCK_MIN:
-            said.append(f"the GPU's clock fell to {self.clock:.0%}")
-        return said
+            said.append(f"other processes kept {self.others:.1f} processors busy: {_CLOSE}")
+        return said + ([] if self.gpu is None else self.gpu.complaints())
 
 
 class Watch:
     """Counts from its making to `read`."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._before = _counters(device)
+        self._gpu = GpuWatch(device) if device.type == "cuda" else None
+        self._before = _counters()
+
+    def after_turn(self, arm: str) -> None:
+        """Look at the device that an arm just used."""
+        if self._gpu is not None:
+            self._gpu.sample(arm)
 
     def read(self) -> Contamination:
         """What others took so far."""
-        before, now = self._before, _counters(self._device)
+        before, now = self._before, _counters()
         wall = max(now["wall"] - before["wall"], 1e-9)
 
         def spent(name: str) -> float | None:
@@ -76,16 +84,15 @@ class Watch:
             return max(0.0, now[name] - before[name])
 
         busy, own, steal, total = (spent(each) for each in ("busy", "own", "steal", "total"))
-        clock = before.get("clock")
         return Contamination(
             pressure=None if (waited := spent("waited")) is None else waited / wall,
             steal=None if steal is None or not total else steal / total,
             others=None if busy is None or own is None else max(0.0, busy - own) / wall,
-            clock=now["clock"] / clock if clock else None,
+            gpu=None if self._gpu is None else self._gpu.read(),
         )
 
 
-def _counters(device: torch.device) -> dict[str, float]:
+def _counters() -> dict[str, float]:
     """Seconds since some start, by name."""
     times = os.times()
     found = {"wall": time.monotonic(), "own": times.user + times.system}
@@ -100,7 +107,4 @@ def _counters(device: torch.device) -> dict[str, float]:
         found["steal"], found["total"] = steal, sum(fields) / ticks
     except (OSError, ValueError):
         pass
-    if device.type == "cuda":
-        with contextlib.suppress(ImportError, RuntimeError):
-            found["clock"] = float(torch.cuda.clock_rate(device))
     return found

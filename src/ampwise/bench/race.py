@@ -64,6 +64,7 @@ def run_race(
     max_rounds: int,
     budget_s: float,
     progress: Callable[[Race], None],
+    after_turn: Callable[[str], object] = lambda _: None,
 ) -> None:
     """Fill `race`; what it holds stays valid when an exception (Ctrl-C) ends it early.
 
@@ -77,6 +78,8 @@ def run_race(
         Seconds after which no further round starts.
     progress
         Called after each round.
+    after_turn
+        Called with the arm's name after each of its turns that counts, outside of what is timed.
     """
     running, race.baseline = list(arms), arms[0].name
     _warm_up(running, batches, race)
@@ -93,7 +96,9 @@ def run_race(
             batch = next(batches)
             race.loading_s += time.monotonic() - asked
             for arm in order.sample(running, len(running)):
-                if not _timed(arm, batch, race):
+                if _timed(arm, batch, race):
+                    after_turn(arm.name)
+                else:
                     running.remove(arm)
             gc.collect(0)
             progress(race)

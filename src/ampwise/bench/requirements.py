@@ -53,6 +53,8 @@ def judge(
     parity: ParityReport | None,
     noise: Interval | None = None,
     ended: str = "",
+    *,
+    disturbed: bool = False,
 ) -> dict[str, Requirement]:
     """Every requirement on a precision that is not the baseline.
 
@@ -60,16 +62,22 @@ def judge(
     ----------
     ended
         What ended the run before everything was measured: ``interrupted``, ``failed``, or nothing.
+    disturbed
+        Whether the report's notes say what disturbed the race, and what to do about it.
     """
     return {
-        "speedup": _speedup(precision, thresholds.speedup, noise, ended),
+        "speedup": _speedup(precision, thresholds.speedup, noise, ended, disturbed),
         "memory_reduction": _memory(precision, thresholds.memory_reduction, ended),
         "accuracy_difference": _accuracy(precision, thresholds.accuracy_difference, parity, ended),
     }
 
 
 def _speedup(
-    precision: PrecisionResult, threshold: float, noise: Interval | None, ended: str
+    precision: PrecisionResult,
+    threshold: float,
+    noise: Interval | None,
+    ended: str,
+    disturbed: bool,
 ) -> Requirement:
     """Decided where the whole interval, widened by the noise floor, lies on one side."""
     measured = precision.speedup
@@ -80,14 +88,18 @@ def _speedup(
         return Requirement("pass", measured.median, threshold, str(measured))
     if measured.high * floor < threshold:
         return Requirement("fail", measured.median, threshold, str(measured))
-    why = _undecided(measured, threshold)
+    why = _undecided(measured, threshold, disturbed)
     if noise is not None and floor > NOISY:
         why = f"too noisy: fp32 against itself reads {noise}; {why}"
     return Requirement("not measured", measured.median, threshold, why)
 
 
-def _undecided(measured: Interval, threshold: float) -> str:
-    what_to_do = "run longer (--steps), or on a quieter machine"
+def _undecided(measured: Interval, threshold: float, disturbed: bool) -> str:
+    what_to_do = (
+        "the notes say what disturbed the race, and what to do"
+        if disturbed
+        else "run longer (--steps), or on a quieter machine"
+    )
     return f"undecided: {measured} includes {threshold:g}; {what_to_do}"
 
 

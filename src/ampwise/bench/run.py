@@ -177,16 +177,24 @@ def _conclude(report: BenchReport, config: BenchConfig, samples_per_step: int) -
     """Ratios, requirements and verdict, of whatever was measured."""
     baseline = report.precisions[0]
     ended = report.ended if config.max_seeds else ""
+    complaints = [] if report.contamination is None else report.contamination.complaints()
     for result in report.precisions[1:]:
         _compare(result, baseline)
         _note_parity(result, baseline, report.parity)
-        result.requirements = judge(result, config.thresholds, report.parity, report.noise, ended)
+        result.requirements = judge(
+            result,
+            config.thresholds,
+            report.parity,
+            report.noise,
+            ended,
+            disturbed=bool(complaints),
+        )
     for result in report.precisions:
         if result.step_ms is not None:
             result.samples_per_s = samples_per_step / result.step_ms.median * 1e3
-    if report.contamination is not None:
-        for complaint in report.contamination.complaints():
-            report.notes.append(f"while the race ran, {complaint}: close other programs")
+    report.notes += [f"while the race ran, {complaint}" for complaint in complaints]
+    if report.contamination is not None and report.contamination.gpu is not None:
+        report.notes += report.contamination.gpu.gaps()
     report.verdict = verdict(report, config.thresholds)
 
 
@@ -285,6 +293,7 @@ def _race(
             max_rounds=config.max_rounds,
             budget_s=config.budget_s,
             progress=progress.round,
+            after_turn=watch.after_turn,
         )
     finally:
         _note_race(race, results, report)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import platform
 import re
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,6 +135,12 @@ def cpu_flags() -> frozenset[str]:
     flags = {word for word, has in _torch_capabilities().items() if has is True}
     match = re.search(r"^(?:flags|Features)\s*:(.*)$", _cpuinfo(), re.MULTILINE)
     return frozenset(flags | set(match.group(1).split() if match else ()))
+
+
+def cpu_clock_mhz() -> float | None:
+    """Median clock of the processors now, where the kernel says it (on x86)."""
+    clocks = re.findall(r"^cpu MHz\s*:\s*([\d.]+)", _cpuinfo(), re.MULTILINE)
+    return statistics.median(map(float, clocks)) if clocks else None
 
 
 def _torch_capabilities() -> Mapping[str, object]:

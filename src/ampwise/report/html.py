@@ -26,6 +26,7 @@ def to_html(report: BenchReport) -> str:
         report=report,
         environment=report.environment,
         parity=report.parity,
+        gpu=None if report.contamination is None else report.contamination.gpu,
         parts=PARTS,
         remarks=remarks(report),
         asked=asked,

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from ampwise import __version__
-from ampwise.capability.hardware import describe
+from ampwise.capability.hardware import cpu_clock_mhz, describe
+from ampwise.telemetry.nvml import Gpu
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -56,11 +57,8 @@ def _allocator() -> dict[str, str | None]:
     }
 
 
-def _clocks_mhz(device: torch.device) -> int | None:
-    """The GPU's SM clock, where the driver's library can be asked."""
-    if device.type != "cuda" or torch.version.cuda is None:
-        return None
-    try:
-        return torch.cuda.clock_rate(device)
-    except (ImportError, RuntimeError):
-        return None
+def _clocks_mhz(device: torch.device) -> float | None:
+    """The clock at this moment: of a GPU's multiprocessors, or the median of the processors'."""
+    if device.type == "cuda":
+        return Gpu(device).read().clock_mhz
+    return cpu_clock_mhz() if device.type == "cpu" else None
