@@ -12,7 +12,8 @@ window, when nothing has been observed yet, all buffers are copied.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -58,6 +59,15 @@ class BufferGuard:
             if slot.written is not False:
                 self._copies.append((tensor, tensor.clone()))
             slot.version = tensor._version
+
+    @contextmanager
+    def kept(self) -> Generator[None]:
+        """Context: what forward writes inside does not stay."""
+        before = [(t, t.clone()) for slot in self._slots if (t := slot.tensor) is not None]
+        yield
+        with torch.no_grad():
+            for tensor, copy in before:
+                tensor.copy_(copy)
 
     def settle(self, found_inf: Tensor) -> None:
         """End the window: where `found_inf` is 1, write the copies back."""

@@ -13,12 +13,15 @@ not finite proves nothing in float32: (2e19)**2 overflows although 2e19 is a fin
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from ampwise.distributed.layout import copies, local
 
 _DOT_FROM = 16_384  # elements: from here one BLAS dot product beats the foreach norm on CPUs
 
@@ -26,8 +29,9 @@ _DOT_FROM = 16_384  # elements: from here one BLAS dot product beats the foreach
 def gradients_of(optimizers: Iterable[Optimizer]) -> list[Tensor]:
     """Dense views of all gradients of some optimizers, each parameter once.
 
-    Sparse gradients are coalesced (an uncoalesced one lists an element several times, so its
-    norm would be wrong) and stand in the list as their values; complex ones as pairs of reals.
+    Of a gradient that is spread over ranks, the part this rank holds. Sparse gradients are
+    coalesced (an uncoalesced one lists an element several times, so its norm would be wrong) and
+    stand in the list as their values; complex ones as pairs of reals.
     """
     found: dict[int, Tensor] = {}
     for optimizer in optimizers:
@@ -38,9 +42,22 @@ def gradients_of(optimizers: Iterable[Optimizer]) -> list[Tensor]:
     return list(found.values())
 
 
+def spread_of(optimizers: Iterable[Optimizer], ranks: int) -> dict[int, list[Tensor]]:
+    """The same, grouped by how many of the ranks hold the same part as this one."""
+    groups: dict[int, dict[int, Tensor]] = defaultdict(dict)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    held = copies(parameter.grad, ranks)
+                    groups[held][id(parameter)] = _dense(parameter)
+    return {held: list(found.values()) for held, found in groups.items()}
+
+
 def _dense(parameter: Tensor) -> Tensor:
     gradient = parameter.grad
     assert gradient is not None
+    gradient = local(gradient)
     if gradient.is_sparse:
         if not gradient.is_coalesced():
             gradient = parameter.grad = gradient.coalesce()
@@ -64,6 +81,20 @@ def norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     is not finite asks for a second look (`wide_norm`).
     """
     return _global(gradients, device, _norms_on_cpu)
+
+
+def square(gradients: Mapping[int, Sequence[Tensor]], device: torch.device) -> Tensor:
+    """What this rank counts of a squared norm: float64, finite if and only if all elements are.
+
+    `gradients` by how many ranks hold the same part, as `spread_of` gives them.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for held, parts in gradients.items():
+        length = norm(parts, device)
+        if device.type == "cpu" and not math.isfinite(length.item()):
+            length = wide_norm(parts, device)
+        total += length.double() ** 2 / held
+    return total
 
 
 def wide_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:

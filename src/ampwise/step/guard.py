@@ -44,6 +44,7 @@ class Guard:
     def __init__(
         self, optimizers: Sequence[Optimizer], device: torch.device, max_norm: float | None
     ) -> None:
+        self._agreed: Tensor | None = None
         self.optimizers = tuple(optimizers)
         self.max_norm = max_norm
         self._device = device
@@ -65,6 +66,10 @@ class Guard:
         """Turn scaled gradients into true ones now, in place; pass `step` None afterwards."""
         grads.multiply_(grads.gradients_of(self.optimizers), divisor.reciprocal())
 
+    def agree(self, norm: Tensor) -> None:
+        """Let the next `step` go by this norm of the gradients, still scaled: that of all ranks."""
+        self._agreed = norm
+
     def step(self, divisor: Tensor | None) -> None:
         """Examine the gradients, then step or skip.
 
@@ -83,6 +88,10 @@ class Guard:
 
     def _examine(self, gradients: Sequence[Tensor], divisor: Tensor | None) -> None:
         """Set `found_inf` and `grad_norm`."""
+        if self._agreed is not None:
+            agreed, self._agreed = self._agreed, None
+            self._judge(agreed, divisor)
+            return
         self._judge(grads.norm(gradients, self._device), divisor)
         if self.flag.on_host and self.flag.read():
             # Perhaps only the float32 sum of squares overflowed. Looking costs no sync here.

@@ -2,6 +2,7 @@
 
     forward     autocast forward and loss                        (`precision`)
     backward    of loss * scale * share of the window            (`window`, `hooks`)
+    consensus   with several ranks: one sum of what they decide by  (`distributed.consensus`)
     guard       norm, found_inf, unscale and clip in one pass    (`gradients`, `guard`)
     optimizer   step or skip, decided on the device              (`optimizers`, `master`)
     loss scale  back off or grow                                 (`loss_scale`)
@@ -27,8 +28,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
+from ampwise.distributed.consensus import Consensus
+from ampwise.distributed.layout import GradientSync, group_of, unwrapped
 from ampwise.errors import UsageError
 from ampwise.policy import Policy, Resolution, resolve
+from ampwise.step import gradients as grads
 from ampwise.step import optimizers as optim
 from ampwise.step.activity import Activity, watched
 from ampwise.step.buffers import BufferGuard
@@ -58,7 +62,8 @@ class TrainStep:
     Parameters
     ----------
     model
-        The model, or the models, that are trained; already on their device.
+        The model, or the models, that are trained; already on their device. Wrapped in DDP or
+        sharded by FSDP2 (``fully_shard``), all ranks take the same decisions.
     optimizer
         The optimizer, or optimizers, over their parameters. Fused ones decide on the device; others
         cost one host sync a step on accelerators.
@@ -76,8 +81,8 @@ class TrainStep:
         Averaged model of (the first) model, updated after each optimizer step, held on skipped
         ones; one host sync a step on accelerators.
     samples
-        Samples (or tokens) in a batch: its weight in the window. Default: length of the first
-        dimension of the first tensor.
+        Samples (or tokens) in a batch: its weight in the window, over all ranks. Default: length of
+        the first dimension of the first tensor.
     loss_scale
         Settings of the loss scale, for policies that scale the loss.
     skip
@@ -111,6 +116,8 @@ class TrainStep:
         Flight recorder; None when nobody armed one.
     diagnosis
         What `on_fault` found; None before.
+    stopping
+        Whether `ask_to_stop` was called, on this rank or another; the same on all.
 
     Raises
     ------
@@ -140,7 +147,8 @@ class TrainStep:
             raise UsageError(f"on_fault: expected 'diagnose' or a function, got {on_fault!r}")
         self.model = model
         self.optimizer = optimizer
-        self._models = (model,) if isinstance(model, nn.Module) else tuple(model)
+        wrapped = (model,) if isinstance(model, nn.Module) else tuple(model)
+        self._models = tuple(unwrapped(each) for each in wrapped)
         self._optimizers = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
         for each in self._optimizers:
             optim.check(each)
@@ -153,7 +161,12 @@ class TrainStep:
         self.activity: Activity | None = None
         self.recorder: Recorder | None = None if on_fault is None else Recorder()
         self.diagnosis: Any = None
+        self.stopping = False
 
+        group = group_of(wrapped)
+        self._ranks = None if group is None else Consensus(group, self.device)
+        self._sync = None if group is None else GradientSync(wrapped)
+        self._held_back: Callable[[], object] | None = None  # sums what only this rank has
         self._strict = strict
         self._on_fault = on_fault
         self._samples = samples or samples_in
@@ -164,7 +177,7 @@ class TrainStep:
         self._owned = [_held_by(each) for each in self._optimizers]
         self._master = self._install_policy()
 
-        self._window = Window(accumulate)
+        self._window = Window(accumulate, None if self._ranks is None else self._ranks.first)
         self._buffers = BufferGuard(self._models)
         self._skip_together = skip == "all"
         self._max_grad_norm = max_grad_norm
@@ -173,6 +186,7 @@ class TrainStep:
         self._norms: list[Tensor] = []
         self._found: list[HostFlag] = []  # found_inf of each decision in this iteration
         self._outcomes = Outcomes(self.device, at_once=ema is not None)
+        self._stops = Outcomes(self.device)
         self._held = 0  # scheduler steps to leave out, for skipped steps
         self._patience = Patience(max_skips)
         self._ring = Ring(self.device)
@@ -214,15 +228,30 @@ class TrainStep:
         SkippedStepsError
             When too many steps in a row were skipped.
         """
+        last = last or self._window.position + 1 >= self._window.accumulate
+        if self._sync is not None:
+            self._sync.switch(last)
+            self._held_back = None if last else lambda: self._sum_with(loss_fn, batch)
         loss = self._micro_batch(loss_fn, batch, weight)
-        if self._window.full or last:
+        if last:
             self.update()
         return loss
 
     def flush(self) -> None:
-        """Close a window that is only partly filled, as at the end of an epoch; else do nothing."""
+        """Close a window that is only partly filled, as at the end of an epoch; else do nothing.
+
+        With several ranks this costs a micro-batch, to sum the gradients; ``last=True`` with the
+        last one costs nothing.
+        """
         if self._window.position:
             self.update()
+
+    def ask_to_stop(self) -> None:
+        """Have `stopping` become true on all ranks at the same step (alone: at once)."""
+        if self._ranks is None:
+            self.stopping = True
+        else:
+            self._ranks.stop_wanted = True
 
     def captured(self, loss_fn: Callable[[Any, Batch], Tensor]) -> Callable[[Batch], Tensor]:
         """The whole step as one CUDA graph: call the result with each batch, as the step itself.
@@ -235,6 +264,8 @@ class TrainStep:
             When the step cannot be captured: it accumulates, or an optimizer or the EMA needs the
             host's decision, or a scheduler changes a learning rate that is no tensor.
         """
+        if self._ranks is not None:
+            raise UsageError("captured: expected one process; several have not been tried")
         if self._window.accumulate > 1:
             raise UsageError("captured: expected accumulate=1; a window of several cannot be one")
         if self.syncs_per_step:
@@ -330,6 +361,8 @@ class TrainStep:
 
         They are the tensors the optimizer will use: edits count, and are checked like the rest.
         """
+        if self._ranks is not None and not self._window.agreed:
+            self._agree(self._guard(tuple(range(len(self._optimizers)))))
         divisor = self._divisor()
         missing = [i for i in range(len(self._optimizers)) if i not in self._true]
         if divisor is not None and missing:
@@ -364,6 +397,8 @@ class TrainStep:
             # An accelerator's last step, known while it works on this one's backward; nothing has
             # changed since, so it can still be replayed.
             self._examine()
+        if self._held_back is not None:
+            self._held_back()
         self._decide(optimizers, last=update_scale)
         if update_scale:
             self._close_on_host(self._close_on_device(self._ring.row))
@@ -506,7 +541,7 @@ class TrainStep:
         with self._float32_mode:
             with self.autocast():
                 loss = loss_fn(self.model, batch)
-            if weight is None and self._window.accumulate > 1:
+            if weight is None and (self._window.accumulate > 1 or self._ranks is not None):
                 weight = self._samples(batch)
             if self.recorder is not None:
                 self.recorder.loss(loss.detach())
@@ -526,16 +561,40 @@ class TrainStep:
 
     def _step_or_skip(self, indices: tuple[int, ...]) -> HostFlag:
         """Guard and optimizers of one set that decides together; its found_inf."""
-        guard, divisor = self._guard(indices), self._divisor()
-        if divisor is not None and self._true.intersection(indices):
+        guard, are_true = self._guard(indices), self._true.intersection(indices)
+        if are_true and (divisor := self._divisor()) is not None:
             for index in indices:
                 if index not in self._true:
                     self._guard((index,)).divide_(divisor)
-            divisor = None
         self._true.difference_update(indices)
-        guard.step(divisor)
+        if self._ranks is not None:
+            self._agree(guard)
+        guard.step(None if are_true else self._divisor())
         self._norms.append(guard.grad_norm)
         return guard.flag
+
+    def _agree(self, guard: Guard) -> None:
+        """Have all ranks know the same norm, shares, losses and wishes to stop."""
+        ranks, window = self._ranks, self._window
+        assert ranks is not None
+        assert window.loss_sum is not None
+        squares = grads.square(grads.spread_of(guard.optimizers, ranks.size), self.device)
+        row = ranks.sums(squares, window.divisor, window.loss_sum)
+        norm, bad, shares, losses, stops = row.unbind()
+        guard.agree(torch.where(bad > 0, torch.inf, norm.sqrt()))
+        window.agree((shares / ranks.size).float(), (losses / ranks.size).float())
+        self._stop_flag = HostFlag((stops > 0).float())
+
+    def _sum_with(self, loss_fn: Callable[[Any, Batch], Tensor], batch: Batch) -> None:
+        """Sum over ranks gradients that each has collected: by a micro-batch that counts nothing.
+
+        DDP and FSDP2 sum in backward only, and every rank must take part in the same way.
+        """
+        assert self._sync is not None
+        self._sync.switch(True)
+        self._held_back = None
+        with self._buffers.kept():
+            self._micro_batch(loss_fn, batch, 0)
 
     def _close_on_device(self, row: Tensor) -> HostFlag:
         """End the window on the device: loss scale, buffers, a row of telemetry; its found_inf."""
@@ -562,6 +621,8 @@ class TrainStep:
             self.recorder.close()
         if self._on_fault is not None and found_inf.on_host and found_inf.read():
             self._examine()
+        if self._ranks is not None:
+            self.stopping |= any(self._stops.settle(self._stop_flag))
         self._follow(self._outcomes.settle(found_inf))
 
     def _examine(self) -> None:

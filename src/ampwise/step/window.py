@@ -11,13 +11,19 @@ equal micro-batches that is ``loss / accumulate`` and a divisor of exactly 1, as
 by hand. Dividing by the first weight keeps shares near 1 / accumulate whatever the unit is, so
 that scaled float16 gradients keep their range.
 
+Over several ranks the weighted mean is over all their micro-batches. The ranks agree once on the
+first weight, so that shares mean the same everywhere, and at the end of each window on the sums of
+shares and losses (`agree`); the sum over ranks, which DDP and FSDP2 divide by their number, is then
+divided by the mean of the shares.
+
 A loss without a weight counts as ``loss / accumulate``, and several of them simply add up: that is
 what loops with several losses mean.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -32,10 +38,16 @@ class Window:
     ----------
     accumulate
         Micro-batches in a full window.
+    first_weight
+        With several ranks: turns a weight of this rank into one that is the same on all.
     """
 
-    def __init__(self, accumulate: int) -> None:
+    def __init__(
+        self, accumulate: int, first_weight: Callable[[Weight], Tensor] | None = None
+    ) -> None:
         self.accumulate = accumulate
+        self._first_weight = first_weight
+        self._unit: Weight | None = None
         self.close()
 
     @property
@@ -51,15 +63,17 @@ class Window:
         loss
             Its loss, detached; a float32 scalar.
         weight
-            Its samples or tokens, above zero.
+            Its samples or tokens; 0 for one that does not count.
         """
         self.position += 1
         divided_by: Weight = self.accumulate
         if weight is not None:
             if self._unit is None:
-                self._unit = weight * self.accumulate
-            self._total = self._total + weight
-            divided_by = self._unit / weight
+                first = weight if self._first_weight is None else self._first_weight(weight)
+                self._unit = first * self.accumulate
+            self._total = weight if self._total is None else self._total + weight
+            is_zero = not isinstance(weight, Tensor) and weight == 0
+            divided_by = math.inf if is_zero else self._unit / weight
         share = divide(loss, divided_by)
         self._loss = share if self._loss is None else self._loss + share
         return divided_by
@@ -70,16 +84,34 @@ class Window:
         return None if self._loss is None else divide(self._loss, self.divisor)
 
     @property
+    def loss_sum(self) -> Tensor | None:
+        """Sum of the losses so far, each by its share."""
+        return self._loss
+
+    @property
     def divisor(self) -> Weight:
         """Sum of the shares: 1 for a full window of equal micro-batches."""
-        return 1 if self._unit is None else self._total / self._unit
+        if self._agreed is not None:
+            return self._agreed
+        return 1 if self._total is None or self._unit is None else self._total / self._unit
+
+    def agree(self, shares: Tensor, losses: Tensor) -> None:
+        """Take over the means over all ranks of the sums of shares and of losses."""
+        self._agreed, self._loss = shares, losses
+
+    @property
+    def agreed(self) -> bool:
+        """Whether the sums are those of all ranks already."""
+        return self._agreed is not None
 
     def close(self) -> None:
         """Start the next window."""
         self.position = 0
-        self._unit: Weight | None = None
-        self._total: Weight = 0
+        if self._first_weight is None:  # ranks keep what they agreed on
+            self._unit = None
+        self._total: Weight | None = None
         self._loss: Tensor | None = None
+        self._agreed: Tensor | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """Position and sums, in the middle of a window."""

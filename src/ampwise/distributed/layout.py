@@ -1,0 +1,103 @@
+"""How a model is spread over ranks: DDP, FSDP2, or not at all; and what a rank holds of a tensor.
+
+Nothing is configured: DDP and FSDP2 modules are found in the models. `torch.distributed.fsdp` is
+imported only where a process group is up, since it costs a second.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel
+
+from ampwise.errors import UsageError
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module inside DDP: what names and checkpoints go by."""
+    return cast("nn.Module", model.module) if isinstance(model, DistributedDataParallel) else model
+
+
+def is_up() -> bool:
+    """Whether this process belongs to a group of several."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def group_of(models: Sequence[nn.Module]) -> ProcessGroup | None:
+    """The ranks that train these models together; None where each rank trains its own.
+
+    Raises
+    ------
+    UsageError
+        For FSDP's first generation, whose flat parameters a step cannot look into.
+    """
+    if not is_up():
+        return None
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    layers = [layer for model in models for layer in model.modules()]
+    if any(isinstance(each, FullyShardedDataParallel) for each in layers):
+        raise UsageError(
+            "model: it is wrapped in FullyShardedDataParallel, PyTorch's first generation; "
+            "expected fully_shard (FSDP2) or DistributedDataParallel; use "
+            "torch.distributed.fsdp.fully_shard(model)"
+        )
+    if any(is_sharded(each) for model in models for each in model.parameters()):
+        return dist.group.WORLD
+    copies = [each for each in layers if isinstance(each, DistributedDataParallel)]
+    return copies[0].process_group if copies else None
+
+
+class GradientSync:
+    """Switches the summing of gradients over ranks on and off, in forward and backward alike."""
+
+    def __init__(self, models: Iterable[nn.Module]) -> None:
+        from torch.distributed.fsdp import FSDPModule
+
+        layers = [layer for model in models for layer in model.modules()]
+        self._copied = [each for each in layers if isinstance(each, DistributedDataParallel)]
+        self._sharded = [each for each in layers if isinstance(each, FSDPModule)]
+        self._on = True
+
+    def switch(self, on: bool) -> None:
+        """Sum gradients in the backwards from now on, or only collect them on each rank."""
+        if on == self._on:
+            return
+        self._on = on
+        for model in self._copied:
+            model.require_backward_grad_sync = on
+        for module in self._sharded:
+            module.set_requires_gradient_sync(on, recurse=False)
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether it is a DTensor: one of which each rank holds a part, or a copy."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a tensor on this rank, the same memory; of a plain tensor, itself."""
+    if type(tensor) is Tensor or not is_sharded(tensor):
+        return tensor
+    return cast("Any", tensor)._local_tensor
+
+
+def copies(tensor: Tensor, ranks: int) -> int:
+    """How many ranks hold the same part as this one; a plain tensor is the same on all `ranks`.
+
+    By the tensor's own mesh: parts of a model may be spread differently.
+    """
+    if type(tensor) is Tensor or not is_sharded(tensor):
+        return ranks
+    spread = cast("Any", tensor)
+    shape = spread.device_mesh.shape
+    held = 1
+    for size, placement in zip(shape, spread.placements, strict=True):
+        held *= 1 if placement.is_shard() else size
+    return held
