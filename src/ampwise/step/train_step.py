@@ -350,6 +350,8 @@ class TrainStep:
         is_one = seed is self.loss_scale.scale and not self.loss_scale.enabled
         leaves = (each for index in chosen for each in self._owned[index] if each.requires_grad)
         inputs = None if optimizers is None else list(leaves)
+        if self._sync is not None and self._sync.on:
+            self._master.give_back_gradients()
         with self._float32_mode, true_gradients(inputs or leaves, self.loss_scale.divisor):
             # A seed of 1 is what backward starts from by itself, with less ceremony.
             seed = None if is_one else seed.to(loss.dtype)
@@ -502,6 +504,8 @@ class TrainStep:
             for layer in keep_islands(module, self.policy.islands, self.device.type)
         ]
         dtype = getattr(torch, self.policy.param_dtype)
+        if self._sync is not None:
+            dtype = self._sync.master_dtype(dtype)
         kept = [each for layer in islands for each in layer.parameters()]
         return MasterWeights(self._models, self._optimizers, dtype, kept)
 
