@@ -53,15 +53,13 @@ class _Editor(cst.CSTTransformer):
     def __init__(self, edits: dict[Span, list[Edit]]) -> None:
         super().__init__()
         self._edits = edits
-        self._around: dict[cst.CSTNode, list[Edit]] = {}
-        self._leaving: dict[cst.CSTNode, int] = {}
+        self._wraps = [
+            (span, each) for span, found in edits.items() for each in found if each.what == "wrap"
+        ]
 
-    def _at(self, node: cst.CSTNode, *kinds: str) -> list[Edit]:
-        place = self.get_metadata(PositionProvider, node, None)
-        if place is None:
-            return []
-        span = (place.start.line, place.start.column, place.end.line, place.end.column)
-        return [each for each in self._edits.get(span, []) if each.what in kinds]
+    def _at(self, node: cst.CSTNode, kind: str) -> list[Edit]:
+        span = self._span(node)
+        return [] if span is None else [e for e in self._edits.get(span, []) if e.what == kind]
 
     # ------------------------------------------------------------------ expressions
 
@@ -87,6 +85,17 @@ class _Editor(cst.CSTTransformer):
 
     # ------------------------------------------------------------------ statements
 
+    def leave_FunctionDef(  # noqa: N802 - libcst's name
+        self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef
+    ) -> cst.FunctionDef:
+        decorators: list[cst.Decorator] = []
+        both = zip(original_node.decorators, updated_node.decorators, strict=True)
+        for original, now in both:
+            decorators.append(now)
+            for each in self._at(original.decorator, "decorator"):
+                decorators.append(cst.Decorator(cst.parse_expression(each.text)))
+        return updated_node.with_changes(decorators=decorators)
+
     def leave_IndentedBlock(  # noqa: N802 - libcst's name
         self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock
     ) -> cst.IndentedBlock:
@@ -101,23 +110,61 @@ class _Editor(cst.CSTTransformer):
         self, originals: Sequence[cst.BaseStatement], updated: Sequence[cst.BaseStatement]
     ) -> list[cst.BaseStatement]:
         body: list[cst.BaseStatement] = []
-        for original, changed in zip(originals, updated, strict=True):
-            now = changed
-            for each in self._statement_edits(original, "before"):
-                body.append(_line(each.text, now))
-                now = _without_leading(now)
-            if self._statement_edits(original, "remove") and isinstance(
-                now, cst.SimpleStatementLine
-            ):
+        below: list[cst.BaseStatement] = []
+        header: Edit | None = None
+        for index, (original, changed) in enumerate(zip(originals, updated, strict=True)):
+            first, rest = self._statement(original, changed)
+            if header is None:
+                header = self._header(originals[index:])
+                body += first
+            else:
+                rest = [*first, *rest]
+            if header is None:
+                body += rest
                 continue
-            body += self._with_left(original, now)
-            body += [_line(e.text, None) for e in self._statement_edits(original, "after")]
+            below += rest
+            if self._ends(original, header):
+                body += [_compound(header.text, below)] if below else []
+                below, header = [], None
         return body or [_line("pass", None)]
 
-    def _statement_edits(self, node: cst.BaseStatement, kind: str) -> list[Edit]:
+    def _statement(
+        self, original: cst.BaseStatement, now: cst.BaseStatement
+    ) -> tuple[list[cst.BaseStatement], list[cst.BaseStatement]]:
+        """What is put before a statement; and the statement, with what is put behind it."""
+        first: list[cst.BaseStatement] = []
+        for each in self._at(original, "before"):
+            first.append(_line(each.text, now))
+            now = _without_leading(now)
+        after = [_line(e.text, None) for e in self._at(original, "after")]
+        if self._at(original, "remove") and isinstance(now, cst.SimpleStatementLine):
+            return first, after
+        return first, [*self._with_left(original, now), *after]
+
+    def _header(self, statements: Sequence[cst.BaseStatement]) -> Edit | None:
+        """What the first of some statements, and those up to one of them, are put below."""
+        span = self._span(statements[0])
+        wraps = [each for each in self._wraps if span is not None and each[0][:2] == span[:2]]
+        return next(
+            (each for _, each in wraps if any(self._ends(e, each) for e in statements)), None
+        )
+
+    def _ends(self, node: cst.BaseStatement, wrap: Edit) -> bool:
+        span = self._span(node)
+        return span is not None and any(
+            each is wrap and place[2:] == span[2:] for place, each in self._wraps
+        )
+
+    def _span(self, node: cst.CSTNode) -> Span | None:
+        """A node's place; none for statements that share their line."""
         if isinstance(node, cst.SimpleStatementLine):
-            return self._at(node.body[0], kind) if len(node.body) == 1 else []
-        return self._at(node, kind)
+            if len(node.body) != 1:
+                return None
+            node = node.body[0]
+        place = self.get_metadata(PositionProvider, node, None)
+        if place is None:
+            return None
+        return place.start.line, place.start.column, place.end.line, place.end.column
 
     def _with_left(
         self, original: cst.BaseStatement, now: cst.BaseStatement
@@ -129,7 +176,7 @@ class _Editor(cst.CSTTransformer):
             return [now]
         assert isinstance(now.body, cst.IndentedBlock)
         first = next(
-            (i for i, e in enumerate(original.body.body) if self._statement_edits(e, "out")), None
+            (i for i, e in enumerate(original.body.body) if self._at(e, "out")), None
         )
         inner = list(now.body.body)
         if first is None or len(inner) != len(original.body.body):
@@ -223,12 +270,17 @@ def _import(text: str) -> cst.ImportFrom | cst.Import:
     return found
 
 
-def _line(text: str, before: cst.BaseStatement | None) -> cst.SimpleStatementLine:
+def _line(text: str, before: cst.BaseStatement | None) -> cst.BaseStatement:
     """A new statement; put before another, it takes over the empty lines and comments above it."""
-    statement = cst.parse_statement(text)
-    assert isinstance(statement, cst.SimpleStatementLine)
     leading = getattr(before, "leading_lines", ()) if before is not None else ()
-    return statement.with_changes(leading_lines=leading)
+    return cst.parse_statement(text).with_changes(leading_lines=leading)
+
+
+def _compound(header: str, statements: Sequence[cst.BaseStatement]) -> cst.BaseStatement:
+    """Statements below a header, which takes over the empty lines and comments above them."""
+    made = _line(f"{header}\n    pass\n", statements[0])
+    inner = [_without_leading(statements[0]), *statements[1:]]
+    return made.with_changes(body=cst.IndentedBlock(body=inner))
 
 
 def _without_leading(node: cst.BaseStatement) -> cst.BaseStatement:

@@ -147,12 +147,18 @@ def arithmetic(machine: Machine, node: Node, name: str, left: Value, right: Valu
         if main.host:
             if name == "mul" and not isinstance(_divisor(node, other), Const):
                 result.divided = False  # multiplied back
+        elif name == "mul" and main.divided and _is_same(node, other, main.divisor):
+            result.divided = False  # multiplied back
         elif (name == "div" and main is left) or (name == "mul" and not isinstance(other, Const)):
             result.divided = result.divided or not isinstance(other, Tensor) or other.host
             result.divisor = _divisor(node, other)
         elif isinstance(other, Const):
             result.factor = other
     return result
+
+
+def _is_same(node: Node, other: Value, divisor: Value | None) -> bool:
+    return key_of(_divisor(node, other)) == key_of(divisor)
 
 
 def _divisor(node: Node, other: Value) -> Value:
