@@ -92,8 +92,8 @@ class _Editor(cst.CSTTransformer):
         both = zip(original_node.decorators, updated_node.decorators, strict=True)
         for original, now in both:
             decorators.append(now)
-            for each in self._at(original.decorator, "decorator"):
-                decorators.append(cst.Decorator(cst.parse_expression(each.text)))
+            new = [e.text for e in self._at(original.decorator, "decorator")]
+            decorators += [cst.Decorator(cst.parse_expression(each)) for each in new]
         return updated_node.with_changes(decorators=decorators)
 
     def leave_IndentedBlock(  # noqa: N802 - libcst's name
@@ -175,9 +175,7 @@ class _Editor(cst.CSTTransformer):
         if not isinstance(original.body, cst.IndentedBlock):
             return [now]
         assert isinstance(now.body, cst.IndentedBlock)
-        first = next(
-            (i for i, e in enumerate(original.body.body) if self._at(e, "out")), None
-        )
+        first = next((i for i, e in enumerate(original.body.body) if self._at(e, "out")), None)
         inner = list(now.body.body)
         if first is None or len(inner) != len(original.body.body):
             return [now]

@@ -1,7 +1,8 @@
 """``--fix``: makes the edits of findings, checks the file again, and goes on until none is left.
 
 A file is written only when what comes out parses and has fewer findings of the rules that were
-applied; aside first, then renamed. Line ends, encoding and byte-order mark stay.
+applied; aside first, then renamed. Line ends, encoding and byte-order mark stay; of a notebook
+everything but the sources of the cells that were mended (`notebook`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from ampwise.errors import UsageError
 from ampwise.lint.edits import apply
 from ampwise.lint.engine import Checked, check_module
 from ampwise.lint.findings import Finding, Safety
+from ampwise.lint.notebook import Notebook, notebook
 from ampwise.lint.project import Project
 from ampwise.lint.settings import Settings
 from ampwise.lint.source import Source, UnreadableError, parse, read
@@ -37,9 +39,7 @@ def fix_files(paths: list[Path], settings: Settings, *, unsafe: bool) -> dict[Pa
     """
     mended: dict[Path, int] = {}
     for path in paths:
-        if path.suffix != ".ipynb" and (
-            count := fix_file(path, frozenset(paths), settings, unsafe)
-        ):
+        if count := fix_file(path, frozenset(paths), settings, unsafe):
             mended[path] = count
     return mended
 
@@ -48,10 +48,13 @@ def fix_file(path: Path, known: frozenset[Path], settings: Settings, unsafe: boo
     """Mend one file; how many findings went."""
     try:
         source = read(path)
-    except UnreadableError:
+        book = notebook(path.read_bytes().decode("utf-8")) if path.suffix == ".ipynb" else None
+    except (UnreadableError, OSError):
         return 0
-    mender = _Mender(source, known, settings, ("safe", "unsafe") if unsafe else ("safe",))
-    text, gone = source.text, 0
+    allowed: tuple[Safety, ...] = ("safe", "unsafe") if unsafe else ("safe",)
+    mender = _Mender(source, book, known, settings, allowed)
+    text = begin = source.text if book is None else book.program
+    gone = 0
     findings = mender.fixable(text)
     for _ in range(ROUNDS):
         better = mender.improved(text, findings)
@@ -59,8 +62,9 @@ def fix_file(path: Path, known: frozenset[Path], settings: Settings, unsafe: boo
             break
         text, findings, count = better
         gone += count
-    if text != source.text:
-        data = text.encode(source.encoding)
+    written = text if book is None else book.with_program(text)
+    if text != begin and written is not None:
+        data = written.encode(source.encoding)
         try:
             atomic_write(path, lambda file: file.write(data))
         except OSError as error:
@@ -73,13 +77,16 @@ class _Mender:
     """Finds what can be mended in a file, were this or that its text."""
 
     source: Source
+    book: Notebook | None
     known: frozenset[Path]
     settings: Settings
     allowed: tuple[Safety, ...]
 
     def fixable(self, text: str) -> list[Finding]:
         """Findings with edits that may be made."""
-        module = Project(self.known).add(replace(self.source, text=text, tree=parse(text)))
+        cells = self.book.cells(text) if self.book is not None else []
+        source = replace(self.source, text=text, tree=parse(text), cells=cells)
+        module = Project(self.known).add(source)
         checked = Checked(module.path)
         check_module(module, checked)
         return [
@@ -96,7 +103,7 @@ class _Mender:
         before = Counter(each.code for each in findings)
         for group in groups:
             changed = _applied(text, group)
-            if changed is None or changed == text:
+            if changed is None or changed == text or not self._comes_through(changed):
                 continue
             left = self.fixable(changed)
             after = Counter(each.code for each in left)
@@ -104,6 +111,10 @@ class _Mender:
             if min(went) > 0:
                 return changed, left, sum(went)
         return None
+
+    def _comes_through(self, text: str) -> bool:
+        """Whether a changed program of a notebook can be taken apart into its cells again."""
+        return self.book is None or self.book.with_program(text) is not None
 
 
 def _apart(findings: list[Finding]) -> list[Finding]:

@@ -7,7 +7,7 @@ import builtins
 from collections.abc import Iterator
 
 from ampwise.lint.findings import Edit
-from ampwise.lint.model.nodes import Node, span
+from ampwise.lint.model.nodes import span
 from ampwise.lint.model.roles import dotted
 from ampwise.lint.project import Module
 
@@ -66,10 +66,19 @@ def alone(module: Module, node: ast.expr) -> ast.Expr | None:
     return statement if isinstance(statement, ast.Expr) and statement.value is node else None
 
 
-def has_comment(module: Module, node: Node) -> bool:
-    """Whether a comment would be lost with a statement."""
-    first, _, last, _ = span(node)
-    return any("#" in line for line in module.source.lines[first - 1 : last])
+def has_comment(module: Module, statement: ast.stmt) -> bool:
+    """Whether a comment belongs to a statement: in its lines, or in the line above."""
+    first, _, last, _ = span(statement)
+    lines = module.source.lines
+    above = lines[first - 2].strip() if first > 1 else ""
+    return above.startswith("#") or any("#" in line for line in lines[first - 1 : last])
+
+
+def with_comment(module: Module, statement: ast.stmt) -> str:
+    """A statement of one line, with the comment behind it; empty for others."""
+    first, column, last, _ = span(statement)
+    line = module.source.lines[first - 1].encode()[column:].decode(errors="replace")
+    return line if first == last and ";" not in line else ""
 
 
 def names(node: ast.AST) -> set[str]:
@@ -91,13 +100,16 @@ def bound_in(scope: ast.AST) -> set[str]:
 
 def assignments(scope: ast.AST, name: str) -> list[ast.Assign | ast.AugAssign | ast.AnnAssign]:
     """Where a name (or ``self.name``) is assigned by itself, in a function or the module."""
-    found: list[ast.Assign | ast.AugAssign | ast.AnnAssign] = []
-    for each in ast.walk(scope):
-        if isinstance(each, ast.Assign) and any(dotted(e) == name for e in each.targets):
-            found.append(each)
-        elif isinstance(each, ast.AugAssign | ast.AnnAssign) and dotted(each.target) == name:
-            found.append(each)
-    return found
+    return [
+        each
+        for each in ast.walk(scope)
+        if isinstance(each, ast.Assign | ast.AugAssign | ast.AnnAssign)
+        and any(dotted(target) == name for target in _targets(each))
+    ]
+
+
+def _targets(node: ast.Assign | ast.AugAssign | ast.AnnAssign) -> list[ast.expr]:
+    return node.targets if isinstance(node, ast.Assign) else [node.target]
 
 
 def stores(scope: ast.AST, name: str) -> int:

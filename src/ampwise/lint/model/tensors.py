@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ampwise.lint.model import library
@@ -127,6 +127,18 @@ def flatten(values: Sequence[Value]) -> list[Value]:
         else:
             flat.append(each)
     return flat
+
+
+def origins(tensor: Tensor) -> Iterator[Tensor]:
+    """A tensor, and all those it was computed of."""
+    waiting: list[Value] = [tensor]
+    seen: set[int] = set()
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, Tensor) and id(each) not in seen:
+            seen.add(id(each))
+            yield each
+            waiting += flatten(each.inputs)
 
 
 def arithmetic(machine: Machine, node: Node, name: str, left: Value, right: Value) -> Value:

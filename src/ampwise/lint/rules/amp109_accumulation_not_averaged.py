@@ -133,7 +133,9 @@ def _count(backward: Backward, step: ScalerStep | OptimizerStep) -> str:
 
 def _of_test(loop: ast.AST, step: ScalerStep | OptimizerStep) -> ast.expr | None:
     """``n`` of ``if (i + 1) % n == 0`` around the step, or of the ``continue`` that goes before."""
-    tests = [e.node.test for e in step.context.conditions if e.periodic and isinstance(e.node, ast.If)]
+    tests = [
+        e.node.test for e in step.context.conditions if e.periodic and isinstance(e.node, ast.If)
+    ]
     if not tests:
         tests = [
             each.test

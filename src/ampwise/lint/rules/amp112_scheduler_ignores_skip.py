@@ -39,7 +39,7 @@ from collections.abc import Iterator
 from ampwise.lint.findings import Edit
 from ampwise.lint.model.analysis import Analysis, Trace
 from ampwise.lint.model.events import ScalerStep, SchedulerStep, Update
-from ampwise.lint.model.places import alone, block_of, has_comment, names, scope_of, wrap
+from ampwise.lint.model.places import alone, block_of, names, scope_of, with_comment, wrap
 from ampwise.lint.model.queries import edit, receiver
 from ampwise.lint.model.roles import dotted
 from ampwise.lint.model.values import Scheduler
@@ -102,15 +102,12 @@ def _edits(event: SchedulerStep, trace: Trace) -> tuple[Edit, ...]:
     header = f"if {scaler}.get_scale() >= {name}:"
     if block.index(statement) > block.index(update):
         return (*read, wrap(statement, statement, header))
-    if has_comment(module, statement):
-        return ()
-    text = f"{header}\n    {module.text_of(statement)}\n"
-    return (*read, edit("remove", statement), edit("after", update, text))
+    moved = with_comment(module, statement)
+    text = f"{header}\n    {moved}\n"
+    return (*read, edit("remove", statement), edit("after", update, text)) if moved else ()
 
 
-def _among(
-    block: list[ast.stmt], trace: Trace, kind: type[ScalerStep] | type[Update]
-) -> list[ast.Expr]:
+def _among(block: list[ast.stmt], trace: Trace, kind: type[ScalerStep | Update]) -> list[ast.Expr]:
     """The statements of a block that are such calls, in order."""
     calls = {id(each.node) for each in trace.of(kind)}
     return [each for each in block if isinstance(each, ast.Expr) and id(each.value) in calls]

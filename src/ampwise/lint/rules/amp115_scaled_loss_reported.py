@@ -204,12 +204,12 @@ def _unscaled(event: Report | Accumulate) -> tuple[Edit, ...]:
     call = made[0].value
     assert isinstance(call, ast.Call)
     source = call.args[0]
-    if dotted(source) != name:
-        # The unscaled loss still has a name of its own.
-        is_kept = isinstance(source, ast.Name) and stores(scope, source.id) == 1
-        mine = [each for each in loads(reported, name)]
-        return (edit("replace", mine[0], source.id),) if is_kept and isinstance(source, ast.Name) else ()
-    return _scaled_at_backward(module, made[0], call, name)
+    if dotted(source) == name:
+        return _scaled_at_backward(module, made[0], call, name)
+    # The unscaled loss still has a name of its own.
+    if isinstance(source, ast.Name) and stores(scope, source.id) == 1:
+        return (edit("replace", loads(reported, name)[0], source.id),)
+    return ()
 
 
 def _scaled_at_backward(

@@ -45,8 +45,8 @@ from collections.abc import Iterator
 
 from ampwise.lint.model.analysis import Analysis, Trace
 from ampwise.lint.model.events import Grad, Op
-from ampwise.lint.model.tensors import flatten, is_low
-from ampwise.lint.model.values import Tensor, Unknown, Value
+from ampwise.lint.model.tensors import is_low, origins
+from ampwise.lint.model.values import Tensor, Unknown
 from ampwise.lint.rule import Mistake, rule
 
 
@@ -103,17 +103,8 @@ def _outside(trace: Trace, grad: Grad) -> Op | None:
 
 def _ran_in_autocast(tensor: Tensor) -> bool:
     """Whether what a tensor was computed of ran in a region that casts powers and sums up."""
-    waiting: list[Value] = [tensor]
-    seen: set[int] = set()
-    while waiting:
-        each = waiting.pop()
-        if not isinstance(each, Tensor) or id(each) in seen:
-            continue
-        seen.add(id(each))
-        if each.region is not None and each.region.device != "cpu":
-            return True
-        waiting += flatten(each.inputs)
-    return False
+    regions = [each.region for each in origins(tensor)]
+    return any(each is not None and each.device != "cpu" for each in regions)
 
 
 def _is_of(tensor: Tensor, gradient: Tensor) -> bool:

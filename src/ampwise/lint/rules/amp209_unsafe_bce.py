@@ -42,7 +42,16 @@ from ampwise.lint.project import Module
 from ampwise.lint.rule import Mistake, rule
 
 SHAPES = ("squeeze", "unsqueeze", "view", "reshape", "flatten", "contiguous", "to", "float")
-LIKE = ("ones_like", "zeros_like", "full_like", "rand_like", "randint_like", "shape", "size", "device")
+LIKE = (
+    "ones_like",
+    "zeros_like",
+    "full_like",
+    "rand_like",
+    "randint_like",
+    "shape",
+    "size",
+    "device",
+)
 """What asks a tensor for no more than its shape."""
 
 
@@ -87,9 +96,7 @@ def _edits(module: Module, node: ast.AST) -> tuple[Edit, ...]:
     return (*renamed, *dict.fromkeys(e for found in each_use for e in found))
 
 
-def _renamed(
-    module: Module, function: ast.expr, old: str, new: str, full: str
-) -> tuple[Edit, ...]:
+def _renamed(module: Module, function: ast.expr, old: str, new: str, full: str) -> tuple[Edit, ...]:
     """Another function of the same module; by its full name where the old one was imported."""
     if isinstance(function, ast.Attribute) and function.attr == old:
         return (edit("replace", function, f"{dotted(function.value)}.{new}"),)
@@ -140,8 +147,10 @@ def _of_name(module: Module, given: ast.Name, call: ast.Call) -> tuple[Edit, ...
     """The sigmoid of the line that binds the name, if the name is for this loss alone."""
     scope = scope_of(module, call)
     made = assignments(scope, given.id)
-    if len(made) != 1 or made[0].value is None or functions_of(module, made[0]) != functions_of(
-        module, call
+    if (
+        len(made) != 1
+        or made[0].value is None
+        or functions_of(module, made[0]) != functions_of(module, call)
     ):
         return ()
     sigmoid = _sigmoid(module, made[0].value)
@@ -149,11 +158,10 @@ def _of_name(module: Module, given: ast.Name, call: ast.Call) -> tuple[Edit, ...
         return ()
     if all(each is given or _is_shape_only(module, each) for each in loads(scope, given.id)):
         return _opened(module, sigmoid)
-    logits = _inside(sigmoid)
     # Others read the probabilities: the loss takes the logits, where they have a name of their own.
-    if sigmoid is made[0].value and isinstance(logits, ast.Name):
-        if len(assignments(scope, logits.id)) == 1:
-            return (edit("replace", given, logits.id),)
+    logits = _inside(sigmoid) if sigmoid is made[0].value else None
+    if isinstance(logits, ast.Name) and len(assignments(scope, logits.id)) == 1:
+        return (edit("replace", given, logits.id),)
     return ()
 
 

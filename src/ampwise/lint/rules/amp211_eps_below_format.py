@@ -103,7 +103,7 @@ def _absorbed(event: Op) -> str:
     tensor = next(each for each in event.inputs if isinstance(each, Tensor))
     eps = next((e for each in event.inputs if (e := _number(each)) is not None), 0.0)
     size = least(tensor)
-    if not eps or size <= 0 or isinstance(event.inputs[0], Const) and event.path == "sub":
+    if not eps or size <= 0 or (isinstance(event.inputs[0], Const) and event.path == "sub"):
         return ""
     gap = 2.0 ** (math.floor(math.log2(size)) - MANTISSA_BITS[dtype])
     grows = (event.path == "add") == (eps > 0)
@@ -116,7 +116,18 @@ def _absorbed(event: Op) -> str:
     return ""
 
 
-NEVER_NEGATIVE = ("relu", "abs", "square", "sigmoid", "softmax", "exp", "sqrt", "var", "std", "softplus")
+NEVER_NEGATIVE = (
+    "relu",
+    "abs",
+    "square",
+    "sigmoid",
+    "softmax",
+    "exp",
+    "sqrt",
+    "var",
+    "std",
+    "softplus",
+)
 
 
 def least(value: Value) -> float:
@@ -128,17 +139,17 @@ def least(value: Value) -> float:
         return -math.inf
     inputs = value.inputs
     match value.op, inputs:
-        case ("ones" | "ones_like"), _:
+        case (("ones" | "ones_like"), _):
             return 1.0
-        case ("full" | "full_like"), (_, filler, *_):
+        case (("full" | "full_like"), (_, filler, *_)):
             return least(filler)
         case "add", (left, right):
             return least(left) + least(right)
         case "mul", (left, right) if least(left) >= 0 and least(right) >= 0:
             return least(left) * least(right)
-        case ("clamp_min" | "maximum"), (left, right, *_):
+        case (("clamp_min" | "maximum"), (left, right, *_)):
             return max(least(left), least(right))
-        case ("clamp" | "clip"), (left, low) if _number(low) is not None:
+        case (("clamp" | "clip"), (left, low)) if _number(low) is not None:
             return max(least(left), least(low))
         case op, _ if op in NEVER_NEGATIVE:
             return 0.0
@@ -183,4 +194,7 @@ def _edits(module: Module, node: Node) -> tuple[Edit, ...]:
 
 
 def _is_literal(node: ast.expr) -> bool:
-    return all(isinstance(e, ast.Constant | ast.operator | ast.unaryop | ast.BinOp | ast.UnaryOp) for e in ast.walk(node))
+    return all(
+        isinstance(e, ast.Constant | ast.operator | ast.unaryop | ast.BinOp | ast.UnaryOp)
+        for e in ast.walk(node)
+    )

@@ -46,8 +46,8 @@ from collections.abc import Iterator
 from ampwise.lint.findings import Edit
 from ampwise.lint.model.analysis import Analysis
 from ampwise.lint.model.events import Applied
-from ampwise.lint.model.queries import edit
 from ampwise.lint.model.places import has_torch
+from ampwise.lint.model.queries import edit
 from ampwise.lint.model.roles import dotted
 from ampwise.lint.model.values import Class
 from ampwise.lint.project import Module

@@ -50,10 +50,11 @@ def check(code: Analysis) -> Iterator[Mistake]:
     if not uses_amp(code):
         return
     loops = step_loops(code)
+    schedules = [each for trace in code.traces for each in trace.of(SchedulerStep)]
+    waits = {each.context.functions for each in schedules if _asks_scale(each)}
     for trace in code.traces:
-        guarded = any(_asks_scale(each) for each in trace.of(SchedulerStep))
         for event in trace.of(HostSync):
-            if event.how == "get_scale" and guarded:
+            if event.how == "get_scale" and event.context.functions in waits:
                 continue  # the price of a schedule that waits for skipped steps: AMP112
             if is_hot(event, loops, trace):
                 yield Mistake(
@@ -82,8 +83,9 @@ def _edits(event: HostSync) -> tuple[Edit, ...]:
     if not isinstance(statement, ast.AugAssign) or not isinstance(statement.op, ast.Add | ast.Sub):
         return ()
     total = dotted(statement.target)
-    is_plain = isinstance(loop, ast.For | ast.While) and not loop.orelse
-    if not total or not is_plain or not isinstance(event.tensor, Tensor):
+    if not isinstance(loop, ast.For | ast.While) or loop.orelse:
+        return ()
+    if not total or not isinstance(event.tensor, Tensor):
         return ()
     if functions_of(module, loop) != functions_of(module, node) or stores(loop, total) != 1:
         return ()
