@@ -1,34 +1,38 @@
 """Changing source as findings say: by libcst, so that all that is not changed stays to the byte.
 
 An edit names a node by its place (`findings.Edit`, columns in bytes, as Python's parser counts).
-One that does not fit there (the statement shares its line with another, what would leave a ``with``
-block needs autocast) is left out, and its finding stays.
+One may not fit there (the statement shares its line with another, what would leave a ``with`` block
+needs autocast): then none of its finding's edits is made, and the finding stays.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 import libcst as cst
 from libcst.metadata import MetadataWrapper, PositionProvider
 
 from ampwise.lint.findings import Edit
 
+R = TypeVar("R")
 Span = tuple[int, int, int, int]
 STAYS_OUT = ("step", "update", "unscale_", "backward", "zero_grad", "item", "append", "print")
 """Calls that do not need autocast, and may leave its block behind a backward."""
 
 
-def apply(text: str, edits: Iterable[Edit]) -> str:
-    """The text with edits made; those that do not fit are left out."""
+def apply(text: str, edits: Iterable[Edit]) -> tuple[str, set[Edit]]:
+    """The text with edits made, each once; and those that did not fit."""
     by_span: dict[Span, list[Edit]] = defaultdict(list)
     lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
-    for each in edits:
+    wanted = dict.fromkeys(edits)
+    for each in wanted:
         by_span[_span(each, lines)].append(each)
     wrapper = MetadataWrapper(cst.parse_module(text), unsafe_skip_copy=True)
     editor = _Editor(by_span)
-    return wrapper.visit(editor).code
+    changed = wrapper.visit(editor).code
+    return changed, wanted.keys() - editor.made
 
 
 def _span(edit: Edit, lines: Sequence[str]) -> Span:
@@ -52,6 +56,7 @@ class _Editor(cst.CSTTransformer):
 
     def __init__(self, edits: dict[Span, list[Edit]]) -> None:
         super().__init__()
+        self.made: set[Edit] = set()
         self._edits = edits
         self._wraps = [
             (span, each) for span, found in edits.items() for each in found if each.what == "wrap"
@@ -69,19 +74,25 @@ class _Editor(cst.CSTTransformer):
         updated = super().on_leave(original_node, updated_node)
         if isinstance(updated, cst.Call):
             for each in self._at(original_node, "argument"):
-                updated = _with_argument(updated, each.text)
+                updated = self._done(each, _with_argument(updated, each.text))
         if isinstance(updated, cst.Dict):
             for each in self._at(original_node, "argument"):
-                updated = _with_element(updated, each.text)
+                updated = self._done(each, _with_element(updated, each.text))
         if isinstance(updated, cst.BaseExpression):
             for each in self._at(original_node, "replace"):
-                updated = _kept_parentheses(updated, cst.parse_expression(each.text))
+                new = cst.parse_expression(each.text)
+                updated = self._done(each, _kept_parentheses(updated, new))
             for each in self._at(original_node, "decorate"):
-                updated = cst.parse_expression(cst.Module([]).code_for_node(updated) + each.text)
+                code = cst.Module([]).code_for_node(updated) + each.text
+                updated = self._done(each, cst.parse_expression(code))
         if isinstance(updated, cst.ImportFrom | cst.Import):
             for each in self._at(original_node, "replace"):
-                updated = _import(each.text)
+                updated = self._done(each, _import(each.text))
         return updated
+
+    def _done(self, edit: Edit, result: R) -> R:
+        self.made.add(edit)
+        return result
 
     # ------------------------------------------------------------------ statements
 
@@ -92,8 +103,9 @@ class _Editor(cst.CSTTransformer):
         both = zip(original_node.decorators, updated_node.decorators, strict=True)
         for original, now in both:
             decorators.append(now)
-            new = [e.text for e in self._at(original.decorator, "decorator")]
-            decorators += [cst.Decorator(cst.parse_expression(each)) for each in new]
+            for each in self._at(original.decorator, "decorator"):
+                new = cst.Decorator(cst.parse_expression(each.text))
+                decorators.append(self._done(each, new))
         return updated_node.with_changes(decorators=decorators)
 
     def leave_IndentedBlock(  # noqa: N802 - libcst's name
@@ -124,7 +136,7 @@ class _Editor(cst.CSTTransformer):
                 continue
             below += rest
             if self._ends(original, header):
-                body += [_compound(header.text, below)] if below else []
+                body += [self._done(header, _compound(header.text, below))] if below else []
                 below, header = [], None
         return body or [_line("pass", None)]
 
@@ -134,10 +146,12 @@ class _Editor(cst.CSTTransformer):
         """What is put before a statement; and the statement, with what is put behind it."""
         first: list[cst.BaseStatement] = []
         for each in self._at(original, "before"):
-            first.append(_line(each.text, now))
+            first.append(self._done(each, _line(each.text, now)))
             now = _without_leading(now)
-        after = [_line(e.text, None) for e in self._at(original, "after")]
-        if self._at(original, "remove") and isinstance(now, cst.SimpleStatementLine):
+        after = [self._done(e, _line(e.text, None)) for e in self._at(original, "after")]
+        removed = self._at(original, "remove")
+        if removed and isinstance(now, cst.SimpleStatementLine):
+            self.made.update(removed)
             return first, after
         return first, [*self._with_left(original, now), *after]
 
@@ -182,6 +196,8 @@ class _Editor(cst.CSTTransformer):
         rest = inner[first:]
         if first == 0 or not all(_needs_no_autocast(each) for each in rest):
             return [now]
+        for each in original.body.body:
+            self.made.update(self._at(each, "out"))
         kept = now.with_changes(body=now.body.with_changes(body=inner[:first]))
         return [kept, *rest]
 

@@ -25,8 +25,13 @@ from ampwise.lint.source import Source, UnreadableError, parse, read
 from ampwise.telemetry.files import atomic_write
 
 ROUNDS = 12
-"""A fix may uncover the next mistake. More rounds than there are rules that do so mean that one
-fix undoes another."""
+"""A fix may uncover the next mistake. More rounds than there are findings, and rules that do so,
+mean that one fix undoes another."""
+
+PROBLEMS = (
+    cst.ParserSyntaxError, cst.CSTValidationError, SyntaxError, ValueError, RecursionError
+)  # fmt: skip
+"""What an edit that makes no sense where it stands, or code that is too deep, raises."""
 
 
 def fix_files(paths: list[Path], settings: Settings, *, unsafe: bool) -> dict[Path, int]:
@@ -56,7 +61,7 @@ def fix_file(path: Path, known: frozenset[Path], settings: Settings, unsafe: boo
     text = begin = source.text if book is None else book.program
     gone = 0
     findings = mender.fixable(text)
-    for _ in range(ROUNDS):
+    for _ in range(ROUNDS + len(findings)):
         better = mender.improved(text, findings)
         if better is None:
             break
@@ -102,12 +107,12 @@ class _Mender:
         groups = [_apart(findings), *([each] for each in findings)] if findings else []
         before = Counter(each.code for each in findings)
         for group in groups:
-            changed = _applied(text, group)
-            if changed is None or changed == text or not self._comes_through(changed):
+            changed, made = _applied(text, group)
+            if not made or changed == text or not self._comes_through(changed):
                 continue
             left = self.fixable(changed)
             after = Counter(each.code for each in left)
-            went = [before[code] - after[code] for code in {each.code for each in group}]
+            went = [before[code] - after[code] for code in {each.code for each in made}]
             if min(went) > 0:
                 return changed, left, sum(went)
         return None
@@ -118,21 +123,28 @@ class _Mender:
 
 
 def _apart(findings: list[Finding]) -> list[Finding]:
-    """Findings whose edits do not touch the same lines."""
+    """Findings whose edits do not touch the same lines. What is put between lines touches none."""
     taken: set[int] = set()
     chosen: list[Finding] = []
     for finding in findings:
-        lines = {line for e in finding.edits for line in range(e.line, e.end_line + 1)}
+        inside = [each for each in finding.edits if each.what not in ("before", "after")]
+        lines = {line for e in inside for line in range(e.line, e.end_line + 1)}
         if not lines & taken:
             taken |= lines
             chosen.append(finding)
     return chosen
 
 
-def _applied(text: str, findings: list[Finding]) -> str | None:
-    try:
-        changed = apply(text, [edit for each in findings for edit in each.edits])
-        ast.parse(changed)
-    except (cst.ParserSyntaxError, cst.CSTValidationError, SyntaxError, ValueError, RecursionError):
-        return None
-    return changed
+def _applied(text: str, findings: list[Finding]) -> tuple[str, list[Finding]]:
+    """The text with edits made, and of which findings: all edits of one are made, or none."""
+    while findings:
+        try:
+            changed, unfit = apply(text, [edit for each in findings for edit in each.edits])
+            ast.parse(changed)
+        except PROBLEMS:
+            return text, []
+        fit = [each for each in findings if not unfit.intersection(each.edits)]
+        if len(fit) == len(findings):
+            return changed, findings
+        findings = fit
+    return text, []

@@ -60,10 +60,15 @@ def block_of(module: Module, statement: ast.stmt) -> list[ast.stmt]:
     return [statement]
 
 
-def alone(module: Module, node: ast.expr) -> ast.Expr | None:
-    """The statement that is an expression and nothing else; none where it is more."""
+def alone(module: Module, node: ast.AST) -> ast.Expr | None:
+    """The statement that is an expression and nothing else, in lines of its own; none if not."""
     statement = module.statement_of(node)
-    return statement if isinstance(statement, ast.Expr) and statement.value is node else None
+    if not isinstance(statement, ast.Expr) or statement.value is not node:
+        return None
+    lines = {statement.lineno, statement.end_lineno}
+    others = [each for each in block_of(module, statement) if each is not statement]
+    shares = any({each.lineno, each.end_lineno} & lines for each in others)
+    return None if shares else statement
 
 
 def has_comment(module: Module, statement: ast.stmt) -> bool:

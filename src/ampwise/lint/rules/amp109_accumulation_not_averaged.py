@@ -37,6 +37,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import partial
 
 from ampwise.lint.findings import Edit
 from ampwise.lint.model.analysis import Analysis, Trace
@@ -121,13 +122,13 @@ def _count(backward: Backward, step: ScalerStep | OptimizerStep) -> str:
     """How many micro-batches a window has, as it may be written at the backward."""
     loop = backward.context.loops[-1].node
     number = _of_loop(loop, backward) if _is_nested(backward, step) else _of_test(loop, step)
-    is_count = isinstance(number, ast.Constant) and isinstance(number.value, int)
-    if number is None or not (dotted(number) or is_count or _is_length(number)):
+    if number is None or not _is_count(number):
         return ""
     module = backward.module
     if module is not step.module and not isinstance(number, ast.Constant):
         return ""
-    named = number.args[0] if isinstance(number, ast.Call) else number
+    is_made = isinstance(number, ast.Call) and dotted(number.func) == "len"
+    named = number.args[0] if isinstance(number, ast.Call) and is_made else number
     return module.unparsed(number) if in_reach(module, named, backward.node) else ""
 
 
@@ -178,8 +179,17 @@ def _length(parts: ast.Name, backward: Backward) -> ast.expr | None:
     return ast.Call(ast.Name("len", ast.Load()), [parts], []) if is_list else None
 
 
-def _is_length(number: ast.expr) -> bool:
-    return isinstance(number, ast.Call) and dotted(number.func) == "len"
+def _is_count(number: ast.expr) -> bool:
+    """Whether an expression may be written twice: a number, a name, a setting, ``len(parts)``."""
+    match number:
+        case ast.Constant(value=value):
+            return isinstance(value, int)
+        case ast.Call(func=ast.Name(id="len")):
+            return True
+        case ast.Call(func=ast.Attribute(value=owner, attr="get"), args=args, keywords=[]):
+            return bool(dotted(owner)) and all(isinstance(each, ast.Constant) for each in args)
+        case _:
+            return bool(dotted(number))
 
 
 def _is_list(value: ast.expr | None) -> bool:

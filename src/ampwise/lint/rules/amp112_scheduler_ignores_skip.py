@@ -27,7 +27,7 @@ step is skipped, torch warns "Detected call of `lr_scheduler.step()` before `opt
 ## Fix safety
 Unsafe: `--unsafe-fixes` writes the condition above where `scaler.step`, `update()` and
 `scheduler.step()` stand one after the other in one block; a scheduler before `update()` moves
-behind it. Each `get_scale()` is a host sync, which is its price (AMP301 does not report these
+behind it, and where the step is in a branch, a flag tells the scheduler behind it. Each `get_scale()` is a host sync, which is its price (AMP301 does not report these
 two). A scale that has fallen to 0 falls no further, so a skip is not seen there.
 """
 
@@ -35,6 +35,8 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
 
 from ampwise.lint.findings import Edit
 from ampwise.lint.model.analysis import Analysis, Trace
@@ -43,6 +45,7 @@ from ampwise.lint.model.places import alone, block_of, names, scope_of, with_com
 from ampwise.lint.model.queries import edit, receiver
 from ampwise.lint.model.roles import dotted
 from ampwise.lint.model.values import Scheduler
+from ampwise.lint.project import Module
 from ampwise.lint.rule import Mistake, rule
 
 
@@ -63,7 +66,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
                     "the schedule moves on even when the scaler skipped the step: warm-up and "
                     "decay run ahead of the parameters; step it only if the scale did not fall "
                     "(before = scaler.get_scale(); ...; if scaler.get_scale() >= before)",
-                    _edits(event, trace),
+                    mend=partial(_edits, event, trace),
                 )
 
 
@@ -76,35 +79,105 @@ def _asks(event: SchedulerStep) -> bool:
 
 
 def _edits(event: SchedulerStep, trace: Trace) -> tuple[Edit, ...]:
-    """Read the scale before the step, and step the scheduler behind the update if it did not fall.
-
-    Only where all three are statements of one block: elsewhere a path may pass one and not the
-    others.
-    """
+    """Read the scale before the step, and step the scheduler behind the update if it did not fall."""
     module, node = event.module, event.node
-    statement = alone(module, node) if isinstance(node, ast.expr) else None
-    if statement is None:
+    statement = alone(module, node)
+    same = [each for each in trace.of(ScalerStep) if each.module is module]
+    if statement is None or not same:
         return ()
-    block = block_of(module, statement)
-    steps = _among(block, trace, ScalerStep)
-    updates = _among(block, trace, Update)
-    if not steps or not updates or block.index(steps[0]) > block.index(statement):
+    block = block_of(module, module.statement_of(same[0].node))
+    steps, updates = _among(block, trace, ScalerStep), _among(block, trace, Update)
+    scalers = {receiver(each.value) for each in (*steps, *updates)}
+    if not steps or not updates or len(scalers) != 1 or "" in scalers:
         return ()
-    first, update = steps[0], updates[-1]
-    scaler = receiver(first.value)
-    if any(receiver(each.value) != scaler for each in (*steps, *updates)) or not scaler:
+    if any(alone(module, each.value) is None for each in (*steps, *updates)):
         return ()
-    if block.index(update) < block.index(first):
+    site = _Site(module, block, steps[0], updates[-1], scalers.pop(), statement)
+    if block.index(site.step) > block.index(site.update):
         return ()
-    known = _read_before(block, first, scaler)
-    name = known or _new_name(names(scope_of(module, node)))
-    read = () if known else (edit("before", first, f"{name} = {scaler}.get_scale()"),)
-    header = f"if {scaler}.get_scale() >= {name}:"
-    if block.index(statement) > block.index(update):
-        return (*read, wrap(statement, statement, header))
-    moved = with_comment(module, statement)
-    text = f"{header}\n    {moved}\n"
-    return (*read, edit("remove", statement), edit("after", update, text)) if moved else ()
+    if statement in block and block.index(statement) < block.index(site.update):
+        return _moved(site) if block.index(statement) > block.index(site.step) else ()
+    if (inside := _holder(module, statement, block)) is not None:
+        behind = block.index(inside) > block.index(site.update)
+        return (*_read(site), wrap(statement, statement, site.header)) if behind else ()
+    return _flagged(site)
+
+
+@dataclass(frozen=True, slots=True)
+class _Site:
+    """A step and its update in one block, and the scheduler's step."""
+
+    module: Module
+    block: list[ast.stmt]
+    step: ast.Expr
+    update: ast.Expr
+    scaler: str
+    scheduler: ast.Expr
+
+    @property
+    def before(self) -> str:
+        """The name of the scale before the step."""
+        known = _read_before(self.block, self.step, self.scaler)
+        return known or self.new_name("scale_before")
+
+    @property
+    def header(self) -> str:
+        """What the scheduler's step is put below."""
+        return f"if {self.scaler}.get_scale() >= {self.before}:"
+
+    def new_name(self, name: str) -> str:
+        """A name that the function does not use."""
+        is_taken = name in names(scope_of(self.module, self.step))
+        return f"{name}_amp" if is_taken else name
+
+
+def _read(site: _Site) -> tuple[Edit, ...]:
+    """Note the scale before the step, unless that is done already."""
+    if _read_before(site.block, site.step, site.scaler):
+        return ()
+    return (edit("before", site.step, f"{site.before} = {site.scaler}.get_scale()"),)
+
+
+def _moved(site: _Site) -> tuple[Edit, ...]:
+    """A scheduler between step and update, where a skip does not show yet, goes behind both."""
+    line = with_comment(site.module, site.scheduler)
+    text = f"{site.header}\n    {line}\n"
+    moved = (edit("remove", site.scheduler), edit("after", site.update, text))
+    return (*_read(site), *moved) if line else ()
+
+
+def _flagged(site: _Site) -> tuple[Edit, ...]:
+    """The step is in a branch, the scheduler behind it: a flag says whether there was a step."""
+    around = site.module.parents.get(id(site.step))
+    outer = around if isinstance(around, ast.If) else None
+    while outer is not None and site.scheduler not in block_of(site.module, outer):
+        further = site.module.parents.get(id(outer))
+        outer = further if isinstance(further, ast.If) else None
+    if outer is None or outer.lineno > site.scheduler.lineno or _is_elif(site.module, outer):
+        return ()
+    flag = site.new_name("stepped")
+    compared = f"{flag} = {site.scaler}.get_scale() >= {site.before}"
+    return (
+        edit("before", outer, f"{flag} = True"),
+        *_read(site),
+        edit("after", site.update, compared),
+        wrap(site.scheduler, site.scheduler, f"if {flag}:"),
+    )
+
+
+def _is_elif(module: Module, node: ast.If) -> bool:
+    around = module.parents.get(id(node))
+    return isinstance(around, ast.If) and around.orelse == [node]
+
+
+def _holder(module: Module, statement: ast.stmt, block: list[ast.stmt]) -> ast.stmt | None:
+    """The statement of a block that holds another one, below nothing but conditions."""
+    found: ast.AST | None = statement
+    while found is not None and found not in block:
+        found = module.parents.get(id(found))
+        if not isinstance(found, ast.If):
+            return None
+    return found if isinstance(found, ast.stmt) else None
 
 
 def _among(block: list[ast.stmt], trace: Trace, kind: type[ScalerStep | Update]) -> list[ast.Expr]:
@@ -123,8 +196,3 @@ def _read_before(block: list[ast.stmt], step: ast.stmt, scaler: str) -> str:
             case _:
                 pass
     return ""
-
-
-def _new_name(taken: set[str]) -> str:
-    name = "scale_before"
-    return f"{name}_step" if name in taken else name

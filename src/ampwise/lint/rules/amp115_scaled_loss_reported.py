@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import partial
 
 from ampwise.lint.findings import Edit
 from ampwise.lint.model.analysis import Analysis, Trace
@@ -89,7 +90,7 @@ def _mistakes(event: Report | Accumulate, tensor: Tensor, windows: Windows) -> I
             event.module,
             "the loss is reported after it was divided for accumulation: the figure is too "
             "small by the number of micro-batches; report it before dividing, or multiply back",
-            _multiplied_back(event),
+            mend=partial(_multiplied_back, event),
         )
 
 
@@ -100,7 +101,7 @@ def _scaled(event: Report | Accumulate, tensor: Tensor) -> Iterator[Mistake]:
             event.module,
             "the loss is reported after it was multiplied by the loss scale: the figure is up to "
             "65,536 times too large and jumps with the scale; report it before scaling",
-            _unscaled(event),
+            mend=partial(_unscaled, event),
         )
 
 

@@ -20,9 +20,9 @@ float32's time, and its outputs take twice the memory.
             correct += (model(x).argmax(1) == y).sum()
 
 ## Fix safety
-Unsafe: `--unsafe-fixes` puts the forward, and losses that follow it in the block, under the
-autocast that training uses. The figures change, and float32 may be what the author wants to
-compare with. No fix where that autocast cannot be written at the place of the validation (its
+Unsafe: `--unsafe-fixes` puts the forward, and forwards and losses that follow it in the block,
+under the autocast that training uses. The figures change, float32 may be what the author wants to
+compare with, and 16-bit outputs go on (`.numpy()` of bfloat16 raises). No fix where that autocast cannot be written at the place of the validation (its
 `enabled` is a local name of the training function), or the forward stands in the head of a
 statement or in a comprehension.
 """
@@ -32,6 +32,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import partial
 
 from ampwise.lint.findings import Edit
 from ampwise.lint.model.analysis import Analysis, Trace
@@ -63,7 +64,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
                     "training runs this network in autocast, validation without: figures are those "
                     "of another precision than the one trained in, and evaluation takes float32's "
                     "time and memory; run it under the same autocast",
-                    _edits(event, trace, trained),
+                    mend=partial(_edits, event, trace, trained),
                 )
 
 
@@ -108,9 +109,9 @@ SIMPLE = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Expr, ast.Return)
 def _edits(event: Forward, trace: Trace, trained: list[Forward]) -> tuple[Edit, ...]:
     """Put the forward and the losses that follow it under the training's autocast."""
     first = event.module.statement_of(event.node)
-    same = [each for each in trained if _is_same(each, event)]
-    regions = [each.context.region for each in same if each.context.region is not None]
-    texts = {_autocast(each, event.module, event.node) for each in regions}
+    same = [each.context.region for each in trained if _is_same(each, event)]
+    regions = {id(each.node): each for each in same if each is not None}  # many paths, one place
+    texts = {_autocast(each, event.module, event.node) for each in regions.values()}
     header = texts.pop() if len(texts) == 1 else ""
     if not header or not isinstance(first, SIMPLE):
         return ()
@@ -123,14 +124,15 @@ def _is_same(trained: Forward, event: Forward) -> bool:
 
 
 def _last(module: Module, first: ast.stmt, trace: Trace) -> ast.stmt:
-    """The last of the plain statements from the forward on that computes a loss."""
-    losses = {id(module.statement_of(e.node)) for e in trace.of(Loss) if e.module is module}
+    """The last of the plain statements from the forward on that runs a network or a loss."""
+    events = [*trace.of(Loss), *(each for each in trace.of(Forward) if each.is_root)]
+    wanted = {id(module.statement_of(e.node)) for e in events if e.module is module}
     block = block_of(module, first)
     last = first
     for each in block[block.index(first) + 1 :]:
         if not isinstance(each, SIMPLE):
             break
-        if id(each) in losses:
+        if id(each) in wanted:
             last = each
     return last
 

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import partial
 
 from ampwise.lint.findings import Edit
 from ampwise.lint.model.analysis import Analysis
@@ -68,7 +69,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
                 "binary_cross_entropy (BCELoss) raises RuntimeError under CUDA autocast: in "
                 "float16 the logarithm of a probability near 0 or 1 is lost; leave the sigmoid out "
                 "and use binary_cross_entropy_with_logits (BCEWithLogitsLoss)",
-                _edits(event.module, event.node),
+                mend=partial(_edits, event.module, event.node),
             )
 
 

@@ -37,6 +37,7 @@ from __future__ import annotations
 import ast
 import math
 from collections.abc import Iterator
+from functools import partial
 
 from ampwise.lint.findings import Edit
 from ampwise.lint.model.analysis import Analysis
@@ -63,7 +64,8 @@ def check(code: Analysis) -> Iterator[Mistake]:
         for event in trace.of(Op):
             message = _zero(event) or _absorbed(event) or _bound_at_one(event)
             if message:
-                yield Mistake(event.node, event.module, message, _edits(event.module, event.node))
+                mend = partial(_edits, event.module, event.node)
+                yield Mistake(event.node, event.module, message, mend=mend)
 
 
 def _zero(event: Op) -> str:

@@ -42,6 +42,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import partial
 
 from ampwise.lint.findings import Edit
 from ampwise.lint.model.analysis import Analysis
@@ -71,7 +72,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
                     "its forward gets whatever dtype comes, its backward runs with autocast off, "
                     "and the two meet in different dtypes; decorate both "
                     "(torch.amp.custom_fwd(device_type=...))",
-                    _edits(class_, region.device),
+                    mend=partial(_edits, class_, region.device),
                 )
 
 

@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import partial
 
 from ampwise.lint.findings import Edit
 from ampwise.lint.model.analysis import Analysis
@@ -63,7 +64,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
                     f"{event.how} waits for the device on every step: the queue of kernels runs "
                     "dry and the speed of lower precision is lost; keep the tensor (.detach()), "
                     "and read it every so many steps",
-                    _edits(event),
+                    mend=partial(_edits, event),
                 )
 
 
@@ -78,6 +79,8 @@ READS = ("item", "cpu", "detach", "numpy", "tolist")
 
 def _edits(event: HostSync) -> tuple[Edit, ...]:
     """``total += loss.item()``: add the tensor, and read the sum behind the loop."""
+    if not event.context.loops:
+        return ()  # a function that makes one step
     module, node = event.module, event.node
     statement, loop = module.statement_of(node), event.context.loops[-1].node
     if not isinstance(statement, ast.AugAssign) or not isinstance(statement.op, ast.Add | ast.Sub):
