@@ -25,7 +25,7 @@ class Mistake:
     """What is wrong, what happens, what to write."""
     edits: tuple[Edit, ...] = ()
     mend: Callable[[], tuple[Edit, ...]] | None = None
-    """Works `edits` out, where that takes a search: asked once for each place, not on every path."""
+    """Works `edits` out, where that takes a search: once for each place, not on every path."""
 
 
 Check = Callable[[Analysis], Iterable[Mistake]]

@@ -37,7 +37,6 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from functools import partial
 
 from ampwise.lint.findings import Edit
 from ampwise.lint.model.analysis import Analysis, Trace

@@ -27,8 +27,9 @@ step is skipped, torch warns "Detected call of `lr_scheduler.step()` before `opt
 ## Fix safety
 Unsafe: `--unsafe-fixes` writes the condition above where `scaler.step`, `update()` and
 `scheduler.step()` stand one after the other in one block; a scheduler before `update()` moves
-behind it, and where the step is in a branch, a flag tells the scheduler behind it. Each `get_scale()` is a host sync, which is its price (AMP301 does not report these
-two). A scale that has fallen to 0 falls no further, so a skip is not seen there.
+behind it, and where the step is in a branch, a flag tells the scheduler behind it. Each
+`get_scale()` is a host sync, which is its price (AMP301 does not report these two). A scale that
+has fallen to 0 falls no further, so a skip is not seen there.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def _asks(event: SchedulerStep) -> bool:
 
 
 def _edits(event: SchedulerStep, trace: Trace) -> tuple[Edit, ...]:
-    """Read the scale before the step, and step the scheduler behind the update if it did not fall."""
+    """Step the scheduler behind the update, if the scale did not fall in it."""
     module, node = event.module, event.node
     statement = alone(module, node)
     same = [each for each in trace.of(ScalerStep) if each.module is module]
@@ -172,12 +173,13 @@ def _is_elif(module: Module, node: ast.If) -> bool:
 
 def _holder(module: Module, statement: ast.stmt, block: list[ast.stmt]) -> ast.stmt | None:
     """The statement of a block that holds another one, below nothing but conditions."""
-    found: ast.AST | None = statement
-    while found is not None and found not in block:
-        found = module.parents.get(id(found))
-        if not isinstance(found, ast.If):
+    found = statement
+    while found not in block:
+        around = module.parents.get(id(found))
+        if not isinstance(around, ast.If):
             return None
-    return found if isinstance(found, ast.stmt) else None
+        found = around
+    return found
 
 
 def _among(block: list[ast.stmt], trace: Trace, kind: type[ScalerStep | Update]) -> list[ast.Expr]:

@@ -22,9 +22,9 @@ float32's time, and its outputs take twice the memory.
 ## Fix safety
 Unsafe: `--unsafe-fixes` puts the forward, and forwards and losses that follow it in the block,
 under the autocast that training uses. The figures change, float32 may be what the author wants to
-compare with, and 16-bit outputs go on (`.numpy()` of bfloat16 raises). No fix where that autocast cannot be written at the place of the validation (its
-`enabled` is a local name of the training function), or the forward stands in the head of a
-statement or in a comprehension.
+compare with, and 16-bit outputs go on (`.numpy()` of bfloat16 raises). No fix where that autocast
+cannot be written at the place of the validation (its `enabled` is a local name of the training
+function), or the forward stands in the head of a statement or in a comprehension.
 """
 
 from __future__ import annotations
