@@ -65,10 +65,16 @@ def alone(module: Module, node: ast.AST) -> ast.Expr | None:
     statement = module.statement_of(node)
     if not isinstance(statement, ast.Expr) or statement.value is not node:
         return None
-    lines = {statement.lineno, statement.end_lineno}
-    others = [each for each in block_of(module, statement) if each is not statement]
-    shares = any({each.lineno, each.end_lineno} & lines for each in others)
-    return None if shares else statement
+    return statement if has_own_lines(module, statement) else None
+
+
+def has_own_lines(module: Module, statement: ast.stmt) -> bool:
+    """Whether a statement shares no line with another, or with the header of its block."""
+    first, column, last, end = span(statement)
+    lines = module.source.lines
+    before = lines[first - 1].encode()[:column]
+    behind = lines[last - 1].encode()[end:].strip()
+    return not before.strip() and (not behind or behind.startswith(b"#"))
 
 
 def has_comment(module: Module, statement: ast.stmt) -> bool:

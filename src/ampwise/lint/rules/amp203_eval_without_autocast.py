@@ -37,7 +37,7 @@ from functools import partial
 from ampwise.lint.findings import Edit
 from ampwise.lint.model.analysis import Analysis, Trace
 from ampwise.lint.model.events import Forward, Loss
-from ampwise.lint.model.places import block_of, has_torch, in_reach, wrap
+from ampwise.lint.model.places import block_of, has_own_lines, has_torch, in_reach, wrap
 from ampwise.lint.model.roles import EVALUATION, dotted
 from ampwise.lint.model.values import Region, key_of
 from ampwise.lint.project import Module
@@ -113,7 +113,7 @@ def _edits(event: Forward, trace: Trace, trained: list[Forward]) -> tuple[Edit, 
     regions = {id(each.node): each for each in same if each is not None}  # many paths, one place
     texts = {_autocast(each, event.module, event.node) for each in regions.values()}
     header = texts.pop() if len(texts) == 1 else ""
-    if not header or not isinstance(first, SIMPLE):
+    if not header or not isinstance(first, SIMPLE) or not has_own_lines(event.module, first):
         return ()
     return (wrap(first, _last(event.module, first, trace), f"with {header}:"),)
 
@@ -130,7 +130,7 @@ def _last(module: Module, first: ast.stmt, trace: Trace) -> ast.stmt:
     block = block_of(module, first)
     last = first
     for each in block[block.index(first) + 1 :]:
-        if not isinstance(each, SIMPLE):
+        if not isinstance(each, SIMPLE) or not has_own_lines(module, each):
             break
         if id(each) in wanted:
             last = each

@@ -141,7 +141,11 @@ def _without_sigmoid(module: Module, call: ast.Call) -> tuple[Edit, ...]:
 
 def _opened(module: Module, sigmoid: ast.Call) -> tuple[Edit, ...]:
     inner = _inside(sigmoid)
-    return () if inner is None else (edit("replace", sigmoid, grouped(module, inner)),)
+    if inner is None:
+        return ()
+    is_owner = isinstance(module.parents[id(sigmoid)], ast.Attribute)
+    text = grouped(module, inner) if is_owner else module.text_of(inner)
+    return (edit("replace", sigmoid, text),)
 
 
 def _of_name(module: Module, given: ast.Name, call: ast.Call) -> tuple[Edit, ...]:
