@@ -109,4 +109,4 @@ def test_elastic_restarts_need_a_named_folder(folder: Path) -> None:
     assert code
     said = [line for line in err.splitlines() if line.startswith("ampwise: error: ")]
     assert said
-    assert all("name its folder with --out" in line for line in said)
+    assert all("name its folder with --out" in line for line in said), said

@@ -101,6 +101,11 @@ def run(options: Options) -> int:
             "torchrun --nproc-per-node 2 -m ampwise train ..."
         )
     quiet = options.quiet or not me.leads
+    if me.may_restart and options.out is None:
+        raise UsageError(
+            "torchrun may start processes anew (--max-restarts), and they must find the run: name "
+            "its folder with --out"
+        )
     kind, _, _ = choose_device(options.device, present_devices())
     with joined(me, kind, options.rank_timeout), train_progress(quiet=quiet) as shown:
         resolution = _resolved(options, me)

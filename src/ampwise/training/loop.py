@@ -123,11 +123,6 @@ class _Run:
 
     def __init__(self, task: Task, config: TrainConfig, progress: Progress, me: Launch) -> None:
         self.task, self.config, self.progress, self.me = task, config, progress, me
-        if me.may_restart and config.out is None:
-            raise UsageError(
-                "torchrun may start processes anew (--max-restarts), and they must find the run: "
-                "name its folder with --out"
-            )
         policy = config.resolution.policy
         self.device = torch.device(config.resolution.device)
         spread = None if me.size == 1 else _spread(policy, config.parallel)
