@@ -110,3 +110,37 @@ def test_elastic_restarts_need_a_named_folder(folder: Path) -> None:
     said = [line for line in err.splitlines() if line.startswith("ampwise: error: ")]
     assert said
     assert all("name its folder with --out" in line for line in said), said
+
+
+OVERFLOWS = """
+import torch, torch.distributed as dist, torch.nn.functional as F
+from ampwise import Task
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = torch.nn.Linear(8, 8), torch.nn.Linear(8, 3)
+
+    def forward(self, x):
+        hidden = self.first(x)
+        hidden = hidden * hidden
+        return self.head(hidden)
+
+def task():
+    source = torch.Generator().manual_seed(1)
+    data = [(torch.randn(6, 8, generator=source), torch.randint(0, 3, (6,), generator=source))
+            for _ in range(8)]
+    data[3] = (data[3][0] * 2000, data[3][1])
+    return Task(Net, lambda: list(data), lambda m, b: F.cross_entropy(m(b[0]), b[1]), name="over")
+"""
+
+
+def test_diagnose_names_the_first_bad_rank_and_the_operation(tmp_path: Path) -> None:
+    (tmp_path / "over.py").write_text(OVERFLOWS)
+    code, out, err = run(tmp_path, "diagnose", "over.py", "--out", "run", "--steps", "4")
+    assert out.count("RANGE_OVERFLOW") == 1, err
+    found = json.loads((tmp_path / "run" / "diagnosis.json").read_text())
+    assert (found["rank"], found["cause"], found["step"]) == (1, "RANGE_OVERFLOW", 2)
+    assert found["origin"]["source"] == "hidden = hidden * hidden"
+    assert any(each["verified"] for each in found["fixes"])
+    assert code

@@ -107,22 +107,21 @@ def run(options: Options) -> int:
             "its folder with --out"
         )
     kind, _, _ = choose_device(options.device, present_devices())
-    with joined(me, kind, options.rank_timeout), train_progress(quiet=quiet) as shown:
-        resolution = _resolved(options, me)
-        config = _config(options, resolution)
-        task = load_task(options.task, options.settings())
-        shown.message(f"precision: {resolution}")
-        if me.size > 1:
-            shown.message(f"{me.size} processes, {options.parallel}")
-        result = train(task, config, shown, me)
-    code = EXIT_INTERRUPTED if result.status == "interrupted" else EXIT_OK
-    if not me.leads:
-        return code
-    _write_page(result.folder)
-    if options.json != "-":
-        render(result, Console())
-    write_json(json.dumps(plain(result.to_json()), indent=2, allow_nan=False), options.json)
-    return code
+    with joined(me, kind, options.rank_timeout):
+        with train_progress(quiet=quiet) as shown:
+            resolution = _resolved(options, me)
+            config = _config(options, resolution)
+            task = load_task(options.task, options.settings())
+            shown.message(f"precision: {resolution}")
+            if me.size > 1:
+                shown.message(f"{me.size} processes, {options.parallel}")
+            result = train(task, config, shown, me)
+        if me.leads:
+            _write_page(result.folder)
+            if options.json != "-":
+                render(result, Console())
+            write_json(json.dumps(plain(result.to_json()), indent=2, allow_nan=False), options.json)
+    return EXIT_INTERRUPTED if result.status == "interrupted" else EXIT_OK
 
 
 def _resolved(options: Options, me: Launch) -> Resolution:

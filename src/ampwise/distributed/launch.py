@@ -127,6 +127,8 @@ def joined(me: Launch, device: str, limit_s: float = LIMIT_S) -> Generator[Any]:
         ) from None
     try:
         yield store
+        # torchrun ends the others as soon as one leaves with an exit code of its own.
+        dist.barrier()
     finally:
         # After an error the others may be gone: nothing here may wait for them.
         dist.destroy_process_group()

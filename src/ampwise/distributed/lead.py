@@ -1,4 +1,4 @@
-"""What one process does for all: the first rank acts, the others are told."""
+"""What processes tell each other: what the first one did for all, or what each of them has."""
 
 from __future__ import annotations
 
@@ -41,3 +41,12 @@ def from_lead(make: Callable[[], T]) -> T:
         told.__ampwise_said__ = True  # pyright: ignore[reportAttributeAccessIssue]
         raise told
     return sent[0]  # pyright: ignore[reportReturnType]
+
+
+def from_each(mine: T) -> list[T]:
+    """What each rank has, by rank; alone, a list of one."""
+    if not is_up():
+        return [mine]
+    found: list[T | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found  # pyright: ignore[reportReturnType]

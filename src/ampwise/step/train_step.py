@@ -29,7 +29,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 from ampwise.distributed.consensus import Consensus
-from ampwise.distributed.layout import GradientSync, group_of, unwrapped
+from ampwise.distributed.layout import GradientSync, group_of, is_sharded, unwrapped
 from ampwise.errors import UsageError
 from ampwise.policy import Policy, Resolution, resolve
 from ampwise.step import gradients as grads
@@ -411,6 +411,16 @@ class TrainStep:
     def position(self) -> int:
         """Micro-batches in the open window."""
         return self._window.position
+
+    @property
+    def ranks(self) -> int:
+        """Processes that train these models together."""
+        return 1 if self._ranks is None else self._ranks.size
+
+    @property
+    def can_replay(self) -> bool:
+        """Whether this process can run a window by itself: not where it has only a part of it."""
+        return not any(map(is_sharded, self._names.values()))
 
     @property
     def syncs_per_step(self) -> int:
