@@ -1,7 +1,7 @@
 """As many batches on each rank as on the one that has most: DDP and FSDP2 need equal numbers.
 
-`torch.distributed.algorithms.join` answers the collectives of DDP for a rank that has run out; those
-of FSDP2 and of a step it does not know. A micro-batch that counts nothing takes part in all.
+`torch.distributed.algorithms.join` answers the collectives of DDP for a rank that has run out, but
+not those of FSDP2 or of a step. A micro-batch that counts nothing takes part in all of them.
 """
 
 from __future__ import annotations

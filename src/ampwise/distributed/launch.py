@@ -29,17 +29,15 @@ class Launch:
         Its number among all processes, and how many there are.
     local_rank, local_size
         The same on its machine.
-    restarts
-        How often torchrun has started them anew after one died.
     may_restart
-        Whether torchrun will do so.
+        Whether torchrun starts them anew after one dies. How often it has, each machine's agent
+        counts for itself, so nothing may go by it.
     """
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
     local_size: int = 1
-    restarts: int = 0
     may_restart: bool = False
 
     @property
@@ -58,7 +56,6 @@ def launch() -> Launch:
         size=int(found["WORLD_SIZE"]),
         local_rank=int(found.get("LOCAL_RANK", "0")),
         local_size=int(found.get("LOCAL_WORLD_SIZE", "1")),
-        restarts=int(found.get("TORCHELASTIC_RESTART_COUNT", "0")),
         may_restart=int(found.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0,
     )
 

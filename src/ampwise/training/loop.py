@@ -148,11 +148,11 @@ class _Run:
         self._waits_s = self._total_s = 0.0
         self._saved_at = -1
         self._state: dict[str, Any] | None = None
-        self.folder = self._open_folder(f"{task.name or 'task'}-{policy.name}")
+        self.folder, resumes = self._open_folder(f"{task.name or 'task'}-{policy.name}")
         self.result = TrainResult(task.name or "task", policy.text, self.folder.path)
         if me.size > 1:
             self.result.ranks, self.result.parallel = me.size, config.parallel
-        if config.resume or me.restarts:
+        if resumes:
             self._resume()
         self._describe()
         self.trackers = TrackerSet(
@@ -163,22 +163,26 @@ class _Run:
             self.say,
         )
 
-    def _open_folder(self, name: str) -> RunFolder:
-        """The run's folder: the first process makes it, the others look on."""
+    def _open_folder(self, name: str) -> tuple[RunFolder, bool]:
+        """The run's folder, and whether to resume; the first process decides, the others look on.
+
+        Where torchrun restarts processes, nobody says ``--resume``: a run that is there goes on.
+        """
         opened: list[RunFolder] = []
 
-        def open_it() -> str:
-            out = self.config.out
-            again = self.me.restarts and out is not None and (out / "run.json").exists()
-            if self.config.resume or again:
+        def open_it() -> tuple[str, bool]:
+            out, again = self.config.out, self.me.may_restart
+            there = out is not None and (out / "run.json").exists()
+            resumes = there if again else self.config.resume
+            if resumes:
                 assert out is not None
                 opened.append(RunFolder.resume(out, self.say))
             else:
                 opened.append(RunFolder.create(out, name, self.say, trains=True))
-            return str(opened[0].path)
+            return str(opened[0].path), resumes
 
-        path = Path(from_lead(open_it))
-        return opened[0] if opened else RunFolder.observe(path)
+        path, resumes = from_lead(open_it)
+        return opened[0] if opened else RunFolder.observe(Path(path)), resumes
 
     def say(self, text: str) -> None:
         """Tell the user, and keep it in the record."""
@@ -327,7 +331,7 @@ class _Run:
 
     def _resume(self) -> None:
         path = from_lead(lambda: checkpoint.newest(self.folder.checkpoints))
-        if path is None and self.me.restarts:
+        if path is None and self.me.may_restart:
             self.folder.continue_after(0)
             self.say("started anew after a process died; there was no checkpoint yet")
             return
