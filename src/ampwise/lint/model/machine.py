@@ -419,9 +419,16 @@ class Machine:
             if value is NONE or (isinstance(value, Const) and value.value is None):
                 self.emit(ZeroGrad, node, owner)
             else:
-                self.emit(GradientRead, node, True)
+                divisor = value.divisor if isinstance(value, Gradient) else None
+                self.emit(GradientRead, node, True, divisor)
+        elif isinstance(owner, Gradient) and attr == "data":
+            if isinstance(value, Gradient) and value.divisor is not None:
+                self.emit(GradientRead, node, True, value.divisor)
         elif isinstance(owner, Instance):
-            owner.attributes[attr] = named(value, attr)
+            before = owner.attributes.get(attr)
+            # Of a setting and the constant that a branch puts in its place, either may stand.
+            if not (self.unsure and isinstance(before, Unknown) and isinstance(value, Const)):
+                owner.attributes[attr] = named(value, attr)
         elif isinstance(owner, Class):
             owner.attributes[attr] = value
         elif isinstance(owner, Unknown):

@@ -250,6 +250,8 @@ class Gradient(Value):
     """``p.grad``, or what was computed of it."""
 
     of: Value
+    divisor: Value | None = None
+    """What it was divided by or multiplied with."""
 
 
 @dataclass(eq=False, slots=True)
