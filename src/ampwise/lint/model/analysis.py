@@ -28,7 +28,8 @@ NODES = 200_000
 """Nodes of syntax walked for one file, over all its paths: a few seconds."""
 
 STEP_WORDS = re.compile(
-    r"autocast|GradScaler|unscale_|scale_loss|(?<!def )\bbackward\s*\(|\.\s*(half|step)\s*\("
+    r"autocast|GradScaler|unscale_|scale_loss|(?<!def )\bbackward\s*\(|\.\s*(half|step|scale)\s*\("
+    r"|= *torch\.(zeros|tensor|full)\(.*dtype *= *torch\.(b?float16|half)\b"
 )
 """A file with none of these is not worth the search for steps (`Roles.core`)."""
 

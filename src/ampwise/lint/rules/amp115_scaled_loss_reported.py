@@ -50,7 +50,8 @@ def check(code: Analysis) -> Iterator[Mistake]:
                 if isinstance(event, Report):
                     yield from _mistakes(event, event.tensor, windows)
                 elif isinstance(event, Accumulate) and isinstance(event.added, Tensor):
-                    yield from _mistakes(event, event.added, windows)
+                    if not event.added.host:  # a number is reported, too
+                        yield from _mistakes(event, event.added, windows)
 
 
 Windows = dict[str, set[int]]
