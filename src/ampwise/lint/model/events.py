@@ -164,6 +164,8 @@ class GradientRead(Event):
 
     is_edit: bool = False
     divisor: Value | None = None
+    given: Value | None = None
+    """What is put in its place."""
 
 
 @dataclass(eq=False, slots=True)

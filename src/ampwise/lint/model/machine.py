@@ -361,12 +361,12 @@ class Machine:
         self.bind(node.target, result)
 
     def _running_sum(self, node: ast.AugAssign, before: Value, added: Value) -> None:
-        if isinstance(added, Tensor):
-            if added.host:
-                rescaled = tensors.is_rescaled(node.value)
-                self.emit(Report, node, added, dotted(node.target), rescaled)
-            else:
-                self.emit(Accumulate, node, before, added)
+        is_number = isinstance(added, Tensor) and added.host
+        if is_number:
+            rescaled = tensors.is_rescaled(node.value)
+            self.emit(Report, node, added, dotted(node.target), rescaled)
+        if tensors.is_half_on_device(before) or (isinstance(added, Tensor) and not is_number):
+            self.emit(Accumulate, node, before, added)
 
     def bind(self, target: ast.expr, value: Value) -> None:
         """Assign to a target."""
@@ -420,7 +420,7 @@ class Machine:
                 self.emit(ZeroGrad, node, owner)
             else:
                 divisor = value.divisor if isinstance(value, Gradient) else None
-                self.emit(GradientRead, node, True, divisor)
+                self.emit(GradientRead, node, True, divisor, value)
         elif isinstance(owner, Gradient) and attr == "data":
             if isinstance(value, Gradient) and value.divisor is not None:
                 self.emit(GradientRead, node, True, value.divisor)
