@@ -182,7 +182,8 @@ class ScalerStep(Event):
 
     scaler: Scaler
     optimizer: Value | None
-    arguments: int = 1
+    closure: Value | None = None
+    """What else it is given."""
 
 
 @dataclass(eq=False, slots=True)
