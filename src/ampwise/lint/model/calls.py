@@ -352,7 +352,9 @@ def _output(machine: Machine, node: ast.Call, value: Value) -> Value:
         case _:
             region = machine.region
             dtype = None if region is None else tensors.low(region)
-            return Tensor(key=key_of(value), dtype=dtype, region=region, forward=True, node=node)
+            return Tensor(
+                key=key_of(value), dtype=dtype, guessed=True, region=region, forward=True, node=node
+            )
 
 
 def _model(machine: Machine, node: ast.Call, model: Model, a: Arguments) -> Value:

@@ -95,6 +95,7 @@ def apply(
     result = Tensor(
         key=f"{operation}@{node.lineno}:{node.col_offset}#{machine.iteration}",
         dtype=dtype_of(machine, operation, flat),
+        guessed=operation not in library.OPS_LOW and any(each.guessed for each in tensors),
         region=machine.region,
         op=operation,
         inputs=tuple(inputs),

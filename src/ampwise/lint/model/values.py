@@ -294,6 +294,8 @@ class Tensor(Value):
     key: str = ""
     dtype: str | None = None
     """``low`` (the region's or half), ``float32``, ``int``, or None for not known."""
+    guessed: bool = False
+    """The dtype is what networks in autocast mostly return, nothing that was seen."""
     region: Region | None = None
     """The autocast region it was computed in."""
     op: str = ""

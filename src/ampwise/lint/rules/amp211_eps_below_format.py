@@ -54,7 +54,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
 
 def _lost(event: Op) -> tuple[float, str] | None:
     tensors = [each for each in event.inputs if isinstance(each, Tensor)]
-    if not tensors or tensors[0].dtype not in ZERO_BELOW:
+    if not tensors or tensors[0].dtype not in ZERO_BELOW or tensors[0].guessed:
         return None
     dtype = tensors[0].dtype
     values: list[Value] = [*event.inputs, *event.arguments.values()]
