@@ -30,7 +30,7 @@ import re
 from collections.abc import Iterator
 
 from ampwise.lint.model.analysis import Analysis, Trace
-from ampwise.lint.model.events import Forward
+from ampwise.lint.model.events import Backward, Forward
 from ampwise.lint.model.roles import EVALUATION, dotted
 from ampwise.lint.model.values import key_of
 from ampwise.lint.rule import Mistake, rule
@@ -40,14 +40,18 @@ OFF = re.compile(r"amp|scaler|fp16|half|mixed|precision")
 
 @rule("AMP203", "eval-without-autocast", "warning", fix="unsafe")
 def check(code: Analysis) -> Iterator[Mistake]:
-    names = {_name(each.node) for trace in code.traces for each in _trained(trace)}
+    trained = [each for trace in code.traces for each in _trained(trace)]
+    plain = [each for trace in code.traces for each in _trained_without(trace)]
+    names = {_name(each.node) for each in trained}
     covered = {
         id(each.node) for trace in code.traces for each in trace.of(Forward) if each.context.regions
     }
     for trace in code.traces:
         models = {key_of(each.model) for each in _trained(trace)}
         for event in trace.of(Forward):
-            same = key_of(event.model) in models or _name(event.node) in names
+            same = (key_of(event.model) in models and _is_reached(trace, event)) or (
+                _name(event.node) in names and not _is_another(event, trained, plain)
+            )
             if same and id(event.node) not in covered and _validates(event):
                 yield Mistake(
                     event.node,
@@ -65,6 +69,47 @@ def _trained(trace: Trace) -> list[Forward]:
         for each in trace.of(Forward)
         if each.is_root and each.context.region is not None and not each.context.no_grad
     ]
+
+
+def _trained_without(trace: Trace) -> list[Forward]:
+    """Forward passes of training outside autocast."""
+    if not any(isinstance(each, Backward) for each in trace.events):
+        return []
+    return [
+        each
+        for each in trace.of(Forward)
+        if each.is_root and each.context.region is None and not each.context.no_grad
+        and each.training is not False
+    ]
+
+
+def _is_reached(trace: Trace, event: Forward) -> bool:
+    """Whether the branches it stands in go with those this path has taken elsewhere."""
+    return all(trace.decided.get(e.key, e.taken) is e.taken for e in event.context.conditions)
+
+
+def _is_another(event: Forward, trained: list[Forward], plain: list[Forward]) -> bool:
+    """Whether only a name is shared with what is trained in autocast.
+
+    In its function, its class or its branch, the network of that name is trained without only.
+    """
+    name = _name(event.node)
+    of_name = [each for each in trained if _name(each.node) == name]
+    without = [each for each in plain if _name(each.node) == name]
+    here = _places(event)
+    for each in without:
+        here_too = here & _places(each)
+        if here_too and here_too.difference(*(_places(other) for other in of_name)):
+            return True
+    return False
+
+
+def _places(event: Forward) -> set[str]:
+    """The function, the class and the branches something stands in."""
+    function = event.context.functions[-1] if event.context.functions else ""
+    class_ = function.rpartition(".")[0]
+    branches = {f"{e.key} is {e.taken}" for e in event.context.conditions if not e.known}
+    return branches | {f"def {function}"} | ({f"class {class_}"} if class_ else set())
 
 
 def _name(node: ast.AST) -> str:
