@@ -177,8 +177,8 @@ class Roles:
         gradients = [each for each in attributes if each.attr == "grad"]
         self._spread([*gradients, *filter(self._is_step, calls)], self.steps, sites)
         special = [e for e in (*attributes, *index.of(ast.Name)) if self._is_used(e)]
-        special += _half_sums(index)
-        self._spread([*special, *filter(self._is_core, calls)], self.core, own)
+        core: list[ast.AST] = [*special, *filter(self._is_core, calls), *_half_sums(index)]
+        self._spread(core, self.core, own)
 
     def _is_used(self, name: ast.Attribute | ast.Name) -> bool:
         """Whether one of the names in `CORE` is called, or decorates a function."""

@@ -39,6 +39,7 @@ import ast
 from collections.abc import Iterator
 
 from ampwise.lint.model.analysis import Analysis, Trace
+from ampwise.lint.model.calls import defaults_of
 from ampwise.lint.model.events import Event, Made, ScalerStep
 from ampwise.lint.model.values import Const, Optimizer, Unknown
 from ampwise.lint.rule import Mistake, rule
@@ -92,11 +93,5 @@ def _optional_parameters(step: ScalerStep) -> set[str]:
         node = step.module.parents.get(id(node))
     if node is None:
         return set()
-    names = [each.arg for each in (*node.args.posonlyargs, *node.args.args)]
-    pairs = [
-        *zip(reversed(names), reversed(node.args.defaults), strict=False),
-        *((arg.arg, value) for arg, value in zip(
-            node.args.kwonlyargs, node.args.kw_defaults, strict=True
-        )),
-    ]
-    return {name for name, value in pairs if isinstance(value, ast.Constant) and value.value is None}
+    given = defaults_of(node.args).items()
+    return {name for name, each in given if isinstance(each, ast.Constant) and each.value is None}

@@ -78,7 +78,9 @@ def _trained_without(trace: Trace) -> list[Forward]:
     return [
         each
         for each in trace.of(Forward)
-        if each.is_root and each.context.region is None and not each.context.no_grad
+        if each.is_root
+        and each.context.region is None
+        and not each.context.no_grad
         and each.training is not False
     ]
 
