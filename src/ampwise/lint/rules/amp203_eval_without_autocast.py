@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from ampwise.lint.model.analysis import Analysis, Trace
 from ampwise.lint.model.events import Backward, Forward
@@ -35,14 +35,14 @@ from ampwise.lint.model.roles import EVALUATION, dotted
 from ampwise.lint.model.values import key_of
 from ampwise.lint.rule import Mistake, rule
 
+Places = dict[str, set[str]]
 OFF = re.compile(r"amp|scaler|fp16|half|mixed|precision")
 
 
 @rule("AMP203", "eval-without-autocast", "warning", fix="unsafe")
 def check(code: Analysis) -> Iterator[Mistake]:
-    trained = [each for trace in code.traces for each in _trained(trace)]
-    plain = [each for trace in code.traces for each in _trained_without(trace)]
-    names = {_name(each.node) for each in trained}
+    trained = _by_name(each for trace in code.traces for each in _trained(trace))
+    plain = _by_name(each for trace in code.traces for each in _trained_without(trace))
     covered = {
         id(each.node) for trace in code.traces for each in trace.of(Forward) if each.context.regions
     }
@@ -50,7 +50,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
         models = {key_of(each.model) for each in _trained(trace)}
         for event in trace.of(Forward):
             same = (key_of(event.model) in models and _is_reached(trace, event)) or (
-                _name(event.node) in names and not _is_another(event, trained, plain)
+                _name(event.node) in trained and not _is_another(event, trained, plain)
             )
             if same and id(event.node) not in covered and _validates(event):
                 yield Mistake(
@@ -90,20 +90,21 @@ def _is_reached(trace: Trace, event: Forward) -> bool:
     return all(trace.decided.get(e.key, e.taken) is e.taken for e in event.context.conditions)
 
 
-def _is_another(event: Forward, trained: list[Forward], plain: list[Forward]) -> bool:
+def _is_another(event: Forward, trained: Places, plain: Places) -> bool:
     """Whether only a name is shared with what is trained in autocast.
 
     In its function, its class or its branch, the network of that name is trained without only.
     """
     name = _name(event.node)
-    of_name = [each for each in trained if _name(each.node) == name]
-    without = [each for each in plain if _name(each.node) == name]
-    here = _places(event)
-    for each in without:
-        here_too = here & _places(each)
-        if here_too and here_too.difference(*(_places(other) for other in of_name)):
-            return True
-    return False
+    return name in plain and bool(_places(event) & plain[name] - trained[name])
+
+
+def _by_name(events: Iterable[Forward]) -> Places:
+    """The places in which networks are trained, by their names."""
+    found: Places = {}
+    for each in events:
+        found.setdefault(_name(each.node), set()).update(_places(each))
+    return found
 
 
 def _places(event: Forward) -> set[str]:
