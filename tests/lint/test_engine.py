@@ -11,6 +11,7 @@ from ampwise.errors import UsageError
 from ampwise.lint import baseline
 from ampwise.lint.engine import lint
 from ampwise.lint.findings import LintReport
+from ampwise.lint.model import analysis
 from ampwise.lint.settings import Settings, codes, load_settings
 from tests.lint.test_source import BAD
 
@@ -176,6 +177,28 @@ def test_circles_of_imports_end(tmp_path):
         "from a import f\nimport torch\nscaler = torch.amp.GradScaler()\n\n\ndef g():\n    f()\n    loss.backward()\n"
     )
     assert lint([tmp_path], use_cache=False).files == 2
+
+
+BRANCHING = """
+def train_{n}(model, optimizer, loader, a, b, c, d, e):
+    for x in loader:
+        loss = model(x)
+        if a: loss.backward()
+        if b: optimizer.step()
+        if c: optimizer.zero_grad()
+        if d: optimizer.step()
+        if e: optimizer.zero_grad()
+"""
+
+
+def test_a_function_of_many_paths_leaves_room_for_the_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(analysis, "NODES", 8_000)
+    monkeypatch.setattr(analysis, "KEPT", 2_000)
+    path = tmp_path / "many.py"
+    path.write_text("# autocast\n" + "".join(BRANCHING.format(n=n) for n in range(16)))
+    assert not lint([path], jobs=1, use_cache=False).skipped
+    monkeypatch.setattr(analysis, "KEPT", 0)
+    assert lint([path], jobs=1, use_cache=False).skipped
 
 
 def test_a_baseline_holds_what_is_known(file, tmp_path):

@@ -37,7 +37,7 @@ WORDS = [
     re.compile(each)
     for each in (
         *(r"amp(?<!\wamp)\b", "autocast", r"caler\b", r"\.half\(", "HalfTensor"),
-        *("float16", "fp16", "bf16", r"precision\s*=", "apex"),
+        *("float16", "fp16", "bf16", r"precision\s*=", "apex", "loss_scal"),
     )
 ]
 """A file with none of these has nothing to do with mixed precision: that it parses is all that is

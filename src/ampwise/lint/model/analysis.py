@@ -28,9 +28,13 @@ NODES = 200_000
 """Nodes of syntax walked for one file, over all its paths: a few seconds."""
 
 STEP_WORDS = re.compile(
-    r"autocast|GradScaler|unscale_|scale_loss|(?<!def )\bbackward\s*\(|\.\s*(half|step)\s*\("
+    r"autocast|GradScaler|unscale_|scale_loss|(?<!def )\bbackward\s*\(|\.\s*(half|step|scale)\s*\("
+    r"|= *torch\.(zeros|tensor|full)\(.*dtype *= *torch\.(b?float16|half)\b"
 )
 """A file with none of these is not worth the search for steps (`Roles.core`)."""
+
+KEPT = NODES // 8
+"""Of those, kept for the first path through each function; other paths end where this begins."""
 
 SCRIPT_PATHS = 48
 FUNCTION_PATHS = 24
@@ -126,7 +130,7 @@ def _explore(
         return Trace(machine.trace, name, oracle.decided)
 
     # Other ways through one function may use up half of what is left; the first one all of it.
-    floor, before = budget.left // 2, len(analysis.traces)
+    floor, before = max(budget.left // 2, KEPT), len(analysis.traces)
     for count, trace in enumerate(explore(walk, most), 1):
         if trace.events:
             analysis.traces.append(trace)

@@ -182,7 +182,7 @@ def bind(machine: Machine, function: Function, a: Arguments, scope: Scope) -> No
     positional = list(a.positional)
     if function.owner is not None and parameters:
         positional.insert(0, function.owner)
-    defaults = _defaults(spec)
+    given = defaults_of(spec)
     left = dict(a.named)
     for parameter, value in zip(parameters, positional, strict=False):
         scope.names[parameter.arg] = value
@@ -190,8 +190,8 @@ def bind(machine: Machine, function: Function, a: Arguments, scope: Scope) -> No
         name = parameter.arg
         if name in left:
             scope.names[name] = left.pop(name)
-        elif name in defaults and not a.open:
-            scope.names[name] = machine.evaluate(defaults[name], quiet=True)
+        elif name in given and not a.open:
+            scope.names[name] = machine.evaluate(given[name], quiet=True)
         else:
             scope.names[name] = Unknown(name, "given")
     for parameter in parameters:
@@ -202,7 +202,7 @@ def bind(machine: Machine, function: Function, a: Arguments, scope: Scope) -> No
         scope.names[spec.kwarg.arg] = DictValue(left, function.node, open=a.open)
 
 
-def _defaults(spec: ast.arguments) -> dict[str, ast.expr]:
+def defaults_of(spec: ast.arguments) -> dict[str, ast.expr]:
     """What parameters are where a call does not say."""
     names = [each.arg for each in (*spec.posonlyargs, *spec.args)]
     found = dict(zip(reversed(names), reversed(spec.defaults), strict=False))
@@ -352,7 +352,9 @@ def _output(machine: Machine, node: ast.Call, value: Value) -> Value:
         case _:
             region = machine.region
             dtype = None if region is None else tensors.low(region)
-            return Tensor(key=key_of(value), dtype=dtype, region=region, forward=True, node=node)
+            return Tensor(
+                key=key_of(value), dtype=dtype, guessed=True, region=region, forward=True, node=node
+            )
 
 
 def _model(machine: Machine, node: ast.Call, model: Model, a: Arguments) -> Value:

@@ -165,6 +165,8 @@ class GradientRead(Event):
 
     is_edit: bool = False
     divisor: Value | None = None
+    given: Value | None = None
+    """What is put in its place."""
 
 
 @dataclass(eq=False, slots=True)
@@ -181,7 +183,8 @@ class ScalerStep(Event):
 
     scaler: Scaler
     optimizer: Value | None
-    arguments: int = 1
+    closure: Value | None = None
+    """What else it is given."""
 
 
 @dataclass(eq=False, slots=True)

@@ -463,7 +463,7 @@ def binary(machine: Machine, node: Node, op: ast.operator, left: Value, right: V
     if isinstance(left, Const) and isinstance(right, Const):
         return _constants(machine, node, op, left, right)
     if isinstance(left, Gradient) or isinstance(right, Gradient):
-        return left if isinstance(left, Gradient) else right
+        return _of_gradient(node, name, left, right)
     if isinstance(left, ListValue) and isinstance(right, ListValue) and name == "add":
         return ListValue([*left.items, *right.items])
     if isinstance(left, Parameters) and name == "add":
@@ -483,6 +483,13 @@ def binary(machine: Machine, node: Node, op: ast.operator, left: Value, right: V
         loop=loop_of(both),
         scale=any(isinstance(each, Unknown) and each.scale for each in both),
     )
+
+
+def _of_gradient(node: Node, name: str, left: Value, right: Value) -> Value:
+    """``p.grad / scale``; a factor that clips is none that undoes a scale."""
+    gradient, other = (left, right) if isinstance(left, Gradient) else (right, left)
+    scales = name in ("mul", "div") and "clip" not in ast.unparse(node).lower()
+    return Gradient(gradient.of, other) if scales and isinstance(gradient, Gradient) else gradient
 
 
 def _note_duration(machine: Machine, node: Node, left: Value, right: Value) -> None:

@@ -329,7 +329,16 @@ class Machine:
             path = dotted(node.value.func)
             if path in ("exit", "quit", "sys.exit", "os._exit"):
                 return "raise"
+            if _sets_globals(node.value):
+                self._forget_constants(node)
         return ""
+
+    def _forget_constants(self, node: Node) -> None:
+        """Settings at the top of a file that other code may have set anew are not known."""
+        names = self.scope.top.names
+        for name, value in names.items():
+            if isinstance(value, Const) and not name.startswith("_"):
+                names[name] = self.unknown(node, label=name)
 
     def _assign(self, node: ast.Assign) -> None:
         value = self.evaluate(node.value)
@@ -361,12 +370,12 @@ class Machine:
         self.bind(node.target, result)
 
     def _running_sum(self, node: ast.AugAssign, before: Value, added: Value) -> None:
-        if isinstance(added, Tensor):
-            if added.host:
-                rescaled = tensors.is_rescaled(node.value)
-                self.emit(Report, node, added, dotted(node.target), rescaled)
-            else:
-                self.emit(Accumulate, node, before, added)
+        is_number = isinstance(added, Tensor) and added.host
+        if is_number:
+            rescaled = tensors.is_rescaled(node.value)
+            self.emit(Report, node, added, dotted(node.target), rescaled)
+        if tensors.is_half_on_device(before) or (isinstance(added, Tensor) and not is_number):
+            self.emit(Accumulate, node, before, added)
 
     def bind(self, target: ast.expr, value: Value) -> None:
         """Assign to a target."""
@@ -386,6 +395,9 @@ class Machine:
                 self.bind(inner, value)
             case ast.Attribute(value=owner, attr=attr):
                 self._set_attribute(target, self.evaluate(owner), attr, value)
+            case ast.Subscript(value=ast.Call(func=ast.Name(id="globals")), slice=index):
+                if not isinstance(index, ast.Constant):
+                    self._forget_constants(target)
             case ast.Subscript(value=owner, slice=index):
                 expressions.set_item(self, target, owner, index, value)
             case _:
@@ -419,9 +431,16 @@ class Machine:
             if value is NONE or (isinstance(value, Const) and value.value is None):
                 self.emit(ZeroGrad, node, owner)
             else:
-                self.emit(GradientRead, node, True)
+                divisor = value.divisor if isinstance(value, Gradient) else None
+                self.emit(GradientRead, node, True, divisor, value)
+        elif isinstance(owner, Gradient) and attr == "data":
+            if isinstance(value, Gradient) and value.divisor is not None:
+                self.emit(GradientRead, node, True, value.divisor)
         elif isinstance(owner, Instance):
-            owner.attributes[attr] = named(value, attr)
+            before = owner.attributes.get(attr)
+            # Of a setting and the constant that a branch puts in its place, either may stand.
+            if not (self.unsure and isinstance(before, Unknown) and isinstance(value, Const)):
+                owner.attributes[attr] = named(value, attr)
         elif isinstance(owner, Class):
             owner.attributes[attr] = value
         elif isinstance(owner, Unknown):
@@ -738,6 +757,17 @@ _STATEMENTS: dict[type[ast.stmt], Callable[[Machine, Any], Flow | None]] = {
     ast.Continue: Machine._continue,
     ast.Assert: Machine._assert,
 }
+
+
+def _sets_globals(call: ast.Call) -> bool:
+    """Whether a call may set any name of the file: ``exec(text)``, ``globals().update(...)``."""
+    match call.func:
+        case ast.Name(id="exec"):
+            return len(call.args) == 1
+        case ast.Attribute(value=ast.Call(func=ast.Name(id="globals")), attr="update"):
+            return True
+        case _:
+            return False
 
 
 def _defined_names(node: ast.stmt) -> list[str]:

@@ -144,7 +144,8 @@ def _scaler(machine: Machine, node: ast.Call, scaler: Scaler, name: str, a: Argu
             return _scaled(machine, scaler, first, node) if is_on else first or NONE
         case "step":
             if is_on:
-                machine.emit(ScalerStep, node, scaler, first, a.count)
+                closure = next((each for each in a.values if each is not first), None)
+                machine.emit(ScalerStep, node, scaler, first, closure)
             elif isinstance(first, Optimizer):
                 machine.emit(OptimizerStep, node, first)
             return machine.unknown(node)
@@ -291,7 +292,7 @@ def halved(machine: Machine, node: Node, owner: Value, dtype: str) -> Value:
     if isinstance(owner, Model | Instance):
         return owner
     if isinstance(owner, Tensor):
-        return owner.but(dtype=dtype, cast=cast)
+        return owner.but(dtype=dtype, guessed=False, cast=cast)
     return Tensor(key=key_of(owner), dtype=dtype, cast=cast, of=owner)
 
 

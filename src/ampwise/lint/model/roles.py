@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import defaultdict
+from collections.abc import Iterator
 
 from ampwise.lint.model.nodes import Index
 
@@ -54,6 +55,7 @@ STEP_NAMES = {
     "nullcontext", "clip_grad_norm",
 }  # fmt: skip
 
+HALF = {"torch.float16", "torch.half", "torch.bfloat16"}
 CORE = {"backward", "autocast", "GradScaler", "ShardedGradScaler", "unscale_", "scale_loss"}
 
 
@@ -70,6 +72,19 @@ def dotted(node: ast.AST) -> str:
             return f"{base}[{index!r}]" if base else ""
         case _:
             return ""
+
+
+def _half_sums(index: Index) -> Iterator[ast.Assign]:
+    """Where tensors of 16 bits are made to which something is added."""
+    grown = {
+        dotted(each.target) for each in index.of(ast.AugAssign) if isinstance(each.op, ast.Add)
+    }
+    for node in index.of(ast.Assign):
+        if not isinstance(node.value, ast.Call) or dotted(node.targets[0]) not in grown:
+            continue
+        given = {dotted(each.value) for each in node.value.keywords if each.arg == "dtype"}
+        if given & HALF:
+            yield node
 
 
 class Roles:
@@ -162,7 +177,8 @@ class Roles:
         gradients = [each for each in attributes if each.attr == "grad"]
         self._spread([*gradients, *filter(self._is_step, calls)], self.steps, sites)
         special = [e for e in (*attributes, *index.of(ast.Name)) if self._is_used(e)]
-        self._spread([*special, *filter(self._is_core, calls)], self.core, own)
+        core: list[ast.AST] = [*special, *filter(self._is_core, calls), *_half_sums(index)]
+        self._spread(core, self.core, own)
 
     def _is_used(self, name: ast.Attribute | ast.Name) -> bool:
         """Whether one of the names in `CORE` is called, or decorates a function."""
@@ -191,6 +207,8 @@ class Roles:
         match call.func:
             case ast.Attribute(attr="half"):
                 return not call.args
+            case ast.Attribute(value=receiver, attr="scale"):
+                return self.is_scaler(dotted(receiver))
             case ast.Attribute(value=receiver, attr="step"):
                 text = dotted(receiver)
                 return self.is_scaler(text) or self.is_optimizer(text)

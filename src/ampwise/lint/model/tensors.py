@@ -52,6 +52,11 @@ def is_low(dtype: str | None) -> bool:
     return dtype == "low" or dtype in LOW
 
 
+def is_half_on_device(value: Value) -> bool:
+    """Whether something is a tensor of 16 bits, which stays one when numbers are added."""
+    return isinstance(value, Tensor) and is_low(value.dtype) and not value.host
+
+
 def dtype_of(machine: Machine, operation: str, inputs: Sequence[Value]) -> str | None:
     """The dtype of an operation's result where the path stands."""
     region = machine.region
@@ -90,6 +95,7 @@ def apply(
     result = Tensor(
         key=f"{operation}@{node.lineno}:{node.col_offset}#{machine.iteration}",
         dtype=dtype_of(machine, operation, flat),
+        guessed=operation not in library.OPS_LOW and any(each.guessed for each in tensors),
         region=machine.region,
         op=operation,
         inputs=tuple(inputs),

@@ -250,6 +250,8 @@ class Gradient(Value):
     """``p.grad``, or what was computed of it."""
 
     of: Value
+    divisor: Value | None = None
+    """What it was divided by or multiplied with."""
 
 
 @dataclass(eq=False, slots=True)
@@ -292,6 +294,8 @@ class Tensor(Value):
     key: str = ""
     dtype: str | None = None
     """``low`` (the region's or half), ``float32``, ``int``, or None for not known."""
+    guessed: bool = False
+    """The dtype is what networks in autocast mostly return, nothing that was seen."""
     region: Region | None = None
     """The autocast region it was computed in."""
     op: str = ""

@@ -64,7 +64,11 @@ def check(code: Analysis) -> Iterator[Mistake]:
             if any(id(each.node) in loops.nodes for each in event.context.loops):
                 if isinstance(event, Report):
                     yield from _mistakes(event, event.tensor, windows)
-                elif isinstance(event, Accumulate) and isinstance(event.added, Tensor):
+                elif (
+                    isinstance(event, Accumulate)
+                    and isinstance(event.added, Tensor)
+                    and not event.added.host  # a number is reported, too
+                ):
                     yield from _mistakes(event, event.added, windows)
 
 

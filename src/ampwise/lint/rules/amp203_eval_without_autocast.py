@@ -31,32 +31,36 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 
 from ampwise.lint.findings import Edit
 from ampwise.lint.model.analysis import Analysis, Trace
-from ampwise.lint.model.events import Forward, Loss
+from ampwise.lint.model.events import Backward, Forward, Loss
 from ampwise.lint.model.places import block_of, has_own_lines, has_torch, in_reach, wrap
 from ampwise.lint.model.roles import EVALUATION, dotted
 from ampwise.lint.model.values import Region, key_of
 from ampwise.lint.project import Module
 from ampwise.lint.rule import Mistake, rule
 
+Places = dict[str, set[str]]
 OFF = re.compile(r"amp|scaler|fp16|half|mixed|precision")
 
 
 @rule("AMP203", "eval-without-autocast", "warning", fix="unsafe")
 def check(code: Analysis) -> Iterator[Mistake]:
-    trained = [each for trace in code.traces for each in _trained(trace)]
-    names = {_name(each.node) for each in trained}
+    all_trained = [each for trace in code.traces for each in _trained(trace)]
+    trained = _by_name(all_trained)
+    plain = _by_name(each for trace in code.traces for each in _trained_without(trace))
     covered = {
         id(each.node) for trace in code.traces for each in trace.of(Forward) if each.context.regions
     }
     for trace in code.traces:
         models = {key_of(each.model) for each in _trained(trace)}
         for event in trace.of(Forward):
-            same = key_of(event.model) in models or _name(event.node) in names
+            same = (key_of(event.model) in models and _is_reached(trace, event)) or (
+                _name(event.node) in trained and not _is_another(event, trained, plain)
+            )
             if same and id(event.node) not in covered and _validates(event):
                 yield Mistake(
                     event.node,
@@ -64,7 +68,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
                     "training runs this network in autocast, validation without: figures are those "
                     "of another precision than the one trained in, and evaluation takes float32's "
                     "time and memory; run it under the same autocast",
-                    mend=partial(_edits, event, trace, trained),
+                    mend=partial(_edits, event, trace, all_trained),
                 )
 
 
@@ -75,6 +79,50 @@ def _trained(trace: Trace) -> list[Forward]:
         for each in trace.of(Forward)
         if each.is_root and each.context.region is not None and not each.context.no_grad
     ]
+
+
+def _trained_without(trace: Trace) -> list[Forward]:
+    """Forward passes of training outside autocast."""
+    if not any(isinstance(each, Backward) for each in trace.events):
+        return []
+    return [
+        each
+        for each in trace.of(Forward)
+        if each.is_root
+        and each.context.region is None
+        and not each.context.no_grad
+        and each.training is not False
+    ]
+
+
+def _is_reached(trace: Trace, event: Forward) -> bool:
+    """Whether the branches it stands in go with those this path has taken elsewhere."""
+    return all(trace.decided.get(e.key, e.taken) is e.taken for e in event.context.conditions)
+
+
+def _is_another(event: Forward, trained: Places, plain: Places) -> bool:
+    """Whether only a name is shared with what is trained in autocast.
+
+    In its function, its class or its branch, the network of that name is trained without only.
+    """
+    name = _name(event.node)
+    return name in plain and bool(_places(event) & plain[name] - trained[name])
+
+
+def _by_name(events: Iterable[Forward]) -> Places:
+    """The places in which networks are trained, by their names."""
+    found: Places = {}
+    for each in events:
+        found.setdefault(_name(each.node), set()).update(_places(each))
+    return found
+
+
+def _places(event: Forward) -> set[str]:
+    """The function, the class and the branches something stands in."""
+    function = event.context.functions[-1] if event.context.functions else ""
+    class_ = function.rpartition(".")[0]
+    branches = {f"{e.key} is {e.taken}" for e in event.context.conditions if not e.known}
+    return branches | {f"def {function}"} | ({f"class {class_}"} if class_ else set())
 
 
 def _name(node: ast.AST) -> str:

@@ -86,7 +86,9 @@ def _zero(event: Op) -> str:
 def _dtype(event: Op) -> str | None:
     """The 16-bit dtype of the tensor an operation is of, if it is one."""
     first = next((each for each in event.inputs if isinstance(each, Tensor)), None)
-    return first.dtype if first is not None and first.dtype in ZERO_BELOW else None
+    if first is None or first.guessed or first.dtype not in ZERO_BELOW:
+        return None
+    return first.dtype
 
 
 def _number(value: Value | None) -> float | None:

@@ -2,7 +2,8 @@
 
 ## What it does
 Reports `forward` of a `torch.autograd.Function` that is applied under autocast, when neither it
-nor `backward` has `custom_fwd` / `custom_bwd` or an autocast of its own.
+nor `backward` has `custom_fwd` / `custom_bwd` or an autocast of its own. Silent where forward
+returns its input and saves nothing (gradient reversal).
 
 ## Why is this bad
 forward runs under autocast and saves its inputs as they came; backward runs with autocast off.
@@ -64,7 +65,9 @@ def check(code: Analysis) -> Iterator[Mistake]:
                 continue
             class_ = event.class_
             forward = _method(class_.node, "forward")
-            if forward is not None and not _is_prepared(class_.node):
+            if forward is None or _passes_on(class_.node, forward):
+                continue
+            if not _is_prepared(class_.node):
                 yield Mistake(
                     forward,
                     class_.module,
@@ -74,6 +77,36 @@ def check(code: Analysis) -> Iterator[Mistake]:
                     "(torch.amp.custom_fwd(device_type=...))",
                     mend=partial(_edits, class_, region.device),
                 )
+
+
+VIEWS = {"view_as", "view", "clone", "contiguous", "reshape", "detach", "expand_as"}
+
+
+def _passes_on(class_: ast.ClassDef, forward: ast.FunctionDef) -> bool:
+    """Whether forward returns its input and keeps no tensor: gradient reversal.
+
+    Its backward has only the gradient to work with, in whatever dtype that comes.
+    """
+    returns = [each.value for each in ast.walk(forward) if isinstance(each, ast.Return)]
+    inputs = {each.arg for each in forward.args.args[1:]}
+    returned = {_viewed(each) if each is not None else "" for each in returns}
+    kept = {
+        dotted(each.value)
+        for each in ast.walk(forward)
+        if isinstance(each, ast.Assign) and not isinstance(each.targets[0], ast.Name)
+    }
+    saves = any(
+        isinstance(each, ast.Attribute) and each.attr == "save_for_backward"
+        for each in ast.walk(class_)
+    )
+    return bool(returned) and returned <= inputs and not saves and not kept & returned
+
+
+def _viewed(node: ast.expr) -> str:
+    """The name of ``x`` in ``x.view_as(x)``."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        return dotted(node.func.value) if node.func.attr in VIEWS else ""
+    return dotted(node)
 
 
 def _is_prepared(node: ast.ClassDef) -> bool:

@@ -31,19 +31,22 @@ from collections.abc import Iterator
 
 from ampwise.lint.findings import Edit
 from ampwise.lint.model.analysis import Analysis
-from ampwise.lint.model.events import Accumulate
-from ampwise.lint.model.queries import edit
+from ampwise.lint.model.events import Accumulate, Loop
+from ampwise.lint.model.queries import edit, step_loops
 from ampwise.lint.model.tensors import is_low
-from ampwise.lint.model.values import Const, Tensor
+from ampwise.lint.model.values import Const, Tensor, Value
 from ampwise.lint.rule import Mistake, rule
 
 
 @rule("AMP217", "metrics-in-half", "warning", fix="unsafe")
 def check(code: Analysis) -> Iterator[Mistake]:
+    steps = step_loops(code).nodes
     for trace in code.traces:
         for event in trace.of(Accumulate):
             into, added = event.into, event.added
-            if not any(each.over_data for each in event.context.loops):
+            begun = _begun(into)
+            around = [each for each in event.context.loops if each.serial > begun]
+            if not any(_is_over_data(each, steps) for each in around):
                 continue
             if _is_half_sum(into, added):
                 yield Mistake(
@@ -54,6 +57,20 @@ def check(code: Analysis) -> Iterator[Mistake]:
                     "float32 (value.float()), or in Python numbers",
                     _edits(event),
                 )
+
+
+def _is_over_data(loop: Loop, steps: set[int]) -> bool:
+    """Whether a loop runs over batches; a ``while`` does where steps are made in it."""
+    return loop.over_data or (isinstance(loop.node, ast.While) and id(loop.node) in steps)
+
+
+def _begun(into: Value) -> int:
+    """Serial number of the iteration in which a sum was made; 0 outside loops.
+
+    What is made and added to within one batch is no sum over batches.
+    """
+    serial = into.key.rpartition("#")[2] if isinstance(into, Tensor) else ""
+    return int(serial) if serial.isdigit() else 0
 
 
 def _edits(event: Accumulate) -> tuple[Edit, ...]:
@@ -67,7 +84,9 @@ def _edits(event: Accumulate) -> tuple[Edit, ...]:
 
 def _is_half_sum(into: object, added: object) -> bool:
     if isinstance(into, Tensor) and into.op in ("zeros", "zeros_like", "tensor", "full", "add"):
-        return is_low(into.dtype) and (not isinstance(added, Tensor) or added.dtype != "float32")
+        if isinstance(added, Tensor) and not added.host and added.dtype == "float32":
+            return False  # of two tensors with dimensions the wider one decides
+        return is_low(into.dtype)
     if isinstance(into, Const) and into.value == 0:
         return (
             isinstance(added, Tensor) and is_low(added.dtype) and added.op in ("sum", "mean", "add")
