@@ -24,6 +24,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
@@ -409,6 +410,11 @@ class TrainStep:
     def position(self) -> int:
         """Micro-batches in the open window."""
         return self._window.position
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """The ranks that train together and take one decision; None for one process."""
+        return None if self._ranks is None else self._ranks.group
 
     @property
     def syncs_per_step(self) -> int:
