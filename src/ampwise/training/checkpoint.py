@@ -437,7 +437,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 def _seeded_state(*words: int) -> dict[str, Any]:
     """A `random_state` drawn from a few integers; the generators stay as they are."""
     before = random_state()
-    seed = int(np.random.SeedSequence(words).generate_state(1)[0])
+    seed = int(np.random.SeedSequence([word % 2**64 for word in words]).generate_state(1)[0])
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)

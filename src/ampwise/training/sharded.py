@@ -95,7 +95,7 @@ def _make(partial: Path) -> None:
     for kind in ("partial", "removed"):
         for left in partial.parent.glob(f".step-*.{kind}"):
             shutil.rmtree(left, ignore_errors=True)
-    partial.mkdir(parents=True)
+    partial.mkdir()
 
 
 def _find(partial: Path) -> None:
