@@ -26,12 +26,14 @@ class Consensus:
 
     Attributes
     ----------
+    group
+        Their process group.
     rank, size
         This process's number, and how many there are.
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
-        self._group = group
+        self.group = group
         self._device = device
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
@@ -40,7 +42,7 @@ class Consensus:
     def first(self, value: float | Tensor) -> Tensor:
         """The value that the first rank has, on all of them; a float64 scalar on the device."""
         shared = self._scalar(value)
-        dist.broadcast(shared, group=self._group, group_src=0)
+        dist.broadcast(shared, group=self.group, group_src=0)
         return shared
 
     def sums(self, squares: Tensor, share: float | Tensor, loss: Tensor) -> Tensor:
@@ -70,7 +72,7 @@ class Consensus:
                 self._scalar(float(self.stop_wanted)),
             )
         )
-        dist.all_reduce(row, group=self._group)
+        dist.all_reduce(row, group=self.group)
         return row
 
     def _scalar(self, value: float | Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Size, Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
@@ -120,3 +120,61 @@ def copies(tensor: Tensor, ranks: int) -> int:
     for size, placement in zip(shape, spread.placements, strict=True):
         held *= 1 if placement.is_shard() else size
     return held
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor; of a DTensor with parts on other ranks, by asking them."""
+    return cast("Any", tensor).full_tensor() if is_sharded(tensor) else tensor
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """A copy in host memory; of a DTensor, of this rank's part, with the same place in the whole.
+
+    Made directly, since ``DTensor.from_local`` would move the part back to the mesh's devices.
+    """
+    copied = local(tensor).detach().to("cpu", copy=True)
+    if not is_sharded(tensor):
+        return copied
+    spread = cast("Any", tensor)
+    return type(spread)(copied, spread._spec, requires_grad=False)
+
+
+def empty_for(shape: Size, dtype: torch.dtype, like: Tensor | None) -> Tensor:
+    """Room for a tensor, spread as another one is; in host memory where that is not spread."""
+    spread = _spread_of(shape, like)
+    if spread is None:
+        return torch.empty(shape, dtype=dtype)
+    from torch.distributed.tensor import empty
+
+    mesh, placements = spread
+    return empty(*shape, dtype=dtype, device_mesh=mesh, placements=placements)
+
+
+def spread_as(tensor: Tensor, like: Tensor | None) -> Tensor:
+    """The part on this rank of a tensor that every rank has, spread as another one is.
+
+    Each rank takes its part out of its own copy: nothing is sent.
+    """
+    spread = _spread_of(tensor.shape, like)
+    if spread is None:
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh, placements = spread
+    return distribute_tensor(tensor, mesh, placements, src_data_rank=None)
+
+
+def _spread_of(shape: Size, like: Tensor | None) -> tuple[Any, list[Any]] | None:
+    """Mesh and placements that a tensor of some shape gets; None for a plain tensor.
+
+    An optimizer's state of another shape than its parameter (a factor of it, say) is whole on each
+    rank, and its scalars (a counter of steps) are plain tensors.
+    """
+    if like is None or not is_sharded(like) or not shape:
+        return None
+    from torch.distributed.tensor import Replicate
+
+    spread = cast("Any", like)
+    if shape == spread.shape:
+        return spread.device_mesh, list(spread.placements)
+    return spread.device_mesh, [Replicate()] * spread.device_mesh.ndim

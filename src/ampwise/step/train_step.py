@@ -24,6 +24,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
@@ -421,6 +422,11 @@ class TrainStep:
     def can_replay(self) -> bool:
         """Whether this process can run a window by itself: not where it has only a part of it."""
         return not any(map(is_sharded, self._names.values()))
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """The ranks that train together and take one decision; None for one process."""
+        return None if self._ranks is None else self._ranks.group
 
     @property
     def syncs_per_step(self) -> int:

@@ -30,7 +30,7 @@ def atomic_write(path: Path, write: Callable[[BinaryIO], object]) -> None:
         with contextlib.suppress(OSError):
             aside.unlink(missing_ok=True)
         raise
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
 
 
 def atomic_write_text(path: Path, text: str) -> None:
@@ -38,7 +38,7 @@ def atomic_write_text(path: Path, text: str) -> None:
     atomic_write(path, lambda file: file.write(text.encode()))
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Make a rename last through a power cut, where the system can sync folders."""
     with contextlib.suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
