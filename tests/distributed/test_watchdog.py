@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,7 @@ def test_a_rank_that_hangs_is_named_on_all_with_its_line(two: Any, what: str, pl
 def test_a_stopped_rank_is_named_by_the_other(two: Any) -> None:
     both = two("killed")
     both.wait_for("ready")
+    time.sleep(1)  # a few ticks, for its last word
     both.signal(1, signal.SIGSTOP)
     ended = both.ended(0)
     line = only_line(ended.err)
