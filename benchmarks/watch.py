@@ -2,15 +2,16 @@
 
 Two processes on this machine's cores (gloo, one thread each) train under DDP, a small MLP and one
 of 20 M parameters. Both arms are on the same ranks and take turns; a sample is 50 steps, and so
-holds one comparison. Beside that ratio, which is no finer than the machine is quiet, stands what the
-end of a window takes in the watch itself, as a part of the watched steps: checksum, gather, and the
-wait for the other rank. Rank 0's times.
+holds one comparison. Beside that ratio, which is no finer than the machine is quiet, stands what
+the end of a window takes in the watch itself, as a part of the watched steps: checksum, gather, and
+the wait for the other rank. Rank 0's times.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import statistics
 import tempfile
 import time
@@ -102,7 +103,8 @@ def main() -> None:
             "comparison_ms": comparison_ms,
             "share_of_steps": share,
         }
-    save("watch-cpu", {"every": EVERY, "ranks": 2, "threads_per_rank": 1, "models": results})
+    setting = {"every": EVERY, "ranks": 2, "threads_per_rank": 1, "load_average": os.getloadavg()}
+    save("watch-cpu", {**setting, "models": results})
 
 
 if __name__ == "__main__":
