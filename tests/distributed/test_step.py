@@ -245,6 +245,53 @@ def test_uneven_windows_give_the_gradient_of_all_samples(
         torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-7)
 
 
+def _in_step(spread: Spread, mine: int, other: int) -> tuple[list[bool], Tensor, float]:
+    from ampwise.distributed import in_step
+
+    count = (mine, other)[small.me()]
+    model = small.network(spread)
+    step = TrainStep(model, adamw(model), policy="fp32", accumulate=2)
+    seen: list[bool] = []
+    for batch, counts in in_step(small.batches(8)[small.me() :: 2][:count]):
+        step(small.loss, batch, weight=None if counts else 0)
+        seen.append(counts)
+    step.flush()
+    return seen, small.parameters(model), step.steps
+
+
+@pytest.mark.parametrize("spread", BOTH)
+def test_ranks_with_different_numbers_of_batches(ranks: Ranks, spread: Spread) -> None:
+    first, second = ranks(_in_step, spread, 4, 1)
+    assert first[0] == [True] * 4
+    assert second[0] == [True, False, False, False]
+    assert first[2] == second[2] == 2
+    assert torch.equal(first[1], second[1])
+    # One process with the same batches, window by window.
+    data = small.batches(8)
+    model = small.network()
+    alone = TrainStep(model, adamw(model), policy="fp32", accumulate=3)
+    for index in (0, 1, 2):
+        alone(small.loss, data[index])
+    for index in (4, 6):
+        alone(small.loss, data[index], last=index == 6)
+    torch.testing.assert_close(first[1], small.parameters(model), rtol=0, atol=1e-6)
+
+
+def _nothing_at_all() -> str:
+    from ampwise.distributed import in_step
+
+    try:
+        for _ in in_step(small.batches(1) if small.me() else []):
+            pass
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_without_any_batch_says_so(ranks: Ranks) -> None:
+    assert "rank 0 has no batch" in same(ranks(_nothing_at_all))
+
+
 def _token_weights(spread: Spread) -> tuple[float, float]:
     """Padded positions do not count, and the ranks have different numbers of the others."""
     model = small.network(spread)

@@ -159,3 +159,30 @@ def test_flake8_runs_the_rules(file):
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
     assert done.stdout.startswith("train.py:11:9: AMP101 gradients are clipped")
+
+
+def test_all_edits_of_a_finding_are_made_or_none(tmp_path):
+    """The flag of AMP112 would say "stepped" on every step, were it not set beside the update."""
+    path = tmp_path / "train.py"
+    path.write_text(
+        """\
+import torch
+
+
+def train(model, loader, optimizer, scheduler, scaler=None):
+    for x, y in loader:
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = torch.nn.functional.cross_entropy(model(x), y)
+        if scaler is not None:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer); scaler.update()
+        else:
+            loss.backward()
+            optimizer.step()
+        scheduler.step()
+"""
+    )
+    before = path.read_text()
+    assert main(["lint", str(path), "--unsafe-fixes", "--select", "AMP112"]) == 1
+    assert path.read_text() == before

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ampwise.cli.progress import Line
+    from ampwise.numerics.diagnose import DiagnoseConfig
     from ampwise.numerics.result import Diagnosis
+    from ampwise.tasks import Task
     from ampwise.telemetry.run import RunFolder
 
 
@@ -45,30 +47,46 @@ def run(options: Options) -> int:
         positive(name.replace("_", "-"), getattr(options, name))
 
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    from rich.console import Console
+    import torch
 
     from ampwise.bench.arm import Settings
     from ampwise.cli.bench import device_of
-    from ampwise.cli.progress import Line
+    from ampwise.distributed import launch as ranks
     from ampwise.numerics.diagnose import DiagnoseConfig, run_diagnosis
+    from ampwise.numerics.examine import Silent
     from ampwise.policy import Policy
     from ampwise.tasks import load_task
+
+    me, device = ranks.launch(), device_of(options.device)
+    policy = Policy.parse(options.precision)
+    with ranks.joined(me, device.type):
+        settings = Settings(
+            torch.device(ranks.device_of(me, str(device))),
+            options.seed,
+            options.accumulate,
+            options.max_grad_norm,
+        )
+        config = DiagnoseConfig(policy, settings, options.steps, options.budget)
+        task = load_task(options.task, options.settings())
+        found = _led(task, config, options) if me.leads else run_diagnosis(task, config, Silent())
+    return EXIT_GATE if found.status == "fault" else EXIT_OK
+
+
+def _led(task: Task, config: DiagnoseConfig, options: Options) -> Diagnosis:
+    """Diagnose, show it and store it; with several processes, the first one does this."""
+    from rich.console import Console
+
+    from ampwise.cli.progress import Line
+    from ampwise.numerics.diagnose import run_diagnosis
     from ampwise.telemetry.run import RunFolder
 
-    policy = Policy.parse(options.precision)
-    settings = Settings(
-        device_of(options.device), options.seed, options.accumulate, options.max_grad_norm
-    )
-    task = load_task(options.task, options.settings())
     console = None if options.json == "-" else Console()
     line = Line(quiet=options.quiet)
     with RunFolder.create(options.out, f"diagnose-{task.name or 'task'}", print) as folder:
         folder.write({"command": "diagnose", "task": task.name, "status": "running"})
         shown = _Shown(line, console, folder)
         try:
-            found = run_diagnosis(
-                task, DiagnoseConfig(policy, settings, options.steps, options.budget), shown
-            )
+            found = run_diagnosis(task, config, shown)
         except BaseException as error:
             interrupted = isinstance(error, KeyboardInterrupt)
             if interrupted or (folder.path / "diagnosis.json").exists():
@@ -86,7 +104,7 @@ def run(options: Options) -> int:
     if console is not None:
         print(f"\nreport: {folder.path / 'diagnosis.json'} and {folder.path / 'report.html'}")
     write_json(_text(found), options.json)
-    return EXIT_GATE if found.status == "fault" else EXIT_OK
+    return found
 
 
 def store(found: Diagnosis, folder: RunFolder) -> None:

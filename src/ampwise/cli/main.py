@@ -118,6 +118,8 @@ def _overview() -> str:
 def _explain(error: Exception, *, debug: bool) -> int:
     """One line about an error, and its exit code; one that left results behind is a failed run."""
     message, code = _words(error, debug=debug)
+    if hasattr(error, "__ampwise_said__"):  # by the process it happened in
+        return code
     saved = _saved(error)
     return _fail(message + saved, errors.EXIT_RUN if saved else code)
 
@@ -174,7 +176,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _fail(message: str, code: int) -> int:
-    print(
-        f"ampwise: {'' if code == errors.EXIT_INTERRUPTED else 'error: '}{message}", file=sys.stderr
-    )
+    who = f"rank {rank}: " if (rank := os.environ.get("RANK", "0")) != "0" else ""
+    kind = "" if code == errors.EXIT_INTERRUPTED else "error: "
+    print(f"ampwise: {kind}{who}{message}", file=sys.stderr)
     return code

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from ampwise.cli.options import Common, positive, write_json
-from ampwise.errors import EXIT_INTERRUPTED, EXIT_OK, RunError
+from ampwise.errors import EXIT_INTERRUPTED, EXIT_OK, RunError, UsageError
 
 if TYPE_CHECKING:
+    from ampwise.distributed.launch import Launch
     from ampwise.numerics.result import Diagnosis
+    from ampwise.policy import Resolution
+    from ampwise.training.config import TrainConfig
 
 DEFAULT_EPOCHS = 1
 
@@ -62,6 +65,12 @@ class Options(Common):
     """At the first step skipped for more than its loss scale: write diagnosis.json and
     diagnosis.html into the run's folder and go on, or stop there (exit code 3)."""
 
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    """Under torchrun: a copy of the model in each process, or a share of it (FSDP2)."""
+
+    rank_timeout: float = 600.0
+    """Seconds that processes wait for one that does not come along."""
+
     track: str | None = None
     """Comma-separated trackers: wandb, tensorboard, mlflow, csv."""
 
@@ -70,29 +79,75 @@ def run(options: Options) -> int:
     """Train, print how it went; the exit code."""
     for name in ("steps", "epochs", "accumulate", "max_grad_norm"):
         positive(name.replace("_", "-"), getattr(options, name))
+    positive("rank-timeout", options.rank_timeout)
     for name in ("evaluate_every", "checkpoint_every"):
         positive(name.replace("_", "-"), getattr(options, name))
 
     from rich.console import Console
 
+    from ampwise.capability import present_devices
     from ampwise.cli.progress import train_progress
-    from ampwise.policy import resolve
+    from ampwise.distributed.launch import joined, launch
+    from ampwise.policy.resolution import choose_device
     from ampwise.report.train import render
     from ampwise.tasks import load_task
     from ampwise.telemetry.run import plain
-    from ampwise.training.config import TrainConfig
     from ampwise.training.loop import train
 
-    resolution = resolve(
-        options.precision,
-        options.device,
-        strict=options.strict,
-        allow_emulated=options.allow_emulated,
+    me = launch()
+    if me.size == 1 and options.parallel != "ddp":
+        raise UsageError(
+            f"--parallel {options.parallel} is for several processes; start them with "
+            "torchrun --nproc-per-node 2 -m ampwise train ..."
+        )
+    quiet = options.quiet or not me.leads
+    if me.may_restart and options.out is None:
+        raise UsageError(
+            "torchrun may start processes anew (--max-restarts), and they must find the run: name "
+            "its folder with --out"
+        )
+    kind, _, _ = choose_device(options.device, present_devices())
+    with joined(me, kind, options.rank_timeout):
+        with train_progress(quiet=quiet) as shown:
+            resolution = _resolved(options, me)
+            config = _config(options, resolution)
+            task = load_task(options.task, options.settings())
+            shown.message(f"precision: {resolution}")
+            if me.size > 1:
+                shown.message(f"{me.size} processes, {options.parallel}")
+            result = train(task, config, shown, me)
+        if me.leads:
+            _write_page(result.folder)
+            if options.json != "-":
+                render(result, Console())
+            write_json(json.dumps(plain(result.to_json()), indent=2, allow_nan=False), options.json)
+    return EXIT_INTERRUPTED if result.status == "interrupted" else EXIT_OK
+
+
+def _resolved(options: Options, me: Launch) -> Resolution:
+    """What the precision becomes, by the first process's measurement: the same for all."""
+    from ampwise.distributed.launch import device_of
+    from ampwise.distributed.lead import from_lead
+    from ampwise.policy import resolve
+
+    found = from_lead(
+        lambda: resolve(
+            options.precision,
+            options.device,
+            strict=options.strict,
+            allow_emulated=options.allow_emulated,
+        )
     )
+    return replace(found, device=device_of(me, found.device))
+
+
+def _config(options: Options, resolution: Resolution) -> TrainConfig:
+    from ampwise.training.config import TrainConfig
+
     epochs = options.epochs
     if epochs is None and options.steps is None:
         epochs = DEFAULT_EPOCHS
-    config = TrainConfig(
+    return TrainConfig(
         resolution=resolution,
         steps=options.steps,
         epochs=epochs,
@@ -107,17 +162,9 @@ def run(options: Options) -> int:
         resume=options.resume,
         track=tuple(each for each in (options.track or "").split(",") if each),
         strict=options.strict,
+        parallel=options.parallel,
         on_fault=None if options.on_fault == "off" else _diagnosed(options.on_fault == "stop"),
     )
-    task = load_task(options.task, options.settings())
-    with train_progress(quiet=options.quiet) as progress:
-        progress.message(f"precision: {resolution}")
-        result = train(task, config, progress)
-    _write_page(result.folder)
-    if options.json != "-":
-        render(result, Console())
-    write_json(json.dumps(plain(result.to_json()), indent=2, allow_nan=False), options.json)
-    return EXIT_INTERRUPTED if result.status == "interrupted" else EXIT_OK
 
 
 def _diagnosed(stop: bool) -> Callable[[Diagnosis, Path], None]:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -62,13 +63,31 @@ class GradientSync:
         layers = [layer for model in models for layer in model.modules()]
         self._copied = [each for each in layers if isinstance(each, DistributedDataParallel)]
         self._sharded = [each for each in layers if isinstance(each, FSDPModule)]
-        self._on = True
+        self.on = True
+
+    def master_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype parameters are lowered to: shards stay float32, FSDP2 lowers what it gathers.
+
+        Raises
+        ------
+        UsageError
+            When DDP was made before the parameters were lowered: it cannot follow.
+        """
+        if dtype == torch.float32 or self._sharded:
+            return torch.float32
+        held = {each.dtype for model in self._copied for each in model.parameters()}
+        if dtype not in held:
+            raise UsageError(
+                "bf16-master: DDP was made over float32 parameters and sums no others; wrap the "
+                "model with ampwise.distributed.replicate(model, 'bf16-master') instead"
+            )
+        return dtype
 
     def switch(self, on: bool) -> None:
         """Sum gradients in the backwards from now on, or only collect them on each rank."""
-        if on == self._on:
+        if on == self.on:
             return
-        self._on = on
+        self.on = on
         for model in self._copied:
             model.require_backward_grad_sync = on
         for module in self._sharded:

@@ -1,34 +1,38 @@
 """Changing source as findings say: by libcst, so that all that is not changed stays to the byte.
 
 An edit names a node by its place (`findings.Edit`, columns in bytes, as Python's parser counts).
-One that does not fit there (the statement shares its line with another, what would leave a ``with``
-block needs autocast) is left out, and its finding stays.
+One may not fit there (the statement shares its line with another, what would leave a ``with`` block
+needs autocast): then none of its finding's edits is made, and the finding stays.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 import libcst as cst
 from libcst.metadata import MetadataWrapper, PositionProvider
 
 from ampwise.lint.findings import Edit
 
+R = TypeVar("R")
 Span = tuple[int, int, int, int]
 STAYS_OUT = ("step", "update", "unscale_", "backward", "zero_grad", "item", "append", "print")
 """Calls that do not need autocast, and may leave its block behind a backward."""
 
 
-def apply(text: str, edits: Iterable[Edit]) -> str:
-    """The text with edits made; those that do not fit are left out."""
+def apply(text: str, edits: Iterable[Edit]) -> tuple[str, set[Edit]]:
+    """The text with edits made, each once; and those that did not fit."""
     by_span: dict[Span, list[Edit]] = defaultdict(list)
     lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
-    for each in edits:
+    wanted = dict.fromkeys(edits)
+    for each in wanted:
         by_span[_span(each, lines)].append(each)
     wrapper = MetadataWrapper(cst.parse_module(text), unsafe_skip_copy=True)
     editor = _Editor(by_span)
-    return wrapper.visit(editor).code
+    changed = wrapper.visit(editor).code
+    return changed, wanted.keys() - editor.made
 
 
 def _span(edit: Edit, lines: Sequence[str]) -> Span:
@@ -52,16 +56,15 @@ class _Editor(cst.CSTTransformer):
 
     def __init__(self, edits: dict[Span, list[Edit]]) -> None:
         super().__init__()
+        self.made: set[Edit] = set()
         self._edits = edits
-        self._around: dict[cst.CSTNode, list[Edit]] = {}
-        self._leaving: dict[cst.CSTNode, int] = {}
+        self._wraps = [
+            (span, each) for span, found in edits.items() for each in found if each.what == "wrap"
+        ]
 
-    def _at(self, node: cst.CSTNode, *kinds: str) -> list[Edit]:
-        place = self.get_metadata(PositionProvider, node, None)
-        if place is None:
-            return []
-        span = (place.start.line, place.start.column, place.end.line, place.end.column)
-        return [each for each in self._edits.get(span, []) if each.what in kinds]
+    def _at(self, node: cst.CSTNode, kind: str) -> list[Edit]:
+        span = self._span(node)
+        return [] if span is None else [e for e in self._edits.get(span, []) if e.what == kind]
 
     # ------------------------------------------------------------------ expressions
 
@@ -71,21 +74,39 @@ class _Editor(cst.CSTTransformer):
         updated = super().on_leave(original_node, updated_node)
         if isinstance(updated, cst.Call):
             for each in self._at(original_node, "argument"):
-                updated = _with_argument(updated, each.text)
+                updated = self._done(each, _with_argument(updated, each.text))
         if isinstance(updated, cst.Dict):
             for each in self._at(original_node, "argument"):
-                updated = _with_element(updated, each.text)
+                updated = self._done(each, _with_element(updated, each.text))
         if isinstance(updated, cst.BaseExpression):
             for each in self._at(original_node, "replace"):
-                updated = _kept_parentheses(updated, cst.parse_expression(each.text))
+                new = cst.parse_expression(each.text)
+                updated = self._done(each, _kept_parentheses(updated, new))
             for each in self._at(original_node, "decorate"):
-                updated = cst.parse_expression(cst.Module([]).code_for_node(updated) + each.text)
+                code = cst.Module([]).code_for_node(updated) + each.text
+                updated = self._done(each, cst.parse_expression(code))
         if isinstance(updated, cst.ImportFrom | cst.Import):
             for each in self._at(original_node, "replace"):
-                updated = _import(each.text)
+                updated = self._done(each, _import(each.text))
         return updated
 
+    def _done(self, edit: Edit, result: R) -> R:
+        self.made.add(edit)
+        return result
+
     # ------------------------------------------------------------------ statements
+
+    def leave_FunctionDef(  # noqa: N802 - libcst's name
+        self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef
+    ) -> cst.FunctionDef:
+        decorators: list[cst.Decorator] = []
+        both = zip(original_node.decorators, updated_node.decorators, strict=True)
+        for original, now in both:
+            decorators.append(now)
+            for each in self._at(original.decorator, "decorator"):
+                new = cst.Decorator(cst.parse_expression(each.text))
+                decorators.append(self._done(each, new))
+        return updated_node.with_changes(decorators=decorators)
 
     def leave_IndentedBlock(  # noqa: N802 - libcst's name
         self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock
@@ -101,23 +122,63 @@ class _Editor(cst.CSTTransformer):
         self, originals: Sequence[cst.BaseStatement], updated: Sequence[cst.BaseStatement]
     ) -> list[cst.BaseStatement]:
         body: list[cst.BaseStatement] = []
-        for original, changed in zip(originals, updated, strict=True):
-            now = changed
-            for each in self._statement_edits(original, "before"):
-                body.append(_line(each.text, now))
-                now = _without_leading(now)
-            if self._statement_edits(original, "remove") and isinstance(
-                now, cst.SimpleStatementLine
-            ):
+        below: list[cst.BaseStatement] = []
+        header: Edit | None = None
+        for index, (original, changed) in enumerate(zip(originals, updated, strict=True)):
+            first, rest = self._statement(original, changed)
+            if header is None:
+                header = self._header(originals[index:])
+                body += first
+            else:
+                rest = [*first, *rest]
+            if header is None:
+                body += rest
                 continue
-            body += self._with_left(original, now)
-            body += [_line(e.text, None) for e in self._statement_edits(original, "after")]
+            below += rest
+            if self._ends(original, header):
+                body += [self._done(header, _compound(header.text, below))] if below else []
+                below, header = [], None
         return body or [_line("pass", None)]
 
-    def _statement_edits(self, node: cst.BaseStatement, kind: str) -> list[Edit]:
+    def _statement(
+        self, original: cst.BaseStatement, now: cst.BaseStatement
+    ) -> tuple[list[cst.BaseStatement], list[cst.BaseStatement]]:
+        """What is put before a statement; and the statement, with what is put behind it."""
+        first: list[cst.BaseStatement] = []
+        for each in self._at(original, "before"):
+            first.append(self._done(each, _line(each.text, now)))
+            now = _without_leading(now)
+        after = [self._done(e, _line(e.text, None)) for e in self._at(original, "after")]
+        removed = self._at(original, "remove")
+        if removed and isinstance(now, cst.SimpleStatementLine):
+            self.made.update(removed)
+            return first, after
+        return first, [*self._with_left(original, now), *after]
+
+    def _header(self, statements: Sequence[cst.BaseStatement]) -> Edit | None:
+        """What the first of some statements, and those up to one of them, are put below."""
+        span = self._span(statements[0])
+        wraps = [each for each in self._wraps if span is not None and each[0][:2] == span[:2]]
+        return next(
+            (each for _, each in wraps if any(self._ends(e, each) for e in statements)), None
+        )
+
+    def _ends(self, node: cst.BaseStatement, wrap: Edit) -> bool:
+        span = self._span(node)
+        return span is not None and any(
+            each is wrap and place[2:] == span[2:] for place, each in self._wraps
+        )
+
+    def _span(self, node: cst.CSTNode) -> Span | None:
+        """A node's place; none for statements that share their line."""
         if isinstance(node, cst.SimpleStatementLine):
-            return self._at(node.body[0], kind) if len(node.body) == 1 else []
-        return self._at(node, kind)
+            if len(node.body) != 1:
+                return None
+            node = node.body[0]
+        place = self.get_metadata(PositionProvider, node, None)
+        if place is None:
+            return None
+        return place.start.line, place.start.column, place.end.line, place.end.column
 
     def _with_left(
         self, original: cst.BaseStatement, now: cst.BaseStatement
@@ -128,15 +189,15 @@ class _Editor(cst.CSTTransformer):
         if not isinstance(original.body, cst.IndentedBlock):
             return [now]
         assert isinstance(now.body, cst.IndentedBlock)
-        first = next(
-            (i for i, e in enumerate(original.body.body) if self._statement_edits(e, "out")), None
-        )
+        first = next((i for i, e in enumerate(original.body.body) if self._at(e, "out")), None)
         inner = list(now.body.body)
         if first is None or len(inner) != len(original.body.body):
             return [now]
         rest = inner[first:]
         if first == 0 or not all(_needs_no_autocast(each) for each in rest):
             return [now]
+        for each in original.body.body:
+            self.made.update(self._at(each, "out"))
         kept = now.with_changes(body=now.body.with_changes(body=inner[:first]))
         return [kept, *rest]
 
@@ -223,12 +284,17 @@ def _import(text: str) -> cst.ImportFrom | cst.Import:
     return found
 
 
-def _line(text: str, before: cst.BaseStatement | None) -> cst.SimpleStatementLine:
+def _line(text: str, before: cst.BaseStatement | None) -> cst.BaseStatement:
     """A new statement; put before another, it takes over the empty lines and comments above it."""
-    statement = cst.parse_statement(text)
-    assert isinstance(statement, cst.SimpleStatementLine)
     leading = getattr(before, "leading_lines", ()) if before is not None else ()
-    return statement.with_changes(leading_lines=leading)
+    return cst.parse_statement(text).with_changes(leading_lines=leading)
+
+
+def _compound(header: str, statements: Sequence[cst.BaseStatement]) -> cst.BaseStatement:
+    """Statements below a header, which takes over the empty lines and comments above them."""
+    made = _line(f"{header}\n    pass\n", statements[0])
+    inner = [_without_leading(statements[0]), *statements[1:]]
+    return made.with_changes(body=cst.IndentedBlock(body=inner))
 
 
 def _without_leading(node: cst.BaseStatement) -> cst.BaseStatement:

@@ -278,6 +278,7 @@ def _findings(module: Module, mistakes: Iterable[tuple[Rule, Mistake]]) -> Itera
             continue
         text = lines[line - 1] if line <= len(lines) else ""
         cell = module.source.cell_of(line)
+        touched = [number for e in mistake.edits for number in (e.line, e.end_line)]
         yield Finding(
             path=str(module.path),
             line=cell[1] if cell is not None else line,
@@ -287,7 +288,7 @@ def _findings(module: Module, mistakes: Iterable[tuple[Rule, Mistake]]) -> Itera
             severity=rule.severity,
             message=mistake.message,
             fix=rule.fix,
-            edits=mistake.edits,
+            edits=mistake.edits if module.source.is_one_cell(touched) else (),
             end_line=end,
             cell=cell[0] if cell is not None else None,
             source=text,

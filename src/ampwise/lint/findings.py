@@ -10,7 +10,9 @@ SCHEMA = "ampwise.lint/1"
 
 Severity = Literal["error", "warning", "info"]
 Safety = Literal["safe", "unsafe", ""]
-Change = Literal["replace", "before", "after", "remove", "argument", "out", "decorate"]
+Change = Literal[
+    "replace", "before", "after", "remove", "argument", "out", "decorate", "wrap", "decorator"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +23,9 @@ class Edit:
     `text` is put before or after the statement at the span; ``remove``: the statement goes;
     ``argument``: the call (or dict) gets the argument (or item) `text`; ``out``: the statement
     and those behind it leave the ``with`` block they end; ``decorate``: `text` is put right
-    behind the expression.
+    behind the expression; ``wrap``: the statements of one block from the span's start to its end
+    are put below the header `text` (``with ...:``, ``if ...:``); ``decorator``: `text` becomes a
+    decorator below the one at the span.
     """
 
     what: Change

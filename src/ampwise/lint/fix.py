@@ -1,7 +1,8 @@
 """``--fix``: makes the edits of findings, checks the file again, and goes on until none is left.
 
 A file is written only when what comes out parses and has fewer findings of the rules that were
-applied; aside first, then renamed. Line ends, encoding and byte-order mark stay.
+applied; aside first, then renamed. Line ends, encoding and byte-order mark stay; of a notebook
+everything but the sources of the cells that were mended (`notebook`).
 """
 
 from __future__ import annotations
@@ -17,14 +18,20 @@ from ampwise.errors import UsageError
 from ampwise.lint.edits import apply
 from ampwise.lint.engine import Checked, check_module
 from ampwise.lint.findings import Finding, Safety
+from ampwise.lint.notebook import Notebook, notebook
 from ampwise.lint.project import Project
 from ampwise.lint.settings import Settings
 from ampwise.lint.source import Source, UnreadableError, parse, read
 from ampwise.telemetry.files import atomic_write
 
 ROUNDS = 12
-"""A fix may uncover the next mistake. More rounds than there are rules that do so mean that one
-fix undoes another."""
+"""A fix may uncover the next mistake. More rounds than there are findings, and rules that do so,
+mean that one fix undoes another."""
+
+PROBLEMS = (
+    cst.ParserSyntaxError, cst.CSTValidationError, SyntaxError, ValueError, RecursionError
+)  # fmt: skip
+"""What an edit that makes no sense where it stands, or code that is too deep, raises."""
 
 
 def fix_files(paths: list[Path], settings: Settings, *, unsafe: bool) -> dict[Path, int]:
@@ -37,9 +44,7 @@ def fix_files(paths: list[Path], settings: Settings, *, unsafe: bool) -> dict[Pa
     """
     mended: dict[Path, int] = {}
     for path in paths:
-        if path.suffix != ".ipynb" and (
-            count := fix_file(path, frozenset(paths), settings, unsafe)
-        ):
+        if count := fix_file(path, frozenset(paths), settings, unsafe):
             mended[path] = count
     return mended
 
@@ -48,19 +53,23 @@ def fix_file(path: Path, known: frozenset[Path], settings: Settings, unsafe: boo
     """Mend one file; how many findings went."""
     try:
         source = read(path)
-    except UnreadableError:
+        book = notebook(path.read_bytes().decode("utf-8")) if path.suffix == ".ipynb" else None
+    except (UnreadableError, OSError):
         return 0
-    mender = _Mender(source, known, settings, ("safe", "unsafe") if unsafe else ("safe",))
-    text, gone = source.text, 0
+    allowed: tuple[Safety, ...] = ("safe", "unsafe") if unsafe else ("safe",)
+    mender = _Mender(source, book, known, settings, allowed)
+    text = begin = source.text if book is None else book.program
+    gone = 0
     findings = mender.fixable(text)
-    for _ in range(ROUNDS):
+    for _ in range(ROUNDS + len(findings)):
         better = mender.improved(text, findings)
         if better is None:
             break
         text, findings, count = better
         gone += count
-    if text != source.text:
-        data = text.encode(source.encoding)
+    written = text if book is None else book.with_program(text)
+    if text != begin and written is not None:
+        data = written.encode(source.encoding)
         try:
             atomic_write(path, lambda file: file.write(data))
         except OSError as error:
@@ -73,13 +82,16 @@ class _Mender:
     """Finds what can be mended in a file, were this or that its text."""
 
     source: Source
+    book: Notebook | None
     known: frozenset[Path]
     settings: Settings
     allowed: tuple[Safety, ...]
 
     def fixable(self, text: str) -> list[Finding]:
         """Findings with edits that may be made."""
-        module = Project(self.known).add(replace(self.source, text=text, tree=parse(text)))
+        cells = self.book.cells(text) if self.book is not None else []
+        source = replace(self.source, text=text, tree=parse(text), cells=cells)
+        module = Project(self.known).add(source)
         checked = Checked(module.path)
         check_module(module, checked)
         return [
@@ -95,33 +107,44 @@ class _Mender:
         groups = [_apart(findings), *([each] for each in findings)] if findings else []
         before = Counter(each.code for each in findings)
         for group in groups:
-            changed = _applied(text, group)
-            if changed is None or changed == text:
+            changed, made = _applied(text, group)
+            if not made or changed == text or not self._comes_through(changed):
                 continue
             left = self.fixable(changed)
             after = Counter(each.code for each in left)
-            went = [before[code] - after[code] for code in {each.code for each in group}]
+            went = [before[code] - after[code] for code in {each.code for each in made}]
             if min(went) > 0:
                 return changed, left, sum(went)
         return None
 
+    def _comes_through(self, text: str) -> bool:
+        """Whether a changed program of a notebook can be taken apart into its cells again."""
+        return self.book is None or self.book.with_program(text) is not None
+
 
 def _apart(findings: list[Finding]) -> list[Finding]:
-    """Findings whose edits do not touch the same lines."""
+    """Findings whose edits do not touch the same lines. What is put between lines touches none."""
     taken: set[int] = set()
     chosen: list[Finding] = []
     for finding in findings:
-        lines = {line for e in finding.edits for line in range(e.line, e.end_line + 1)}
+        inside = [each for each in finding.edits if each.what not in ("before", "after")]
+        lines = {line for e in inside for line in range(e.line, e.end_line + 1)}
         if not lines & taken:
             taken |= lines
             chosen.append(finding)
     return chosen
 
 
-def _applied(text: str, findings: list[Finding]) -> str | None:
-    try:
-        changed = apply(text, [edit for each in findings for edit in each.edits])
-        ast.parse(changed)
-    except (cst.ParserSyntaxError, cst.CSTValidationError, SyntaxError, ValueError, RecursionError):
-        return None
-    return changed
+def _applied(text: str, findings: list[Finding]) -> tuple[str, list[Finding]]:
+    """The text with edits made, and of which findings: all edits of one are made, or none."""
+    while findings:
+        try:
+            changed, unfit = apply(text, [edit for each in findings for edit in each.edits])
+            ast.parse(changed)
+        except PROBLEMS:
+            return text, []
+        fit = [each for each in findings if not unfit.intersection(each.edits)]
+        if len(fit) == len(findings):
+            return changed, findings
+        findings = fit
+    return text, []

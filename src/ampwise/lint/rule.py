@@ -6,7 +6,7 @@ import importlib
 import inspect
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from ampwise.lint.findings import Edit, Safety, Severity
@@ -24,6 +24,8 @@ class Mistake:
     message: str
     """What is wrong, what happens, what to write."""
     edits: tuple[Edit, ...] = ()
+    mend: Callable[[], tuple[Edit, ...]] | None = None
+    """Works `edits` out, where that takes a search: once for each place, not on every path."""
 
 
 Check = Callable[[Analysis], Iterable[Mistake]]
@@ -49,7 +51,7 @@ class Rule:
             place = (mistake.node.lineno, mistake.node.col_offset)
             if place not in seen:
                 seen.add(place)
-                yield mistake
+                yield mistake if mistake.mend is None else replace(mistake, edits=mistake.mend())
 
 
 def rule(code: str, name: str, severity: Severity, fix: Safety = "") -> Callable[[Check], Rule]:

@@ -10,6 +10,7 @@ import symtable
 import tokenize
 import warnings
 from bisect import bisect_right
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,10 @@ class Text:
             return None
         number, first = self.cells[bisect_right([each[1] for each in self.cells], line) - 1]
         return number, line - first + 1
+
+    def is_one_cell(self, lines: Iterable[int]) -> bool:
+        """Whether some lines lie in one cell; outside notebooks all do."""
+        return len({cell[0] for line in lines if (cell := self.cell_of(line)) is not None}) <= 1
 
     def ignored(self) -> tuple[dict[int, set[str] | None], bool]:
         """Codes silenced on each line (None: all of them), and whether the file is left out."""

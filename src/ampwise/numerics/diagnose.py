@@ -12,12 +12,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from ampwise.bench.arm import Arm, Settings
 from ampwise.data import to_device
+from ampwise.distributed import replicate
+from ampwise.distributed.layout import is_up
+from ampwise.distributed.lead import from_lead
 from ampwise.errors import UsageError
 from ampwise.numerics import stagnation
 from ampwise.numerics.examine import Examiner, Progress, Silent
+from ampwise.numerics.ranks import first_at_fault
 from ampwise.numerics.result import Diagnosis
 from ampwise.numerics.trace import watch_update
 from ampwise.numerics.values import origin_of
@@ -26,6 +32,7 @@ from ampwise.step.recorder import Recorder, Stash, rehearsal
 from ampwise.tasks import Task
 from ampwise.tasks.checks import endless
 from ampwise.telemetry.ring import StepRecord
+from ampwise.training.share import DataRandom, turns
 
 STEPS = 50
 BUDGET_S = 60.0
@@ -91,16 +98,16 @@ def explore(task: Task, config: DiagnoseConfig, progress: Progress) -> tuple[Arm
     """Train until a step goes wrong: the arm as it then is, the diagnosis, and the window."""
     if config.steps < 1:
         raise UsageError(f"steps: expected 1 or more, got {config.steps}")
-    arm = Arm(task, config.policy, config.settings)
+    arm = _arm(task, config)
     recorder = arm.step.recorder = Recorder()
     examiner = Examiner(arm.step, task.name or "task", progress)
     deadline = time.monotonic() + config.budget_s
-    batches = endless(task)
+    batches = _batches(task)
     found: Diagnosis | None = None
     begun: StepRecord | None = None
     while True:
         made = arm.step.steps
-        late = time.monotonic() > deadline and made >= _LEAST_STEPS
+        late = from_lead(lambda: time.monotonic() > deadline) and made >= _LEAST_STEPS
         last = late or made == config.steps - 1
         weights = stagnation.weights_of(arm.step) if last else {}
         failure, window = _one_step(arm, examiner, batches)
@@ -109,11 +116,11 @@ def explore(task: Task, config: DiagnoseConfig, progress: Progress) -> tuple[Arm
             begun = begun or (None if record.skipped else record)
             progress.step(record.step, config.steps, record.loss)
             if record.skipped or not math.isfinite(record.loss):
-                failure = examiner.skipped()
+                failure = first_at_fault(examiner.skipped())
         if failure is not None and failure.status != "benign":
             stash = recorder.open or recorder.closed
             assert stash is not None
-            if failure.cause == "BAD_PARAMETER" and made:
+            if failure.cause == "BAD_PARAMETER" and made and arm.step.ranks == 1:
                 in_update(task, config, made, failure)
             return arm, failure, stash
         found = failure or found
@@ -121,8 +128,35 @@ def explore(task: Task, config: DiagnoseConfig, progress: Progress) -> tuple[Arm
             break
     progress.stage("no step failed; comparing the last one with float64")
     stash = rehearsal(arm.step, arm.loss, window)
-    quiet = examiner.quiet(stash, stagnation.stagnant(arm.step, weights), begun)
+    quiet = from_lead(lambda: examiner.quiet(stash, stagnation.stagnant(arm.step, weights), begun))
     return arm, found if quiet.status == "clean" and found is not None else quiet, stash
+
+
+def _arm(task: Task, config: DiagnoseConfig) -> Arm:
+    kind = _Copies if is_up() else Arm
+    return kind(task, config.policy, config.settings)
+
+
+class _Copies(Arm):
+    """An arm whose model each rank has a copy of, so that each can replay its part by itself."""
+
+    def __init__(self, task: Task, policy: Policy, settings: Settings) -> None:
+        self._policy = policy
+        super().__init__(task, policy, settings)
+
+    def prepared(self, model: nn.Module) -> nn.Module:
+        """The model in DDP."""
+        return replicate(model, self._policy)
+
+
+def _batches(task: Task) -> Iterator[Any]:
+    """Batches of epoch after epoch; with several processes, those of this one."""
+    if not is_up():
+        yield from endless(task)
+    source = DataRandom()
+    while True:
+        for turn in turns(task.batches, dist.get_rank(), dist.get_world_size(), source):
+            yield turn.batch
 
 
 def in_update(task: Task, config: DiagnoseConfig, steps: int, found: Diagnosis) -> None:

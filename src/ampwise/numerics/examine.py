@@ -308,6 +308,10 @@ class Examiner:
 
     # -- common ------------------------------------------------------------------------------------
 
+    def empty(self, stash: Stash) -> Diagnosis:
+        """A diagnosis of a window that nobody has looked at yet."""
+        return self._new(stash, stash.losses)
+
     def _new(self, stash: Stash, losses: Sequence[Tensor]) -> Diagnosis:
         return Diagnosis(
             status="clean",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ampwise.errors import AmpwiseError
+from ampwise.numerics import ranks
 from ampwise.numerics.examine import Examiner
 from ampwise.numerics.result import Diagnosis
 from ampwise.step.train_step import TrainStep
@@ -26,14 +27,18 @@ def examine(step: TrainStep) -> Diagnosis | None:
             "step(loss_fn, batch)"
         )
     examiner = Examiner(step, "training")
-    return None if examiner.settling(stash) else examiner.failure(stash)
+    if not step.can_replay:
+        return ranks.first_at_fault(ranks.by_what_went_in(examiner.empty(stash), stash))
+    mine = None if examiner.settling(stash) else examiner.failure(stash)
+    return ranks.first_at_fault(mine) if step.ranks > 1 else mine
 
 
 def summary(found: Diagnosis) -> str:
     """A diagnosis in a few sentences."""
+    cause = found.cause or "its loss is not finite"
     where = ""
     if found.origin is not None and found.origin.line:
         where = f" at {found.origin.file}:{found.origin.line}, {found.origin.source!r}"
     fixes = [f"{each.what} ({each.how})" for each in found.fixes if each.verified]
     mended = f" Verified fix: {fixes[0]}." if fixes else ""
-    return f"step {found.step} was skipped: {found.cause}{where}. {found.explanation}{mended}"
+    return f"step {found.step} was skipped: {cause}{where}. {found.explanation}{mended}"

@@ -145,6 +145,8 @@ class Diagnosis:
         Of each module's result: share of the non-zero values by binary exponent.
     notes
         What a reader should know of how it was found.
+    rank
+        With several processes: the first one whose own part of the step was at fault.
     """
 
     status: Status
@@ -166,6 +168,7 @@ class Diagnosis:
     histograms: dict[str, dict[str, float]] = field(default_factory=dict[str, dict[str, float]])
     notes: list[str] = field(default_factory=list[str])
     environment: dict[str, Any] = field(default_factory=dict[str, Any])
+    rank: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; NaN and inf become null."""
@@ -183,7 +186,9 @@ class Diagnosis:
         if data.get("schema") != SCHEMA:
             raise UsageError(f"expected a diagnosis of schema {SCHEMA}, got {data.get('schema')!r}")
         try:
-            values = {each.name: data[each.name] for each in dataclasses.fields(cls)}
+            names = {each.name for each in dataclasses.fields(cls)} - {"rank"}
+            values: dict[str, Any] = {name: data[name] for name in names}
+            values["rank"] = data.get("rank")
             values["origin"] = _origin(values["origin"])
             values["fixes"] = [Fix(**each) for each in values["fixes"]]
             values["findings"] = [_finding(each) for each in values["findings"]]

@@ -9,6 +9,11 @@ Two kinds of parameters stay as they are: those of normalisation layers and isla
 bfloat16 costs accuracy and saves nothing, and those the optimizer does not hold (frozen ones have
 no master to keep their precision in).
 
+DDP fixes the dtype of what it sums when it is made, so under DDP the parameters are lowered before
+(`lower_parameters`, called by `ampwise.distributed.wrap.replicate`), and each keeps its float32
+value at hand for the master. What DDP sums is the bfloat16 gradient; so in the last micro-batch of
+a window the masters' gradients go back into the parameters first.
+
 Checkpoints know nothing of this: ``model.state_dict()`` gives the float32 masters, and
 ``model.load_state_dict`` takes a float32 checkpoint into them. Both are hooks on the model.
 """
@@ -22,6 +27,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
+
+_MASTER = "_ampwise_master"
+"""Attribute of a lowered parameter: its float32 value, until a master takes it over."""
 
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
 
@@ -56,7 +64,7 @@ class MasterWeights:
             for group in optimizer.param_groups:
                 group["params"] = [
                     self._replace(optimizer, parameter, dtype)
-                    if parameter.dtype == torch.float32 and id(parameter) not in kept
+                    if _has_master(parameter, kept)
                     else parameter
                     for parameter in group["params"]
                 ]
@@ -67,10 +75,9 @@ class MasterWeights:
         """The master that takes a parameter's place in its optimizer."""
         master = self._masters.get(parameter)
         if master is None:
-            master = parameter.detach().clone()
-            self._masters[parameter] = master
+            _lower(parameter, dtype)
+            master = self._masters[parameter] = vars(parameter).pop(_MASTER)
             parameter.grad = None
-            parameter.data = parameter.data.to(dtype)
         if parameter in optimizer.state:
             optimizer.state[master] = optimizer.state.pop(parameter)
         return master
@@ -85,6 +92,13 @@ class MasterWeights:
             else:
                 master.grad.add_(parameter.grad)
             parameter.grad = None
+
+    def give_back_gradients(self) -> None:
+        """Move what the masters have collected into the model, for the next backward to add to."""
+        for parameter, master in self._masters.items():
+            if master.grad is not None:
+                parameter.grad = master.grad.to(parameter.dtype)
+                master.grad = None
 
     @torch.no_grad()
     def write_back(self) -> None:
@@ -111,6 +125,31 @@ class MasterWeights:
 
         module.register_state_dict_post_hook(give_masters)
         module.register_load_state_dict_pre_hook(take_masters)
+
+
+def lower_parameters(module: nn.Module, dtype: torch.dtype, keep: Iterable[nn.Module] = ()) -> None:
+    """Lower a module's parameters now, ahead of the `MasterWeights` that will take their values.
+
+    `keep` are parts that stay as they are, beside normalisation layers and what is frozen.
+    """
+    if dtype == torch.float32:
+        return
+    kept = _normalisation_parameters([module])
+    kept |= {id(parameter) for part in keep for parameter in part.parameters()}
+    for parameter in module.parameters():
+        if parameter.requires_grad and _has_master(parameter, kept):
+            _lower(parameter, dtype)
+
+
+def _has_master(parameter: Tensor, kept: set[int]) -> bool:
+    is_full = parameter.dtype == torch.float32 and id(parameter) not in kept
+    return is_full or _MASTER in vars(parameter)
+
+
+def _lower(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    if _MASTER not in vars(parameter):
+        vars(parameter)[_MASTER] = parameter.detach().clone()
+        parameter.data = parameter.data.to(dtype)
 
 
 def _normalisation_parameters(modules: Iterable[nn.Module]) -> set[int]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ampwise.policy import Policy
 from ampwise.step.activity import Activity
@@ -242,6 +242,12 @@ def _undisturbed(step: TrainStep) -> Generator[None]:
     copies = [each.clone() for each in buffers]
     attributes = Attributes(step._models)
     window, remembered, boundary = step._window, step._buffers._copies, step.boundary
+    # Each rank by itself: one whose window is clean has nothing to add to another's replay.
+    together = step.model, step._ranks, step._sync, step._held_back
+    if step._ranks is not None:
+        models = step._models
+        step.model = models[0] if isinstance(step.model, nn.Module) else models
+        step._ranks = step._sync = step._held_back = None
     activity, recorder, true = step.activity, step.recorder, step._true
     # Of an open window, forward has written the buffers already: replay from where it began.
     for buffer, copy in remembered or ():
@@ -256,6 +262,7 @@ def _undisturbed(step: TrainStep) -> Generator[None]:
     finally:
         step._window, step._buffers._copies, step.boundary = window, remembered, boundary
         step.activity, step.recorder, step._true = activity, recorder, true
+        step.model, step._ranks, step._sync, step._held_back = together
         attributes.restore()
         with torch.no_grad():
             for buffer, copy in zip(buffers, copies, strict=True):

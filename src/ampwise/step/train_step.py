@@ -30,7 +30,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from ampwise.distributed.checksum import Compared
 from ampwise.distributed.consensus import Consensus
-from ampwise.distributed.layout import GradientSync, group_of, unwrapped
+from ampwise.distributed.layout import GradientSync, group_of, is_sharded, unwrapped
 from ampwise.distributed.watch import Unwatched, Watch, forward_waits
 from ampwise.errors import UsageError
 from ampwise.policy import Policy, Resolution, resolve
@@ -367,6 +367,8 @@ class TrainStep:
         is_one = seed is self.loss_scale.scale and not self.loss_scale.enabled
         leaves = (each for index in chosen for each in self._owned[index] if each.requires_grad)
         inputs = None if optimizers is None else list(leaves)
+        if self._sync is not None and self._sync.on:
+            self._master.give_back_gradients()
         with self._float32_mode, true_gradients(inputs or leaves, self.loss_scale.divisor):
             # A seed of 1 is what backward starts from by itself, with less ceremony.
             seed = None if is_one else seed.to(loss.dtype)
@@ -437,6 +439,16 @@ class TrainStep:
         The first rank warns of it, too, once.
         """
         return self._watch.slow_rank
+
+    @property
+    def ranks(self) -> int:
+        """Processes that train these models together."""
+        return 1 if self._ranks is None else self._ranks.size
+
+    @property
+    def can_replay(self) -> bool:
+        """Whether this process can run a window by itself: not where it has only a part of it."""
+        return not any(map(is_sharded, self._names.values()))
 
     @property
     def syncs_per_step(self) -> int:
@@ -530,6 +542,8 @@ class TrainStep:
             for layer in keep_islands(module, self.policy.islands, self.device.type)
         ]
         dtype = getattr(torch, self.policy.param_dtype)
+        if self._sync is not None:
+            dtype = self._sync.master_dtype(dtype)
         kept = [each for layer in islands for each in layer.parameters()]
         return MasterWeights(self._models, self._optimizers, dtype, kept)
 

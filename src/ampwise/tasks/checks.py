@@ -48,8 +48,15 @@ def mark(error: Exception, what: str) -> None:
         error.__ampwise_user__ = what  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def build(task: Task, device: torch.device, seed: int) -> tuple[nn.Module, Optimizer]:
+def build(
+    task: Task,
+    device: torch.device,
+    seed: int,
+    spread: Callable[[nn.Module], nn.Module] | None = None,
+) -> tuple[nn.Module, Optimizer]:
     """A fresh model on `device`, initialised under `seed` on the CPU, and its optimizer.
+
+    `spread` puts the model on several ranks before the optimizer is built over its parameters.
 
     Raises
     ------
@@ -61,13 +68,14 @@ def build(task: Task, device: torch.device, seed: int) -> tuple[nn.Module, Optim
         model = task.model()
     _check_model(model, device)
     model.to(device)
+    built = model if spread is None else spread(model)
     if task.optimizer is None:
         optimizer = _default_optimizer(model)
     else:
         with user_code("the task's optimizer()"):
             optimizer = task.optimizer(model)
     _check_optimizer(model, optimizer)
-    return model, optimizer
+    return built, optimizer
 
 
 def _check_model(model: Any, device: torch.device) -> None:

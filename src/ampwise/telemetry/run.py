@@ -42,6 +42,7 @@ class RunFolder:
         self.path = path
         self._report = report
         self._made = False
+        self._observes = False
         self._lines: TextIO | None = None
         self._flushed = time.monotonic()
 
@@ -98,6 +99,13 @@ class RunFolder:
             )
         return cls(path, report)
 
+    @classmethod
+    def observe(cls, path: Path) -> RunFolder:
+        """A run's folder that another process writes; this one writes nothing."""
+        folder = cls(path, lambda _: None)
+        folder._observes = True
+        return folder
+
     def __enter__(self) -> Self:
         return self
 
@@ -131,10 +139,14 @@ class RunFolder:
 
     def write(self, content: Mapping[str, Any]) -> None:
         """Replace `run.json`."""
+        if self._observes:
+            return
         atomic_write_text(self.path / "run.json", json.dumps(plain(content), indent=2) + "\n")
 
     def continue_after(self, step: int) -> None:
         """Keep the lines of steps up to `step`, and append from here."""
+        if self._observes:
+            return
         file = self.path / "steps.jsonl"
         kept = [line for line in _whole_lines(file) if line.get("step", 0) <= step]
         atomic_write_text(file, "".join(json.dumps(line) + "\n" for line in kept))

@@ -12,6 +12,7 @@ from ampwise.policy import Resolution
 from ampwise.step import Activity
 
 Schedule = Literal["constant", "cosine"]
+Parallel = Literal["ddp", "fsdp"]
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class TrainConfig:
         Trackers to log to.
     strict
         Fail if the precision was not active.
+    parallel
+        How the model is spread over the processes that torchrun started: ``ddp`` or ``fsdp``.
     on_fault
         Given the diagnosis of the first abnormal skipped step and the run's folder; stops training
         by raising.
@@ -63,6 +66,7 @@ class TrainConfig:
     resume: bool = False
     track: tuple[str, ...] = ()
     strict: bool = False
+    parallel: Parallel = "ddp"
     on_fault: Callable[[Any, Path], None] | None = None
 
     def __post_init__(self) -> None:
@@ -102,6 +106,8 @@ class TrainResult:
         Held-out metrics of the last evaluation.
     data_wait_fraction
         Share of the time the device waited for data, 0 to 1.
+    ranks, parallel
+        How many processes trained, and how the model was spread over them; None for one.
     """
 
     task: str
@@ -119,6 +125,8 @@ class TrainResult:
     host_syncs_per_step: int = 0
     activity: Activity | None = None
     resumed_from: int | None = None
+    ranks: int = 1
+    parallel: Parallel | None = None
     messages: list[str] = field(default_factory=list[str])
 
     def to_json(self) -> dict[str, Any]:

@@ -9,20 +9,36 @@ were already used are skipped, and the generators are set to what they were at t
 from __future__ import annotations
 
 import math
+import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from ampwise.data import Feed
+from ampwise.distributed import replicate, shard
+from ampwise.distributed.launch import Launch
+from ampwise.distributed.layout import unwrapped
+from ampwise.distributed.lead import from_lead
 from ampwise.errors import UsageError
+from ampwise.policy import Policy
 from ampwise.step import StepRecord, TrainStep
 from ampwise.tasks import Task
-from ampwise.tasks.checks import build, checked_loss, first_batch, samples_in, trained_on
+from ampwise.tasks.checks import (
+    build,
+    checked_loss,
+    first_batch,
+    samples_in,
+    trained_on,
+    user_code,
+)
 from ampwise.tasks.evaluation import held_out
 from ampwise.telemetry import names
 from ampwise.telemetry.environment import environment
@@ -30,8 +46,9 @@ from ampwise.telemetry.run import RunFolder
 from ampwise.trackers import TrackerSet, check_names
 from ampwise.training import checkpoint
 from ampwise.training.checkpoint import Position, Trained
-from ampwise.training.config import TrainConfig, TrainResult
+from ampwise.training.config import Parallel, TrainConfig, TrainResult
 from ampwise.training.memory import peak_bytes
+from ampwise.training.share import DataRandom, Turn, turns
 from ampwise.training.signals import StopSignals
 
 _RATE_MEMORY = 0.9
@@ -51,8 +68,10 @@ class Progress(Protocol):
         """Something the user should read."""
 
 
-def train(task: Task, config: TrainConfig, progress: Progress) -> TrainResult:
-    """Train a task as configured.
+def train(
+    task: Task, config: TrainConfig, progress: Progress, me: Launch | None = None
+) -> TrainResult:
+    """Train a task as configured; with several processes, all of them call this.
 
     Returns with status ``interrupted`` when SIGINT or SIGTERM asked it to stop, everything saved.
 
@@ -65,7 +84,7 @@ def train(task: Task, config: TrainConfig, progress: Progress) -> TrainResult:
     """
     check_names(config.track)
     first_batch(task)
-    run = _Run(task, config, progress)
+    run = _Run(task, config, progress, me or Launch())
     try:
         with StopSignals() as stop:
             run.train(stop)
@@ -102,11 +121,14 @@ class _Rate:
 class _Run:
     """One run and everything it holds open."""
 
-    def __init__(self, task: Task, config: TrainConfig, progress: Progress) -> None:
-        self.task, self.config, self.progress = task, config, progress
+    def __init__(self, task: Task, config: TrainConfig, progress: Progress, me: Launch) -> None:
+        self.task, self.config, self.progress, self.me = task, config, progress, me
         policy = config.resolution.policy
         self.device = torch.device(config.resolution.device)
-        model, optimizer = build(task, self.device, config.seed)
+        spread = None if me.size == 1 else _spread(policy, config.parallel)
+        model, optimizer = build(task, self.device, config.seed, spread)
+        self._data = DataRandom()
+        _part_ways(config.seed, me.rank)
         scheduler = _scheduler(optimizer, config)
         step = TrainStep(
             model,
@@ -126,23 +148,37 @@ class _Run:
         self._waits_s = self._total_s = 0.0
         self._saved_at = -1
         self._state: dict[str, Any] | None = None
-        name = f"{task.name or 'task'}-{policy.name}"
-        if config.resume:
-            assert config.out is not None
-            self.folder = RunFolder.resume(config.out, self.say)
-        else:
-            self.folder = RunFolder.create(config.out, name, self.say, trains=True)
+        self.folder = self._open_folder(f"{task.name or 'task'}-{policy.name}")
         self.result = TrainResult(task.name or "task", policy.text, self.folder.path)
-        if config.resume:
+        if me.size > 1:
+            self.result.ranks, self.result.parallel = me.size, config.parallel
+        if config.resume or me.restarts:
             self._resume()
         self._describe()
         self.trackers = TrackerSet(
-            config.track,
+            config.track if me.leads else (),
             self.folder.path,
             self.folder.path.name,
             {"task": task.name, **config.to_json()},
             self.say,
         )
+
+    def _open_folder(self, name: str) -> RunFolder:
+        """The run's folder: the first process makes it, the others look on."""
+        opened: list[RunFolder] = []
+
+        def open_it() -> str:
+            out = self.config.out
+            again = self.me.restarts and out is not None and (out / "run.json").exists()
+            if self.config.resume or again:
+                assert out is not None
+                opened.append(RunFolder.resume(out, self.say))
+            else:
+                opened.append(RunFolder.create(out, name, self.say, trains=True))
+            return str(opened[0].path)
+
+        path = Path(from_lead(open_it))
+        return opened[0] if opened else RunFolder.observe(path)
 
     def say(self, text: str) -> None:
         """Tell the user, and keep it in the record."""
@@ -159,9 +195,9 @@ class _Run:
 
     def train(self, stop: StopSignals) -> None:
         """Epochs until the end, or until a signal asks to stop."""
-        while not self._complete() and not stop.requested:
+        while not self._complete() and not self._stopping(stop):
             self._epoch(stop)
-        if stop.requested:
+        if self.trained.step.stopping:
             self._save()
             self.result.status = "interrupted"
             return
@@ -171,20 +207,44 @@ class _Run:
 
     def _epoch(self, stop: StopSignals) -> None:
         step = self.trained.step
-        feed = Feed(self._batches(), self.device)
-        for batch in feed:
-            self.rate.add(samples_in(self.task, batch))
-            step(self.loss, batch)
-            self.position.batch += 1
+        feed = Feed(self._turns(), self.device)
+        for turn in feed:
+            if turn.counts:
+                self.rate.add(samples_in(self.task, turn.batch) * self.me.size)
+            step(self.loss, turn.batch, weight=None if turn.counts else 0, last=turn.last)
+            self.position.batch += self.me.size
             if step.boundary:
                 self._after_step()
-                if self._complete() or stop.requested:
+                if self._complete() or self._stopping(stop):
                     break
         else:
             step.flush()
             self._end_epoch()
         self._waits_s += feed.wait_s
         self._total_s += feed.total_s
+
+    def _stopping(self, stop: StopSignals) -> bool:
+        """Whether to stop: a signal to any process stops all, at the same step."""
+        step = self.trained.step
+        if stop.requested:
+            step.ask_to_stop()
+        return step.stopping
+
+    def _turns(self) -> Iterator[Turn]:
+        """The rest of the current epoch; with several processes, the share of this one."""
+        if self.me.size == 1:
+            yield from (Turn(batch, counts=True, last=False) for batch in self._batches())
+            return
+        if self.position.batch and self.position.epoch_rng is not None:
+            began = self.position.epoch_rng
+            self._data.draw(lambda: checkpoint.set_random_state(began))
+        else:
+            self.position.epoch_rng = self._data.draw(checkpoint.random_state)
+        skip, rest = divmod(self.position.batch, self.me.size)
+        if rest:
+            self.say(f"{rest} batches are trained on again: they do not fill a turn of all ranks")
+        with user_code("the task's batches()"):
+            yield from turns(self.task.batches, self.me.rank, self.me.size, self._data, skip)
 
     def _batches(self) -> Iterator[Any]:
         """The rest of the current epoch, from where the run is in it."""
@@ -225,7 +285,7 @@ class _Run:
 
     def _record(self, records: list[StepRecord]) -> None:
         """Write steps as they become known to the folder, the trackers and the user."""
-        for record in records:
+        for record in records if self.me.leads else ():
             metrics = names.metrics_of(
                 record,
                 self.result.precision,
@@ -241,7 +301,7 @@ class _Run:
 
     def _evaluate(self) -> None:
         step = self.trained.step
-        metrics = held_out(self.task, self.trained.model, step)
+        metrics = held_out(self.task, unwrapped(self.trained.model), step)
         if not metrics:
             return
         self._record(step.drain())
@@ -249,7 +309,8 @@ class _Run:
         named = {names.eval_name(name): value for name, value in metrics.items()}
         self.folder.append({"step": step.steps, **named})
         self.trackers.log(named, step.steps)
-        self.progress.evaluated(step.steps, metrics)
+        if self.me.leads:
+            self.progress.evaluated(step.steps, metrics)
         self.rate.since = 0.0  # the next step's time would hold the evaluation
 
     def _save(self) -> None:
@@ -265,7 +326,11 @@ class _Run:
         self.rate.since = 0.0
 
     def _resume(self) -> None:
-        path = checkpoint.newest(self.folder.checkpoints)
+        path = from_lead(lambda: checkpoint.newest(self.folder.checkpoints))
+        if path is None and self.me.restarts:
+            self.folder.continue_after(0)
+            self.say("started anew after a process died; there was no checkpoint yet")
+            return
         if path is None:
             raise UsageError(f"nothing to resume in {self.folder.path}: it has no checkpoint yet")
         content = checkpoint.load(path)
@@ -323,6 +388,21 @@ class _Run:
                 "status": result["status"],
             }
         )
+
+
+def _spread(policy: Policy, parallel: Parallel) -> Callable[[nn.Module], nn.Module]:
+    if parallel == "ddp":
+        return lambda model: replicate(model, policy)
+    return lambda model: shard(model, policy)
+
+
+def _part_ways(seed: int, rank: int) -> None:
+    """Random numbers of its own for each rank but the first, which is as one process alone."""
+    if rank:
+        own = (seed + 0x9E3779B1 * rank) % 2**32
+        random.seed(own)
+        np.random.seed(own)
+        torch.manual_seed(own)
 
 
 def _due(every: int | None, steps: int, epoch_end: bool) -> bool:

@@ -141,6 +141,7 @@ class Grad(Event):
     """``torch.autograd.grad``."""
 
     result: Tensor
+    creates_graph: bool = False
 
 
 @dataclass(eq=False, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ampwise.lint.model import library
@@ -129,6 +129,18 @@ def flatten(values: Sequence[Value]) -> list[Value]:
     return flat
 
 
+def origins(tensor: Tensor) -> Iterator[Tensor]:
+    """A tensor, and all those it was computed of."""
+    waiting: list[Value] = [tensor]
+    seen: set[int] = set()
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, Tensor) and id(each) not in seen:
+            seen.add(id(each))
+            yield each
+            waiting += flatten(each.inputs)
+
+
 def arithmetic(machine: Machine, node: Node, name: str, left: Value, right: Value) -> Value:
     """An operator with a tensor on at least one side."""
     tensors = [each for each in (left, right) if isinstance(each, Tensor)]
@@ -147,12 +159,18 @@ def arithmetic(machine: Machine, node: Node, name: str, left: Value, right: Valu
         if main.host:
             if name == "mul" and not isinstance(_divisor(node, other), Const):
                 result.divided = False  # multiplied back
+        elif name == "mul" and main.divided and _is_same(node, other, main.divisor):
+            result.divided = False  # multiplied back
         elif (name == "div" and main is left) or (name == "mul" and not isinstance(other, Const)):
             result.divided = result.divided or not isinstance(other, Tensor) or other.host
             result.divisor = _divisor(node, other)
         elif isinstance(other, Const):
             result.factor = other
     return result
+
+
+def _is_same(node: Node, other: Value, divisor: Value | None) -> bool:
+    return key_of(_divisor(node, other)) == key_of(divisor)
 
 
 def _divisor(node: Node, other: Value) -> Value:

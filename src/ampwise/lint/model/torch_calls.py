@@ -186,12 +186,17 @@ def _clip(machine: Machine, node: ast.Call, path: str, a: Arguments) -> Value:
 def _grad(machine: Machine, node: ast.Call, path: str, a: Arguments) -> Value:
     outputs = a.first("outputs") or NONE
     scaled = isinstance(outputs, Tensor) and isinstance(outputs.scaled, Scaler)
+    of = tensors.flatten([a.get(1, "inputs") or NONE])
     result = Tensor(
         key=_place(machine, node, "gradient"), op="autograd.grad", grad_scaled=scaled,
-        inputs=(outputs,), node=node,
+        inputs=(outputs,), node=node, dtype=tensors.widest(of) if of else None,
     )  # fmt: skip
-    machine.emit(Grad, node, result)
+    machine.emit(Grad, node, result, _is_true(a.get(4, "create_graph")))
     return result
+
+
+def _is_true(value: Value | None) -> bool:
+    return isinstance(value, Const) and value.value is True
 
 
 def _save(machine: Machine, node: ast.Call, path: str, a: Arguments) -> Value:

@@ -27,19 +27,23 @@ steps.
 
 ## Fix safety
 Unsafe: `--unsafe-fixes` adds the entry where the checkpoint is a dict in sight and the scaler's
-name is in reach. Loading is left to the author: old checkpoints have no such entry.
+name is in reach, and loads it behind the optimizer's, if the checkpoint has such an entry: old ones
+have none.
 """
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import partial
 
 from ampwise.lint.findings import Edit
 from ampwise.lint.model.analysis import Analysis
 from ampwise.lint.model.events import Backward, Save, ScalerStep, StateDict
 from ampwise.lint.model.nodes import Node
+from ampwise.lint.model.places import alone, assignments, bound_in, class_of, scope_of
 from ampwise.lint.model.queries import edit, is_real, receiver
+from ampwise.lint.model.roles import dotted
 from ampwise.lint.model.values import (
     DictValue,
     Instance,
@@ -49,6 +53,7 @@ from ampwise.lint.model.values import (
     Unknown,
     Value,
 )
+from ampwise.lint.project import Module
 from ampwise.lint.rule import Mistake, rule
 
 
@@ -72,6 +77,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
                 event.module,
                 "the optimizer's state is loaded but not the scaler's: the run goes on at loss "
                 "scale 65,536 and skips steps until it fits; load the scaler's state too",
+                mend=partial(_load_edits, code, event),
             )
 
 
@@ -119,6 +125,37 @@ def _edits(code: Analysis, save: Save) -> tuple[Edit, ...]:
     name = receiver(step.node)
     same = step.context.functions == save.context.functions or name.startswith("self.")
     return (edit("argument", mapping.node, f'"scaler": {name}.state_dict()'),) if same else ()
+
+
+def _load_edits(code: Analysis, event: StateDict) -> tuple[Edit, ...]:
+    """Load the scaler's state behind the optimizer's, from the checkpoint that has both."""
+    module, node = event.module, event.node
+    statement = alone(module, node)
+    match node:
+        case ast.Call(args=[ast.Subscript(value=checkpoint, slice=ast.Constant())]):
+            source = dotted(checkpoint)
+        case _:
+            return ()
+    steps = [each for t in code.traces for each in t.of(ScalerStep) if each.module is module]
+    name = receiver(steps[0].node) if steps else ""
+    if statement is None or not source or not name:
+        return ()
+    if not _is_same_scaler(module, name, steps[0].node, node):
+        return ()
+    text = f'if "scaler" in {source}:\n    {name}.load_state_dict({source}["scaler"])\n'
+    return (edit("after", statement, text),)
+
+
+def _is_same_scaler(module: Module, name: str, step: ast.AST, load: ast.AST) -> bool:
+    """Whether the scaler's name at its step means the same where a checkpoint is loaded."""
+    if name.startswith("self."):
+        return class_of(module, step) is class_of(module, load)
+    scope = scope_of(module, load)
+    if scope is not scope_of(module, step):
+        return False
+    made = assignments(scope, name)
+    before = getattr(load, "lineno", 0)
+    return all(each.lineno < before for each in made) if made else name in bound_in(scope)
 
 
 def _save_mistake(save: Save, edits: tuple[Edit, ...]) -> Mistake:

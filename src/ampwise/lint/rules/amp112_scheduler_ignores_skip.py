@@ -25,17 +25,28 @@ step is skipped, torch warns "Detected call of `lr_scheduler.step()` before `opt
         scheduler.step()
 
 ## Fix safety
-No automatic fix: each `get_scale()` is a host sync, and whether the schedule's exactness is
-worth two of them per step, only the author knows.
+Unsafe: `--unsafe-fixes` writes the condition above where `scaler.step`, `update()` and
+`scheduler.step()` stand one after the other in one block; a scheduler before `update()` moves
+behind it, and where the step is in a branch, a flag tells the scheduler behind it. Each
+`get_scale()` is a host sync, which is its price (AMP301 does not report these two). A scale that
+has fallen to 0 falls no further, so a skip is not seen there.
 """
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
 
-from ampwise.lint.model.analysis import Analysis
-from ampwise.lint.model.events import ScalerStep, SchedulerStep
+from ampwise.lint.findings import Edit
+from ampwise.lint.model.analysis import Analysis, Trace
+from ampwise.lint.model.events import ScalerStep, SchedulerStep, Update
+from ampwise.lint.model.places import alone, block_of, names, scope_of, with_comment, wrap
+from ampwise.lint.model.queries import edit, receiver
+from ampwise.lint.model.roles import dotted
 from ampwise.lint.model.values import Scheduler
+from ampwise.lint.project import Module
 from ampwise.lint.rule import Mistake, rule
 
 
@@ -56,6 +67,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
                     "the schedule moves on even when the scaler skipped the step: warm-up and "
                     "decay run ahead of the parameters; step it only if the scale did not fall "
                     "(before = scaler.get_scale(); ...; if scaler.get_scale() >= before)",
+                    mend=partial(_edits, event, trace),
                 )
 
 
@@ -65,3 +77,124 @@ def _asks(event: SchedulerStep) -> bool:
         "scale" in each.key or "skip" in each.key or "overflow" in each.key
         for each in event.context.conditions
     )
+
+
+def _edits(event: SchedulerStep, trace: Trace) -> tuple[Edit, ...]:
+    """Step the scheduler behind the update, if the scale did not fall in it."""
+    module, node = event.module, event.node
+    statement = alone(module, node)
+    same = [each for each in trace.of(ScalerStep) if each.module is module]
+    if statement is None or not same:
+        return ()
+    block = block_of(module, module.statement_of(same[0].node))
+    steps, updates = _among(block, trace, ScalerStep), _among(block, trace, Update)
+    scalers = {receiver(each.value) for each in (*steps, *updates)}
+    if not steps or not updates or len(scalers) != 1 or "" in scalers:
+        return ()
+    if any(alone(module, each.value) is None for each in (*steps, *updates)):
+        return ()
+    site = _Site(module, block, steps[0], updates[-1], scalers.pop(), statement)
+    if block.index(site.step) > block.index(site.update):
+        return ()
+    if statement in block and block.index(statement) < block.index(site.update):
+        return _moved(site) if block.index(statement) > block.index(site.step) else ()
+    if (inside := _holder(module, statement, block)) is not None:
+        behind = block.index(inside) > block.index(site.update)
+        return (*_read(site), wrap(statement, statement, site.header)) if behind else ()
+    return _flagged(site)
+
+
+@dataclass(frozen=True, slots=True)
+class _Site:
+    """A step and its update in one block, and the scheduler's step."""
+
+    module: Module
+    block: list[ast.stmt]
+    step: ast.Expr
+    update: ast.Expr
+    scaler: str
+    scheduler: ast.Expr
+
+    @property
+    def before(self) -> str:
+        """The name of the scale before the step."""
+        known = _read_before(self.block, self.step, self.scaler)
+        return known or self.new_name("scale_before")
+
+    @property
+    def header(self) -> str:
+        """What the scheduler's step is put below."""
+        return f"if {self.scaler}.get_scale() >= {self.before}:"
+
+    def new_name(self, name: str) -> str:
+        """A name that the function does not use."""
+        is_taken = name in names(scope_of(self.module, self.step))
+        return f"{name}_amp" if is_taken else name
+
+
+def _read(site: _Site) -> tuple[Edit, ...]:
+    """Note the scale before the step, unless that is done already."""
+    if _read_before(site.block, site.step, site.scaler):
+        return ()
+    return (edit("before", site.step, f"{site.before} = {site.scaler}.get_scale()"),)
+
+
+def _moved(site: _Site) -> tuple[Edit, ...]:
+    """A scheduler between step and update, where a skip does not show yet, goes behind both."""
+    line = with_comment(site.module, site.scheduler)
+    text = f"{site.header}\n    {line}\n"
+    moved = (edit("remove", site.scheduler), edit("after", site.update, text))
+    return (*_read(site), *moved) if line else ()
+
+
+def _flagged(site: _Site) -> tuple[Edit, ...]:
+    """The step is in a branch, the scheduler behind it: a flag says whether there was a step."""
+    around = site.module.parents.get(id(site.step))
+    outer = around if isinstance(around, ast.If) else None
+    while outer is not None and site.scheduler not in block_of(site.module, outer):
+        further = site.module.parents.get(id(outer))
+        outer = further if isinstance(further, ast.If) else None
+    if outer is None or outer.lineno > site.scheduler.lineno or _is_elif(site.module, outer):
+        return ()
+    flag = site.new_name("stepped")
+    compared = f"{flag} = {site.scaler}.get_scale() >= {site.before}"
+    return (
+        edit("before", outer, f"{flag} = True"),
+        *_read(site),
+        edit("after", site.update, compared),
+        wrap(site.scheduler, site.scheduler, f"if {flag}:"),
+    )
+
+
+def _is_elif(module: Module, node: ast.If) -> bool:
+    around = module.parents.get(id(node))
+    return isinstance(around, ast.If) and around.orelse == [node]
+
+
+def _holder(module: Module, statement: ast.stmt, block: list[ast.stmt]) -> ast.stmt | None:
+    """The statement of a block that holds another one, below nothing but conditions."""
+    found = statement
+    while found not in block:
+        around = module.parents.get(id(found))
+        if not isinstance(around, ast.If):
+            return None
+        found = around
+    return found
+
+
+def _among(block: list[ast.stmt], trace: Trace, kind: type[ScalerStep | Update]) -> list[ast.Expr]:
+    """The statements of a block that are such calls, in order."""
+    calls = {id(each.node) for each in trace.of(kind)}
+    return [each for each in block if isinstance(each, ast.Expr) and id(each.value) in calls]
+
+
+def _read_before(block: list[ast.stmt], step: ast.stmt, scaler: str) -> str:
+    """The name that holds the scale before the step already."""
+    for each in block[: block.index(step)]:
+        match each:
+            case ast.Assign(targets=[target], value=ast.Call(func=ast.Attribute(attr="get_scale"))):
+                if receiver(each.value) == scaler:
+                    return dotted(target)
+            case _:
+                pass
+    return ""

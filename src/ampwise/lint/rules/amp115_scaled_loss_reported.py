@@ -21,20 +21,35 @@ logic acts on it.
     running += loss.detach()
 
 ## Fix safety
-No automatic fix: the figure in logs and thresholds changes.
+Unsafe: `--unsafe-fixes` multiplies a divided loss by its divisor again where it is reported, and
+reports a scaled one as it was before scaling: backward is then called on the scaled loss itself.
+The figures in logs, and what thresholds compare with them, change. No fix where the loss was
+divided or scaled in another function.
 """
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import partial
 
+from ampwise.lint.findings import Edit
 from ampwise.lint.model.analysis import Analysis, Trace
-from ampwise.lint.model.events import Accumulate, Event, Report
+from ampwise.lint.model.events import Accumulate, Report
 from ampwise.lint.model.nodes import Node
-from ampwise.lint.model.queries import accumulates, step_loops, uses_amp
+from ampwise.lint.model.places import (
+    assignments,
+    block_of,
+    grouped,
+    has_comment,
+    loads,
+    scope_of,
+    stores,
+)
+from ampwise.lint.model.queries import accumulates, edit, step_loops, uses_amp
 from ampwise.lint.model.roles import dotted
 from ampwise.lint.model.values import Scaler, Tensor, Wrapper, key_of
+from ampwise.lint.project import Module
 from ampwise.lint.rule import Mistake, rule
 
 
@@ -75,16 +90,18 @@ def _mistakes(event: Report | Accumulate, tensor: Tensor, windows: Windows) -> I
             event.module,
             "the loss is reported after it was divided for accumulation: the figure is too "
             "small by the number of micro-batches; report it before dividing, or multiply back",
+            mend=partial(_multiplied_back, event),
         )
 
 
-def _scaled(event: Event, tensor: Tensor) -> Iterator[Mistake]:
+def _scaled(event: Report | Accumulate, tensor: Tensor) -> Iterator[Mistake]:
     if isinstance(tensor.scaled, Scaler | Wrapper):
         yield Mistake(
             event.node,
             event.module,
             "the loss is reported after it was multiplied by the loss scale: the figure is up to "
             "65,536 times too large and jumps with the scale; report it before scaling",
+            mend=partial(_unscaled, event),
         )
 
 
@@ -112,4 +129,120 @@ def _starts_anew(event: Report | Accumulate, loop: Node) -> bool:
     return any(
         isinstance(each, ast.Assign) and any(dotted(target) == name for target in each.targets)
         for each in ast.walk(loop)
+    )
+
+
+# ---------------------------------------------------------------------- fixes
+
+
+def _reported(event: Report | Accumulate) -> ast.expr | None:
+    """The expression that is reported."""
+    node = event.node
+    if isinstance(node, ast.AugAssign):
+        return node.value
+    if isinstance(event, Report) and event.into == "list" and isinstance(node, ast.Call):
+        return node.args[0] if node.args else None
+    return node if isinstance(node, ast.expr) else None
+
+
+def _name_of(node: ast.expr) -> str:
+    """``loss`` of ``loss.detach().item() / 8`` and ``float(loss)``; empty for other expressions."""
+    match node:
+        case ast.Name(id=name):
+            return name
+        case ast.Attribute(value=inner) | ast.BinOp(left=inner, op=ast.Mult() | ast.Div()):
+            return _name_of(inner)
+        case ast.Call(func=ast.Attribute() as inner, args=[], keywords=[]):
+            return _name_of(inner)
+        case ast.Call(func=ast.Name(id="float"), args=[inner]):
+            return _name_of(inner)
+        case _:
+            return ""
+
+
+def _multiplied_back(event: Report | Accumulate) -> tuple[Edit, ...]:
+    """``loss.item()`` of a loss that was divided by `n` becomes ``loss.item() * n``."""
+    reported = _reported(event)
+    name = _name_of(reported) if reported is not None else ""
+    if reported is None or not name:
+        return ()
+    module = event.module
+    divisors = _divisors(scope_of(module, event.node), name)
+    if len({ast.dump(each) for each in divisors}) != 1:
+        return ()
+    divisor = divisors[0]
+    if not dotted(divisor) and not isinstance(divisor, ast.Constant):
+        return ()
+    return (edit("replace", reported, f"{module.text_of(reported)} * {module.text_of(divisor)}"),)
+
+
+def _divisors(scope: ast.AST, name: str) -> list[ast.expr]:
+    """What a function divides a name's value by."""
+    found: list[ast.expr] = []
+    for each in assignments(scope, name):
+        value = each.value
+        if isinstance(each, ast.AugAssign) and isinstance(each.op, ast.Div):
+            found.append(each.value)
+        elif isinstance(value, ast.BinOp) and isinstance(value.op, ast.Div):
+            found.append(value.right)
+    return found
+
+
+def _unscaled(event: Report | Accumulate) -> tuple[Edit, ...]:
+    """Report what went into ``scaler.scale(...)``."""
+    reported = _reported(event)
+    if reported is None:
+        return ()
+    module = event.module
+    inline = _scale_call(reported)
+    if inline is not None:
+        return (edit("replace", inline, grouped(module, inline.args[0])),)
+    name = _name_of(reported)
+    scope = scope_of(module, event.node)
+    made = [e for e in assignments(scope, name) if e.value is not None and _is_scaling(e.value)]
+    if not name or len(made) != 1 or not isinstance(made[0], ast.Assign):
+        return ()
+    call = made[0].value
+    assert isinstance(call, ast.Call)
+    source = call.args[0]
+    if dotted(source) == name:
+        return _scaled_at_backward(module, made[0], call, name)
+    # The unscaled loss still has a name of its own.
+    if isinstance(source, ast.Name) and stores(scope, source.id) == 1:
+        return (edit("replace", loads(reported, name)[0], source.id),)
+    return ()
+
+
+def _scaled_at_backward(
+    module: Module, made: ast.Assign, call: ast.Call, name: str
+) -> tuple[Edit, ...]:
+    """``loss = scaler.scale(loss)`` goes, ``loss.backward()`` becomes that of the scaled loss."""
+    behind = block_of(module, made)
+    behind = behind[behind.index(made) + 1 :]
+    backward = [
+        node.func.value
+        for each in behind
+        for node in ast.walk(each)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "backward"
+        and dotted(node.func.value) == name
+    ]
+    if len(backward) != 1 or has_comment(module, made):
+        return ()
+    return (edit("remove", made), edit("replace", backward[0], module.text_of(call)))
+
+
+def _scale_call(node: ast.expr) -> ast.Call | None:
+    """``scaler.scale(loss)`` in ``scaler.scale(loss).item()``."""
+    calls = [e for e in ast.walk(node) if isinstance(e, ast.expr) and _is_scaling(e)]
+    return calls[0] if len(calls) == 1 and isinstance(calls[0], ast.Call) else None
+
+
+def _is_scaling(node: ast.expr) -> bool:
+    return (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "scale"
+        and len(node.args) == 1
     )

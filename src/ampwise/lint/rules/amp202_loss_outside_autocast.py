@@ -35,6 +35,7 @@ from collections.abc import Iterator
 from ampwise.lint.findings import Edit
 from ampwise.lint.model.analysis import Analysis
 from ampwise.lint.model.events import Backward, Loss
+from ampwise.lint.model.places import grouped
 from ampwise.lint.model.queries import edit
 from ampwise.lint.model.tensors import flatten, is_low
 from ampwise.lint.model.values import Tensor, Value
@@ -65,8 +66,8 @@ def _edits(event: Loss, half: Value) -> tuple[Edit, ...]:
     if not isinstance(event.node, ast.Call):
         return ()
     for node, value in zip(event.node.args, event.inputs, strict=False):
-        if value is half and isinstance(node, ast.Name | ast.Attribute | ast.Subscript):
-            return (edit("replace", node, f"{event.module.text_of(node)}.float()"),)
+        if value is half and not isinstance(node, ast.Starred):
+            return (edit("replace", node, f"{grouped(event.module, node)}.float()"),)
     return ()
 
 

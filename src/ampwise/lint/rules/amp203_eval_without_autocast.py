@@ -20,7 +20,11 @@ float32's time, and its outputs take twice the memory.
             correct += (model(x).argmax(1) == y).sum()
 
 ## Fix safety
-No automatic fix: the figures change, and float32 may be what the author wants to compare with.
+Unsafe: `--unsafe-fixes` puts the forward, and forwards and losses that follow it in the block,
+under the autocast that training uses. The figures change, float32 may be what the author wants to
+compare with, and 16-bit outputs go on (`.numpy()` of bfloat16 raises). No fix where that autocast
+cannot be written at the place of the validation (its `enabled` is a local name of the training
+function), or the forward stands in the head of a statement or in a comprehension.
 """
 
 from __future__ import annotations
@@ -28,11 +32,15 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import partial
 
+from ampwise.lint.findings import Edit
 from ampwise.lint.model.analysis import Analysis, Trace
-from ampwise.lint.model.events import Forward
+from ampwise.lint.model.events import Forward, Loss
+from ampwise.lint.model.places import block_of, has_own_lines, has_torch, in_reach, wrap
 from ampwise.lint.model.roles import EVALUATION, dotted
-from ampwise.lint.model.values import key_of
+from ampwise.lint.model.values import Region, key_of
+from ampwise.lint.project import Module
 from ampwise.lint.rule import Mistake, rule
 
 OFF = re.compile(r"amp|scaler|fp16|half|mixed|precision")
@@ -40,7 +48,8 @@ OFF = re.compile(r"amp|scaler|fp16|half|mixed|precision")
 
 @rule("AMP203", "eval-without-autocast", "warning", fix="unsafe")
 def check(code: Analysis) -> Iterator[Mistake]:
-    names = {_name(each.node) for trace in code.traces for each in _trained(trace)}
+    trained = [each for trace in code.traces for each in _trained(trace)]
+    names = {_name(each.node) for each in trained}
     covered = {
         id(each.node) for trace in code.traces for each in trace.of(Forward) if each.context.regions
     }
@@ -55,6 +64,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
                     "training runs this network in autocast, validation without: figures are those "
                     "of another precision than the one trained in, and evaluation takes float32's "
                     "time and memory; run it under the same autocast",
+                    mend=partial(_edits, event, trace, trained),
                 )
 
 
@@ -89,3 +99,53 @@ def _is_fallback(event: Forward) -> bool:
         and OFF.search(event.module.unparsed(each.node.test))
         for each in event.context.conditions
     )
+
+
+# ---------------------------------------------------------------------- fixes
+
+SIMPLE = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Expr, ast.Return)
+
+
+def _edits(event: Forward, trace: Trace, trained: list[Forward]) -> tuple[Edit, ...]:
+    """Put the forward and the losses that follow it under the training's autocast."""
+    first = event.module.statement_of(event.node)
+    same = [each.context.region for each in trained if _is_same(each, event)]
+    regions = {id(each.node): each for each in same if each is not None}  # many paths, one place
+    texts = {_autocast(each, event.module, event.node) for each in regions.values()}
+    header = texts.pop() if len(texts) == 1 else ""
+    if not header or not isinstance(first, SIMPLE) or not has_own_lines(event.module, first):
+        return ()
+    return (wrap(first, _last(event.module, first, trace), f"with {header}:"),)
+
+
+def _is_same(trained: Forward, event: Forward) -> bool:
+    same = key_of(trained.model) == key_of(event.model)
+    return same or _name(trained.node) == _name(event.node)
+
+
+def _last(module: Module, first: ast.stmt, trace: Trace) -> ast.stmt:
+    """The last of the plain statements from the forward on that runs a network or a loss."""
+    events = [*trace.of(Loss), *(each for each in trace.of(Forward) if each.is_root)]
+    wanted = {id(module.statement_of(e.node)) for e in events if e.module is module}
+    block = block_of(module, first)
+    last = first
+    for each in block[block.index(first) + 1 :]:
+        if not isinstance(each, SIMPLE) or not has_own_lines(module, each):
+            break
+        if id(each) in wanted:
+            last = each
+    return last
+
+
+def _autocast(region: Region, module: Module, at: ast.AST) -> str:
+    """A region's call, as it may be written at another place; empty if it may not be."""
+    node = region.node
+    if not isinstance(node, ast.Call):
+        return ""
+    text = region.module.text_of(node)
+    if region.module is module and text.endswith(")") and in_reach(module, node, at):
+        return text
+    says_when = len(node.args) > 2 or any(e.arg in ("enabled", None) for e in node.keywords)
+    if says_when or region.device is None or region.dtype is None or not has_torch(module):
+        return ""
+    return f'torch.autocast("{region.device}", dtype=torch.{region.dtype})'

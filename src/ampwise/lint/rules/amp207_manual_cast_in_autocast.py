@@ -22,8 +22,8 @@ After a cast by hand, norms, softmax and losses get values with 11 bits (float16
         loss = criterion(model(x), y)
 
 ## Fix safety
-Unsafe: `--unsafe-fixes` removes `.half()` and `.bfloat16()`. The cast may be there to save
-memory, or for a custom kernel; casts by `.to(...)` are left to the author.
+Unsafe: `--unsafe-fixes` removes `.half()`, `.bfloat16()` and the dtype in `.to(...)`. The cast may
+be there to save memory, or for a custom kernel. A dtype that is given by a name is left.
 """
 
 from __future__ import annotations
@@ -34,8 +34,11 @@ from collections.abc import Iterator
 from ampwise.lint.findings import Edit
 from ampwise.lint.model.analysis import Analysis
 from ampwise.lint.model.events import CastDown, Forward
+from ampwise.lint.model.library import DTYPES
 from ampwise.lint.model.nodes import Node
+from ampwise.lint.model.places import has_comment
 from ampwise.lint.model.queries import edit
+from ampwise.lint.model.roles import dotted
 from ampwise.lint.model.tensors import flatten
 from ampwise.lint.model.values import Instance, Model, Tensor
 from ampwise.lint.project import Module
@@ -69,7 +72,32 @@ def check(code: Analysis) -> Iterator[Mistake]:
 
 
 def _edits(node: Node, module: Module) -> tuple[Edit, ...]:
-    """``x.half()`` becomes ``x``; a cast that also moves stays for a person."""
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and not node.args:
-        return (edit("replace", node, module.text_of(node.func.value)),)
-    return ()
+    """``x.half()`` and ``x.to(torch.half)`` become ``x``; a cast that moves too goes on moving."""
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        return ()
+    owner = module.text_of(node.func.value)
+    arguments = [*node.args, *node.keywords]
+    kept = [each for each in arguments if not _is_dtype(module, each)]
+    dtypes = 0 if node.func.attr in ("half", "bfloat16") else 1
+    if len(arguments) != len(kept) + dtypes or (kept and not dtypes):
+        return ()
+    if kept:
+        given = ", ".join(map(module.text_of, kept))
+        return (edit("replace", node, f"{owner}.{node.func.attr}({given})"),)
+    if (rebinding := _rebinding(module, node, owner)) is not None:
+        return (edit("remove", rebinding),)
+    return (edit("replace", node, owner),)
+
+
+def _rebinding(module: Module, node: ast.Call, owner: str) -> ast.Assign | None:
+    """``x = x.half()``, of which nothing is left without the cast."""
+    statement = module.statement_of(node)
+    if not isinstance(statement, ast.Assign) or statement.value is not node:
+        return None
+    same = [dotted(each) for each in statement.targets] == [owner]
+    return statement if same and not has_comment(module, statement) else None
+
+
+def _is_dtype(module: Module, argument: ast.expr | ast.keyword) -> bool:
+    node = argument.value if isinstance(argument, ast.keyword) else argument
+    return module.imports.full(node) in DTYPES

@@ -20,8 +20,9 @@ NaN in softmax. bfloat16 holds -1e9.
     weights = scores.softmax(dim=-1)
 
 ## Fix safety
-Unsafe: `--unsafe-fixes` writes `torch.finfo(x.dtype).min` in `x.masked_fill(mask, ...)`. In rows
-that are masked throughout the two constants give different weights.
+Unsafe: `--unsafe-fixes` writes `torch.finfo(x.dtype).min` in `x.masked_fill(mask, ...)`,
+`torch.where(mask, x, ...)` and `x[mask] = ...`, where the tensor has a name. In rows that are
+masked throughout the two constants give different weights.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ from collections.abc import Iterator
 from ampwise.lint.findings import Edit
 from ampwise.lint.model.analysis import Analysis
 from ampwise.lint.model.events import Op
+from ampwise.lint.model.places import has_torch
 from ampwise.lint.model.queries import edit, receiver
+from ampwise.lint.model.roles import dotted
 from ampwise.lint.model.values import Const, Tensor, Value
 from ampwise.lint.rule import Mistake, rule
 
@@ -57,13 +60,29 @@ def check(code: Analysis) -> Iterator[Mistake]:
 
 def _edits(event: Op, value: float) -> tuple[Edit, ...]:
     """``x.masked_fill(mask, -1e9)`` becomes ``x.masked_fill(mask, torch.finfo(x.dtype).min)``."""
-    node = event.node
-    if value > 0 or not event.path.startswith("masked_fill") or not isinstance(node, ast.Call):
+    owner, constant = _filled(event)
+    if not owner or constant is None or not has_torch(event.module):
         return ()
-    owner = receiver(node)
-    if owner and len(node.args) == 2:
-        return (edit("replace", node.args[1], f"torch.finfo({owner}.dtype).min"),)
-    return ()
+    end = "min" if value < 0 else "max"
+    return (edit("replace", constant, f"torch.finfo({owner}.dtype).{end}"),)
+
+
+def _filled(event: Op) -> tuple[str, ast.expr | None]:
+    """The name of the tensor, and the constant that goes into it."""
+    node = event.node
+    statement = event.module.statement_of(node)
+    match node:
+        case ast.Call(args=[_, constant]) if event.path.startswith("masked_fill"):
+            return receiver(node), constant
+        case ast.Call(args=[_], keywords=[ast.keyword(arg="value", value=constant)]):
+            return receiver(node), constant
+        case ast.Call(args=[_, kept, filled]) if event.path == "where":
+            first_is_constant = isinstance(kept, ast.Constant | ast.UnaryOp)
+            return (dotted(filled), kept) if first_is_constant else (dotted(kept), filled)
+        case ast.Subscript(value=owner) if isinstance(statement, ast.Assign):
+            return dotted(owner), statement.value
+        case _:
+            return "", None
 
 
 def _constant(event: Op) -> float | None:

@@ -30,7 +30,7 @@ from collections.abc import Iterator
 
 from ampwise.lint.model.analysis import Analysis
 from ampwise.lint.model.events import Op
-from ampwise.lint.model.tensors import is_low
+from ampwise.lint.model.tensors import is_low, origins
 from ampwise.lint.model.values import Const, Tensor, key_of
 from ampwise.lint.rule import Mistake, rule
 
@@ -41,7 +41,7 @@ GROWING = {"exp", "exp_", "pow", "pow_", "reciprocal", "square", "square_", "rsq
 def check(code: Analysis) -> Iterator[Mistake]:
     for trace in code.traces:
         for event in trace.of(Op):
-            if _overflows(event):
+            if _overflows(event) and not _is_penalty(event):
                 yield Mistake(
                     event.node,
                     event.module,
@@ -69,3 +69,13 @@ def _overflows(event: Op) -> bool:
 def _is_square(event: Op) -> bool:
     one, other = event.inputs
     return one is other or (bool(key_of(one)) and key_of(one) == key_of(other))
+
+
+def _is_penalty(event: Op) -> bool:
+    """Whether it belongs to a gradient penalty behind autocast: that is AMP116's."""
+    first = event.inputs[0]
+    return (
+        event.context.region is None
+        and isinstance(first, Tensor)
+        and any(each.op == "autograd.grad" for each in origins(first))
+    )

@@ -31,18 +31,27 @@ tensors float32: RuntimeError "expected m1 and m2 to have the same dtype" (repro
             return grad @ w.t(), x.t() @ grad
 
 ## Fix safety
-No automatic fix: whether to add `cast_inputs=torch.float32` depends on what the function
-computes.
+Unsafe: `--unsafe-fixes` decorates both, for the device of the region it is applied in (and
+imports torch, if need be). backward then runs under the autocast of forward: what it computes may
+change its dtype. Whether `cast_inputs=torch.float32` belongs there too depends on what the function
+computes. No fix where the device is not known, for a method without `@staticmethod`, and with
+`setup_context`, whose forward has no `ctx` for the decorator to write to. Needs torch 2.4.
 """
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import partial
 
+from ampwise.lint.findings import Edit
 from ampwise.lint.model.analysis import Analysis
 from ampwise.lint.model.events import Applied
+from ampwise.lint.model.places import has_torch
+from ampwise.lint.model.queries import edit
 from ampwise.lint.model.roles import dotted
+from ampwise.lint.model.values import Class
+from ampwise.lint.project import Module
 from ampwise.lint.rule import Mistake, rule
 
 
@@ -50,17 +59,11 @@ from ampwise.lint.rule import Mistake, rule
 def check(code: Analysis) -> Iterator[Mistake]:
     for trace in code.traces:
         for event in trace.of(Applied):
-            if event.context.region is None:
+            region = event.context.region
+            if region is None:
                 continue
             class_ = event.class_
-            forward = next(
-                (
-                    each
-                    for each in class_.node.body
-                    if isinstance(each, ast.FunctionDef) and each.name == "forward"
-                ),
-                None,
-            )
+            forward = _method(class_.node, "forward")
             if forward is not None and not _is_prepared(class_.node):
                 yield Mistake(
                     forward,
@@ -69,6 +72,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
                     "its forward gets whatever dtype comes, its backward runs with autocast off, "
                     "and the two meet in different dtypes; decorate both "
                     "(torch.amp.custom_fwd(device_type=...))",
+                    mend=partial(_edits, class_, region.device),
                 )
 
 
@@ -84,3 +88,35 @@ def _is_prepared(node: ast.ClassDef) -> bool:
         elif isinstance(each, ast.Call) and "autocast" in dotted(each.func):
             return True
     return False
+
+
+def _method(node: ast.ClassDef, name: str) -> ast.FunctionDef | None:
+    methods = [each for each in node.body if isinstance(each, ast.FunctionDef)]
+    return next((each for each in methods if each.name == name), None)
+
+
+def _edits(class_: Class, device: str | None) -> tuple[Edit, ...]:
+    """Decorate forward and backward below what they are decorated with."""
+    methods = [_method(class_.node, name) for name in ("forward", "backward")]
+    if device is None or _method(class_.node, "setup_context") is not None:
+        return ()
+    edits: list[Edit] = []
+    for method, name in zip(methods, ("custom_fwd", "custom_bwd"), strict=True):
+        if method is None:
+            continue
+        if not method.decorator_list:
+            return ()
+        text = f'torch.amp.{name}(device_type="{device}")'
+        edits.append(edit("decorator", method.decorator_list[-1], text))
+    return (*_import_torch(class_.module), *edits)
+
+
+def _import_torch(module: Module) -> tuple[Edit, ...]:
+    """``import torch`` before the first import that may have something before it."""
+    if has_torch(module):
+        return ()
+    for each in module.tree.body:
+        future = isinstance(each, ast.ImportFrom) and each.module == "__future__"
+        if isinstance(each, ast.Import | ast.ImportFrom) and not future:
+            return (edit("before", each, "import torch"),)
+    return ()

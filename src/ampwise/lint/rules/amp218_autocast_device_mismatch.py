@@ -20,16 +20,25 @@ Where it is, CUDA's region does not touch operations on CPU tensors.
         loss = criterion(model(x), y)
 
 ## Fix safety
-No automatic fix: moving the network to CUDA may be what is meant.
+Unsafe: `--unsafe-fixes` makes the device "cpu" where the call names its device, or is one of
+`torch.cuda.amp`. Moving the network to CUDA may be what is meant; and where CUDA's autocast did
+nothing, training now runs in the lower precision (a dtype that is given stays; without one it is
+bfloat16 on CPUs).
 """
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 
+from ampwise.lint.findings import Edit
 from ampwise.lint.model.analysis import Analysis, Trace
 from ampwise.lint.model.events import Backward, Forward, Moved
+from ampwise.lint.model.nodes import Node
+from ampwise.lint.model.places import has_torch
+from ampwise.lint.model.queries import edit
 from ampwise.lint.model.values import Const, Model, Scaler
+from ampwise.lint.project import Module
 from ampwise.lint.rule import Mistake, rule
 
 
@@ -47,6 +56,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
                     "autocast is for CUDA, but the network and its data are on the CPU: it casts "
                     "nothing and training runs in float32 without a word; use "
                     'torch.autocast("cpu", dtype=torch.bfloat16)',
+                    _edits(region.node, region.module, "autocast"),
                 )
         for backward in trace.of(Backward):
             scaler = backward.scaled
@@ -56,6 +66,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
                     scaler.module,
                     "the scaler is for CUDA, but training runs on the CPU: it switches itself off "
                     'with a warning; use torch.amp.GradScaler("cpu"), or none with bfloat16',
+                    _edits(scaler.node, scaler.module, "GradScaler"),
                 )
 
 
@@ -70,3 +81,25 @@ def _is_cpu(trace: Trace) -> bool:
 
 def _for_cuda(scaler: Scaler) -> bool:
     return isinstance(scaler.device, Const) and str(scaler.device.value).startswith("cuda")
+
+
+def _edits(node: Node, module: Module, name: str) -> tuple[Edit, ...]:
+    """Make the device "cpu"; ``torch.cuda.amp``, which takes none, becomes ``torch.amp``."""
+    if not isinstance(node, ast.Call):
+        return ()
+    path = module.imports.full(node.func)
+    if not path.startswith(("torch.amp.", "torch.cuda.amp.", f"torch.{name}")):
+        return ()
+    if path.startswith("torch.cuda."):
+        first = "enabled" if name == "autocast" else "init_scale"
+        if not has_torch(module) or len(node.args) > 1:
+            return ()
+        new = edit("replace", node.func, f"torch.amp.{name}")
+        return (new, edit("argument", node, f'0:"cpu"|{first}'))
+    named = [each.value for each in node.keywords if each.arg in ("device", "device_type")]
+    devices = [*node.args[:1], *named]
+    if not devices:  # a scaler is CUDA's where nothing is said
+        return (edit("argument", node, '0:"cpu"'),)
+    device = devices[0]
+    is_text = isinstance(device, ast.Constant) and isinstance(device.value, str)
+    return (edit("replace", device, '"cpu"'),) if is_text else ()

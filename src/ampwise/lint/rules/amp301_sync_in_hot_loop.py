@@ -23,16 +23,26 @@ price, 3 us, and a finite check with `.item()` 87 us.
     print(total.item() / len(loader))
 
 ## Fix safety
-No automatic fix: code that goes on with the number expects one, not a tensor.
+Unsafe: `--unsafe-fixes` keeps a sum on the device: `total += loss.item()` adds `loss.detach()`,
+and behind the loop `total = float(total)` reads it once. Sums are then rounded to float32. Only
+where the loop does nothing else with the sum, and the sum begins as a number. What is printed,
+logged, appended to a list or compared on every step is left: code that goes on with the number
+expects one, and how often to report, only the author knows.
 """
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
+from functools import partial
 
+from ampwise.lint.findings import Edit
 from ampwise.lint.model.analysis import Analysis
-from ampwise.lint.model.events import HostSync
-from ampwise.lint.model.queries import is_hot, step_loops, uses_amp
+from ampwise.lint.model.events import HostSync, SchedulerStep
+from ampwise.lint.model.places import block_of, functions_of, loads, stores
+from ampwise.lint.model.queries import edit, is_hot, step_loops, uses_amp
+from ampwise.lint.model.roles import dotted
+from ampwise.lint.model.values import Tensor
 from ampwise.lint.rule import Mistake, rule
 
 
@@ -41,8 +51,12 @@ def check(code: Analysis) -> Iterator[Mistake]:
     if not uses_amp(code):
         return
     loops = step_loops(code)
+    schedules = [each for trace in code.traces for each in trace.of(SchedulerStep)]
+    waits = {each.context.functions for each in schedules if _asks_scale(each)}
     for trace in code.traces:
         for event in trace.of(HostSync):
+            if event.how == "get_scale" and event.context.functions in waits:
+                continue  # the price of a schedule that waits for skipped steps: AMP112
             if is_hot(event, loops, trace):
                 yield Mistake(
                     event.node,
@@ -50,4 +64,71 @@ def check(code: Analysis) -> Iterator[Mistake]:
                     f"{event.how} waits for the device on every step: the queue of kernels runs "
                     "dry and the speed of lower precision is lost; keep the tensor (.detach()), "
                     "and read it every so many steps",
+                    mend=partial(_edits, event),
                 )
+
+
+def _asks_scale(event: SchedulerStep) -> bool:
+    return any("get_scale" in each.key for each in event.context.conditions)
+
+
+# ---------------------------------------------------------------------- fixes
+
+READS = ("item", "cpu", "detach", "numpy", "tolist")
+
+
+def _edits(event: HostSync) -> tuple[Edit, ...]:
+    """``total += loss.item()``: add the tensor, and read the sum behind the loop."""
+    if not event.context.loops:
+        return ()  # a function that makes one step
+    module, node = event.module, event.node
+    statement, loop = module.statement_of(node), event.context.loops[-1].node
+    if not isinstance(statement, ast.AugAssign) or not isinstance(statement.op, ast.Add | ast.Sub):
+        return ()
+    total = dotted(statement.target)
+    if not isinstance(loop, ast.For | ast.While) or loop.orelse:
+        return ()
+    if not total or not isinstance(event.tensor, Tensor):
+        return ()
+    if functions_of(module, loop) != functions_of(module, node) or stores(loop, total) != 1:
+        return ()
+    begin = _begins_as(block_of(module, loop), loop, total)
+    # A count that begins as an int is to stay one.
+    if loads(loop, total) or begin is None or (begin is int and not event.tensor.loss):
+        return ()
+    outer = _outermost(statement.value, node)
+    tensor = _tensor_of(outer)
+    if tensor is None:
+        return ()
+    # In half, a sum would stand still; where the dtype is not known it may be that.
+    cast = "" if event.tensor.dtype == "float32" else ".float()"
+    text = f"{module.text_of(tensor)}.detach(){cast}"
+    return (edit("replace", outer, text), edit("after", loop, f"{total} = float({total})"))
+
+
+def _begins_as(block: list[ast.stmt], loop: ast.stmt, total: str) -> type | None:
+    """The type of the number the sum is set to before the loop, in the same block."""
+    for each in reversed(block[: block.index(loop)]):
+        if isinstance(each, ast.Assign) and any(dotted(e) == total for e in each.targets):
+            value = each.value.value if isinstance(each.value, ast.Constant) else None
+            return type(value) if isinstance(value, int | float) else None
+    return None
+
+
+def _outermost(expression: ast.expr, read: ast.AST) -> ast.expr:
+    """The longest chain of reads around one: ``loss.cpu().item()`` around ``loss.cpu()``."""
+    chains = [e for e in ast.walk(expression) if isinstance(e, ast.Call) and read in ast.walk(e)]
+    return next((each for each in chains if _tensor_of(each) is not None), expression)
+
+
+def _tensor_of(node: ast.expr) -> ast.expr | None:
+    """``loss`` of ``loss.detach().cpu().item()`` and of ``float(loss)``."""
+    match node:
+        case ast.Call(func=ast.Name(id="float"), args=[inner], keywords=[]):
+            return _tensor_of(inner) or inner
+        case ast.Call(func=ast.Attribute(value=inner, attr=name), args=[], keywords=[]):
+            return (_tensor_of(inner) or inner) if name in READS else None
+        case ast.Attribute(value=inner, attr="data"):
+            return inner
+        case _:
+            return None

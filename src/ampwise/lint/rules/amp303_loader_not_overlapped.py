@@ -23,15 +23,18 @@ what takes 20 % of a float32 step takes a third once the rest runs twice as fast
         x, y = x.cuda(non_blocking=True), y.cuda(non_blocking=True)
 
 ## Fix safety
-Unsafe: `--unsafe-fixes` adds the missing arguments. Workers need a dataset that can be sent to
-processes and a guarded main script on some systems; random augmentations draw other numbers.
+Unsafe: `--unsafe-fixes` adds the missing arguments, or puts 4 and True where 0 and False stand, and
+lets the copies of pinned batches run on. Workers need a dataset that can be sent to processes and a
+guarded main script on some systems; random augmentations draw other numbers.
 """
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import partial
 
+from ampwise.lint.findings import Edit
 from ampwise.lint.model.analysis import Analysis
 from ampwise.lint.model.events import Made, Moved
 from ampwise.lint.model.queries import edit, is_hot, step_loops, uses_amp
@@ -51,16 +54,28 @@ def check(code: Analysis) -> Iterator[Mistake]:
             continue
         lacking = [name for name in ("num_workers", "pin_memory") if _is_off(loader, name)]
         if lacking:
-            text = {"num_workers": "num_workers=4", "pin_memory": "pin_memory=True"}
-            absent = [name for name in lacking if name not in loader.arguments]
             yield Mistake(
                 loader.node,
                 loader.module,
                 f"the DataLoader has no {' and no '.join(lacking)}: batches are made and copied "
                 "while the device waits, which the faster step of lower precision makes worse; set "
                 "num_workers and pin_memory=True, and copy with non_blocking=True",
-                tuple(edit("argument", loader.node, text[name]) for name in absent),
+                mend=partial(_edits, code, loader, lacking),
             )
+
+
+def _edits(code: Analysis, loader: Loader, lacking: list[str]) -> tuple[Edit, ...]:
+    """Give the arguments, or other values to them; once memory is pinned, copies need not wait."""
+    new = {"num_workers": "4", "pin_memory": "True"}
+    given = {each.arg: each.value for each in getattr(loader.node, "keywords", ())}
+    edits = [
+        edit("replace", given[name], new[name])
+        if name in given
+        else edit("argument", loader.node, f"{name}={new[name]}")
+        for name in lacking
+    ]
+    copies = _copies(code) if "pin_memory" in lacking else ()
+    return (*edits, *(edit("argument", each.node, "non_blocking=True") for each in copies))
 
 
 def _blocking_copies(code: Analysis) -> Iterator[Mistake]:
@@ -68,19 +83,25 @@ def _blocking_copies(code: Analysis) -> Iterator[Mistake]:
     loaders = [e.value for e in code.of(Made) if isinstance(e.value, Loader)]
     if not any(_is_pinned(each) for each in loaders):
         return
+    for event in _copies(code):
+        yield Mistake(
+            event.node,
+            event.module,
+            "the batch lies in pinned memory, but its copy waits: pass non_blocking=True, so that "
+            "it runs while the device works",
+            (edit("argument", event.node, "non_blocking=True"),),
+        )
+
+
+def _copies(code: Analysis) -> Iterator[Moved]:
+    """Copies of batches on every step that wait."""
     loops = step_loops(code)
     for trace in code.traces:
         for event in trace.of(Moved):
             tensor = event.tensor
             is_batch = isinstance(tensor, Tensor) and tensor.data
             if is_batch and not event.non_blocking and is_hot(event, loops, trace):
-                yield Mistake(
-                    event.node,
-                    event.module,
-                    "the batch lies in pinned memory, but its copy waits: pass non_blocking=True, "
-                    "so that it runs while the device works",
-                    (edit("argument", event.node, "non_blocking=True"),),
-                )
+                yield event
 
 
 def _evaluates(event: Made) -> bool:

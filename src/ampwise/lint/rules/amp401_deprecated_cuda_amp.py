@@ -37,22 +37,24 @@ from ampwise.lint.model.analysis import Analysis
 from ampwise.lint.model.imports import Imports, uses
 from ampwise.lint.model.nodes import Node
 from ampwise.lint.model.queries import edit
+from ampwise.lint.model.roles import dotted
 from ampwise.lint.project import Module
 from ampwise.lint.rule import Mistake, rule
 
 OLD = {"torch.cuda.amp": "cuda", "torch.cpu.amp": "cpu"}
+HOMES = (*OLD, *(f"{old}.{each}" for old in OLD for each in ("autocast_mode", "grad_scaler")))
 NAMES = ("autocast", "GradScaler", "custom_fwd", "custom_bwd")
 
 
 @rule("AMP401", "deprecated-cuda-amp", "warning", fix="safe")
 def check(code: Analysis) -> Iterator[Mistake]:
     found = code.module.imports
-    direct = _imported(found)
     for statement, names in found.statements:
         old = [each for each in names if _old_home(each)]
         if old:
-            edits = (*_import_edits(statement), *_use_edits(code.module, found, direct))
-            yield _mistake(statement, code.module, old[0], edits)
+            edits = _import_edits(statement)
+            uses_too = _use_edits(code.module, statement) if edits else ()
+            yield _mistake(statement, code.module, old[0], (*edits, *uses_too))
     for node, full in uses(code.module):
         home = _old_home(full)
         if isinstance(node, ast.Name) or _from_alias(found, node):
@@ -63,17 +65,6 @@ def check(code: Analysis) -> Iterator[Mistake]:
 
 def _old_home(name: str) -> str:
     return next((old for old in OLD if name == old or name.startswith(f"{old}.")), "")
-
-
-def _imported(found: Imports) -> set[str]:
-    """Old names that an import statement of their own brings in."""
-    return {
-        name
-        for statement, names in found.statements
-        if isinstance(statement, ast.ImportFrom)
-        for name in names
-        if _old_home(name)
-    }
 
 
 def _from_alias(found: Imports, node: Node) -> bool:
@@ -115,20 +106,20 @@ def _import_edits(statement: ast.Import | ast.ImportFrom) -> tuple[Edit, ...]:
             return (edit("replace", statement, f"import torch.amp as {old[0].asname}"),)
         return ()
     names = ", ".join(f"{e.name} as {e.asname}" if e.asname else e.name for e in old)
-    if statement.module in OLD and all(each.name in NAMES for each in old):
+    if statement.module in HOMES and all(each.name in NAMES for each in old):
         return (edit("replace", statement, f"from torch.amp import {names}"),)
     if statement.module in ("torch.cuda", "torch.cpu") and [e.name for e in old] == ["amp"]:
         return (edit("replace", statement, f"from torch import {names}"),)
     return ()
 
 
-def _use_edits(module: Module, found: Imports, direct: set[str]) -> tuple[Edit, ...]:
-    """The device that calls of imported names must say."""
+def _use_edits(module: Module, statement: ast.Import | ast.ImportFrom) -> tuple[Edit, ...]:
+    """The device that calls of what a statement imports must say."""
+    bound = {each.asname or each.name for each in statement.names}
     edits: list[Edit] = []
     for node, full in uses(module):
-        last = full.rpartition(".")[2]
-        direct_name = isinstance(node, ast.Name) and full in direct
-        if last in NAMES and _old_home(full) and (direct_name or _from_alias(found, node)):
+        is_old = full.rpartition(".")[2] in NAMES and _old_home(full)
+        if is_old and dotted(node).partition(".")[0] in bound:
             edits += _with_device(module, node, full)
     return tuple(edits)
 

@@ -1,0 +1,134 @@
+"""Being one of several processes that torchrun started: who this is, and joining the others.
+
+torchrun says in the environment which process this is. Processes meet through its store; the group
+is gloo on CPUs and NCCL on CUDA, with gloo beside it for what concerns the hosts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from ampwise.errors import UsageError
+
+LIMIT_S = 600.0
+"""Seconds after which ranks that wait for another one give up, unless told otherwise."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A process among those that were started together.
+
+    Attributes
+    ----------
+    rank, size
+        Its number among all processes, and how many there are.
+    local_rank, local_size
+        The same on its machine.
+    restarts
+        How often torchrun has started them anew after one died.
+    may_restart
+        Whether torchrun will do so.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    restarts: int = 0
+    may_restart: bool = False
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process speaks for all: writes the run's files, logs and prints."""
+        return self.rank == 0
+
+
+def launch() -> Launch:
+    """What torchrun said about this process; one process of one where nobody did."""
+    found = os.environ
+    if "RANK" not in found or "WORLD_SIZE" not in found:
+        return Launch()
+    return Launch(
+        rank=int(found["RANK"]),
+        size=int(found["WORLD_SIZE"]),
+        local_rank=int(found.get("LOCAL_RANK", "0")),
+        local_size=int(found.get("LOCAL_WORLD_SIZE", "1")),
+        restarts=int(found.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        may_restart=int(found.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0,
+    )
+
+
+def device_of(me: Launch, device: str) -> str:
+    """The device of this process: each on a machine has its own GPU.
+
+    Raises
+    ------
+    UsageError
+        When a machine has fewer GPUs than processes, or all are told to use the same one.
+    """
+    if me.size == 1 or device.partition(":")[0] != "cuda":
+        return device
+    import torch
+
+    if ":" in device:
+        raise UsageError(
+            f"device {device}: each of {me.local_size} processes needs a GPU of its own; say "
+            "--device cuda, or set CUDA_VISIBLE_DEVICES"
+        )
+    count = torch.cuda.device_count()
+    if count < me.local_size:
+        raise UsageError(
+            f"{me.local_size} processes on a machine with {count} GPUs: expected one GPU each; "
+            f"start torchrun with --nproc-per-node {count}"
+        )
+    return f"cuda:{me.local_rank}"
+
+
+@contextmanager
+def joined(me: Launch, device: str, limit_s: float = LIMIT_S) -> Generator[Any]:
+    """Context: this process belongs to the group; the store they met at, None if it is alone.
+
+    Raises
+    ------
+    UsageError
+        When the others do not come.
+    """
+    if me.size == 1:
+        yield None
+        return
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.rendezvous import rendezvous
+
+    on_cuda = device.startswith("cuda")
+    if on_cuda:
+        torch.cuda.set_device(device)
+    limit = timedelta(seconds=limit_s)
+    try:
+        store, rank, size = next(iter(rendezvous("env://", timeout=limit)))
+        store.set_timeout(limit)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if on_cuda else "gloo",
+            store=dist.PrefixStore("group", store),
+            rank=rank,
+            world_size=size,
+            timeout=limit,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise UsageError(
+            f"rank {me.rank}: the {me.size} processes did not meet "
+            f"({' '.join(str(error).split())[:160]}); start all of them with torchrun, with the "
+            "same --nnodes, --nproc-per-node and rendezvous endpoint"
+        ) from None
+    try:
+        yield store
+        # torchrun ends the others as soon as one leaves with an exit code of its own.
+        dist.barrier()
+    finally:
+        # After an error the others may be gone: nothing here may wait for them.
+        dist.destroy_process_group()

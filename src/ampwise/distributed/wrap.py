@@ -1,0 +1,140 @@
+"""Spreading a model over ranks as a precision policy says: `replicate` (DDP), `shard` (FSDP2).
+
+A model that is wrapped already works too; what these two add is the policy:
+
+===============  ==================================  ============================================
+policy           ``replicate``: DDP                  ``shard``: FSDP2
+===============  ==================================  ============================================
+parameters       float32, or bfloat16 with float32   float32 shards; gathered as bfloat16 with
+                 masters (``bf16-master``)           ``bf16-master``
+``reduce=``      dtype gradients are sent and        the same, ``MixedPrecisionPolicy``'s
+                 summed in                           ``reduce_dtype``
+islands          float32, by hooks                   units of their own, in float32
+===============  ==================================  ============================================
+
+Sums over ranks are in float32 unless the policy says ``reduce=bf16``: that halves what is sent, and
+rounds each partial sum to 8 bits, an error that grows with the number of ranks (docs/scale.md has
+the figures). float16 is refused as a dtype of sums: at the loss scales in use sums overflow.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ampwise.errors import PolicyError
+from ampwise.policy import Policy
+from ampwise.step.master import lower_parameters
+from ampwise.step.precision import islands_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def replicate(
+    model: nn.Module, policy: str | Policy = "fp32", **arguments: Any
+) -> DistributedDataParallel:
+    """Put a model in DDP, its parameters and the sum of its gradients in the policy's dtypes.
+
+    Parameters
+    ----------
+    model
+        On its device; changed in place where the policy stores parameters in bfloat16.
+    arguments
+        For `DistributedDataParallel`, such as ``find_unused_parameters=True``.
+
+    Raises
+    ------
+    PolicyError
+        For a policy that sums gradients in float16.
+    """
+    policy = _checked(policy)
+    islands = islands_of(model, policy.islands)
+    lower_parameters(model, getattr(torch, policy.param_dtype), islands)
+    device = next(model.parameters()).device
+    if device.type == "cuda":
+        arguments.setdefault("device_ids", [device.index])
+    copied = DistributedDataParallel(model, **arguments)
+    reduce_dtype = getattr(torch, policy.reduce_dtype)
+    if any(each.dtype != reduce_dtype for each in model.parameters()):
+        copied.register_comm_hook(dist.group.WORLD, _summed_in(reduce_dtype))
+    return copied
+
+
+def shard(
+    model: nn.Module, policy: str | Policy = "fp32", mesh: DeviceMesh | None = None
+) -> nn.Module:
+    """Shard a model with FSDP2, in place, its gathered parameters and sums in the policy's dtypes.
+
+    The blocks of a `nn.ModuleList` are units of their own, and so are islands; the rest is one.
+    Build the optimizer afterwards, over the sharded parameters.
+
+    Raises
+    ------
+    PolicyError
+        For a policy that sums gradients in float16.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = _checked(policy)
+    param_dtype = torch.bfloat16 if policy.master_weights else None
+    lowered = MixedPrecisionPolicy(
+        param_dtype=param_dtype, reduce_dtype=getattr(torch, policy.reduce_dtype)
+    )
+    settings: dict[str, Any] = {} if mesh is None else {"mesh": mesh}
+    for island in islands_of(model, policy.islands):
+        fully_shard(island, mp_policy=MixedPrecisionPolicy(), **settings)
+    for block in _blocks(model):
+        fully_shard(block, mp_policy=lowered, **settings)
+    fully_shard(model, mp_policy=lowered, **settings)
+    return model
+
+
+def _checked(policy: str | Policy) -> Policy:
+    policy = Policy.parse(policy) if isinstance(policy, str) else policy
+    if policy.reduce_dtype == "float16":
+        raise PolicyError(
+            f"precision {policy.text}: gradients summed over ranks in float16 overflow at the loss "
+            "scales it needs; expected reduce=fp32 (the default) or reduce=bf16"
+        )
+    return policy
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """The repeated parts of a model, which are gathered one after the other."""
+    return [
+        block
+        for layer in model.modules()
+        if isinstance(layer, nn.ModuleList)
+        for block in layer
+        if any(True for _ in block.parameters())
+    ]
+
+
+def _summed_in(dtype: torch.dtype) -> Any:
+    """A communication hook of DDP: mean over ranks, sent and summed in a dtype.
+
+    As `torch.distributed.algorithms.ddp_comm_hooks.default_hooks.bf16_compress_hook`, which wants
+    NCCL; and the other way too, for bfloat16 gradients that are summed in float32.
+    """
+
+    def hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        buffer = bucket.buffer()
+        sent = buffer.to(dtype).div_(dist.get_world_size(group))
+
+        def back(done: torch.futures.Future[list[Tensor]]) -> Tensor:
+            return bucket.buffer().copy_(done.value()[0])
+
+        work: Any = dist.all_reduce(sent, group=group, async_op=True)
+        return work.get_future().then(back)
+
+    # DDP looks at the types themselves, which here are text.
+    hook.__annotations__ |= {
+        "bucket": dist.GradBucket,
+        "return": torch.futures.Future[torch.Tensor],
+    }
+    return hook

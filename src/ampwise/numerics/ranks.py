@@ -1,0 +1,63 @@
+"""One answer for all ranks: that of the first one whose own part of the window is at fault.
+
+Gradients are summed over ranks, so after a backward all of them are bad wherever it came from. Each
+rank therefore replays its own micro-batches by itself, without summing, and they compare notes. The
+parts of a model under FSDP2 cannot be run by one rank alone; then what a rank was given, and the
+loss that came of it, is all there is to go by.
+"""
+
+from __future__ import annotations
+
+from ampwise.data import leaves
+from ampwise.distributed.lead import from_each
+from ampwise.numerics.result import Diagnosis
+from ampwise.step.recorder import Stash, finite
+
+_WORST_FIRST = ("fault", "benign", "not_reproduced", "clean")
+
+
+def first_at_fault(mine: Diagnosis | None) -> Diagnosis | None:
+    """The same diagnosis on all ranks: of those that found a fault, the first one's."""
+    answers = from_each(mine)
+    if len(answers) == 1:
+        return mine
+    known = [(rank, each) for rank, each in enumerate(answers) if each is not None]
+    if not known:
+        return None
+    rank, found = min(known, key=lambda pair: (_WORST_FIRST.index(pair[1].status), pair[0]))
+    if found.status != "fault":
+        return found
+    faulty = [other for other, each in known if each.status == "fault"]
+    found.rank = rank
+    found.explanation = f"On rank {found.rank} of {len(answers)}: {found.explanation}"
+    if also := faulty[1:]:
+        found.notes.append(f"The same on rank {', '.join(map(str, also))}; rank {rank} is shown.")
+    else:
+        found.notes.append("The other ranks' parts of this step are finite by themselves.")
+    return found
+
+
+def by_what_went_in(found: Diagnosis, stash: Stash) -> Diagnosis | None:
+    """Whether this rank is at fault, as far as its batches and losses show; None if they do not.
+
+    `found` is filled in and returned.
+    """
+    for index, each in enumerate(stash.micro_batches):
+        bad = [path for path, tensor in leaves(each.batch) if not finite(tensor)]
+        if bad:
+            found.status, found.phase, found.cause = "fault", "data", "BAD_INPUT"
+            found.explanation = (
+                f"{', '.join(bad)} of micro-batch {index} holds inf or NaN. Leave out or mend that "
+                "data; no precision can train on it."
+            )
+            return found
+    for index, loss in enumerate(stash.losses):
+        if not finite(loss):
+            found.status, found.phase = "fault", "forward"
+            found.explanation = (
+                f"The loss of micro-batch {index} is {float(loss)} although its batch is finite. "
+                "FSDP2's parts of a model cannot be replayed by one rank alone: ampwise diagnose "
+                "in one process, or under torchrun with DDP, finds the operation."
+            )
+            return found
+    return None

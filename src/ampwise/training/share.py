@@ -1,0 +1,146 @@
+"""Each rank's share of the data: the batches of an epoch are dealt out in turns.
+
+With R ranks the task's batches are taken R at a time, and rank r trains on the r-th of them; so one
+step of all ranks is over the same samples as a window of R batches in one process. In the last turn
+of an epoch there may be fewer: ranks without one take the turn's first batch again, and it counts
+nothing. So all ranks make the same steps, which DDP and FSDP2 need.
+
+The order of the data must be the same on all ranks, while dropout should not be. So whatever the
+task's batches draw at random comes from a random state of its own, that starts the same everywhere.
+
+A `DataLoader` over a dataset that can be indexed is asked for this rank's batches only, and what
+the dataset draws (augmentation) is the rank's own; of any other iterable each rank reads all and
+leaves out those of the others.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A batch of this rank.
+
+    Attributes
+    ----------
+    counts
+        Whether it is its own; one that is not weighs nothing.
+    last
+        Whether the epoch ends with it.
+    """
+
+    batch: Any
+    counts: bool
+    last: bool
+
+
+class DataRandom:
+    """A random state that only data is drawn from.
+
+    Attributes
+    ----------
+    state
+        State of the generators of Python, NumPy and torch (CPU).
+    """
+
+    def __init__(self, state: tuple[Any, Any, Any] | None = None) -> None:
+        self.state = state or _generators()
+
+    def draw(self, make: Callable[[], Any]) -> Any:
+        """What `make` returns, its random numbers taken from here."""
+        outside = _generators()
+        _set_generators(self.state)
+        try:
+            return make()
+        finally:
+            self.state = _generators()
+            _set_generators(outside)
+
+
+def turns(
+    epoch: Callable[[], Iterable[Any]], rank: int, size: int, source: DataRandom, skip: int = 0
+) -> Iterator[Turn]:
+    """The batches of an epoch that this rank trains on.
+
+    Parameters
+    ----------
+    epoch
+        Starts an epoch.
+    source
+        The random state its data comes from; the same on all ranks.
+    skip
+        Turns to leave out, for a run that is resumed.
+    """
+    batches: Any = source.draw(epoch)
+    if isinstance(batches, DataLoader) and _can_be_dealt(batches):
+        order, seed = source.draw(lambda: _order(batches))
+        groups = [order[start : start + size] for start in range(0, len(order), size)][skip:]
+        mine = [group[rank] if rank < len(group) else group[0] for group in groups]
+        loaded = iter(_with_order(batches, mine, seed + rank))
+        for index, group in enumerate(groups):
+            yield Turn(next(loaded), rank < len(group), index == len(groups) - 1)
+        return
+    each_has_its_own = isinstance(batches, DataLoader) and isinstance(
+        batches.sampler, DistributedSampler
+    )
+    rest: Iterator[Any] = source.draw(lambda: iter(batches))
+    width, mine_at = (1, 0) if each_has_its_own else (size, rank)
+
+    def next_group() -> list[Any]:
+        return source.draw(lambda: list(islice(rest, width)))
+
+    for _ in range(skip):
+        next_group()
+    held = next_group()
+    while held:
+        following = next_group()
+        counts = mine_at < len(held)
+        yield Turn(held[mine_at if counts else 0], counts, not following)
+        held = following
+
+
+def _can_be_dealt(loader: DataLoader[Any]) -> bool:
+    return (
+        loader.batch_sampler is not None
+        and not isinstance(loader.dataset, IterableDataset)
+        and not isinstance(loader.sampler, DistributedSampler)
+    )
+
+
+def _order(loader: DataLoader[Any]) -> tuple[list[Any], int]:
+    """The indices of an epoch's batches, and the seed of its workers, as one process draws them."""
+    seed = int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator).item())
+    assert loader.batch_sampler is not None
+    return list(loader.batch_sampler), seed
+
+
+def _with_order(loader: DataLoader[Any], order: list[Any], seed: int) -> DataLoader[Any]:
+    """The same loader over batches given by their indices; its workers draw from this seed."""
+    generator = torch.Generator().manual_seed(seed)
+    names = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn")
+    settings = {name: getattr(loader, name) for name in names}
+    if loader.num_workers:
+        settings |= {
+            "multiprocessing_context": loader.multiprocessing_context,
+            "prefetch_factor": loader.prefetch_factor,
+        }
+    return DataLoader(loader.dataset, batch_sampler=order, generator=generator, **settings)
+
+
+def _generators() -> tuple[Any, Any, Any]:
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+
+def _set_generators(state: tuple[Any, Any, Any]) -> None:
+    random.setstate(state[0])
+    np.random.set_state(state[1])
+    torch.set_rng_state(state[2])

@@ -1,0 +1,74 @@
+"""Faults on one rank, with real processes: NaN data, an overflow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ampwise import TrainStep
+from ampwise.step import LossScale
+from tests.distributed import small
+from tests.distributed.ranks import Ranks
+from tests.distributed.small import Spread
+
+
+class Squares(nn.Module):
+    """Overflows float16 where inputs are above 256."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs)
+        hidden = hidden * hidden
+        return self.head(hidden)
+
+
+def _diagnosed(spread: Spread, kind: str, at: int) -> tuple[Any, ...]:
+    model = small.spread_out(Squares(), spread)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    found: list[Any] = []
+    step = TrainStep(
+        model,
+        optimizer,
+        policy="fp16",
+        loss_scale=LossScale(init_scale=256.0),
+        on_fault=found.append,
+    )
+    for index, (inputs, labels) in enumerate(small.batches(3)):
+        if index == 1 and small.me() == at:
+            inputs = inputs / 0 if kind == "data" else inputs * 2000
+        step(small.loss, (inputs, labels))
+    assert [each.skipped for each in step.history] == [False, True, False]
+    one = found[0]
+    line = one.origin.source if one.origin else None
+    return one.rank, one.cause, line, one.status, one.step, one.explanation.partition(":")[0]
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_an_overflow_on_one_rank_is_named_with_its_line_on_all(ranks: Ranks, at: int) -> None:
+    first, second = ranks(_diagnosed, "ddp", "overflow", at)
+    assert first == second
+    assert first == (
+        *(at, "RANGE_OVERFLOW", "hidden = hidden * hidden", "fault", 2),
+        f"On rank {at} of 2",
+    )
+
+
+@pytest.mark.parametrize("spread", ["ddp", "fsdp"])
+def test_bad_data_on_one_rank_is_named_on_all(ranks: Ranks, spread: Spread) -> None:
+    first, second = ranks(_diagnosed, spread, "data", 1)
+    assert first == second
+    assert first[:2] == (1, "BAD_INPUT")
+
+
+def test_under_fsdp_the_rank_and_the_phase_are_known(ranks: Ranks) -> None:
+    first, second = ranks(_diagnosed, "fsdp", "overflow", 1)
+    assert first == second
+    assert first == (1, None, None, "fault", 2, "On rank 1 of 2")

@@ -1,0 +1,150 @@
+"""`replicate` and `shard`: a policy's dtypes on several ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ampwise import TrainStep
+from ampwise.distributed import replicate, shard
+from ampwise.errors import PolicyError, UsageError
+from tests.distributed import small
+from tests.distributed.ranks import Ranks
+from tests.distributed.small import Spread
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for block in self.blocks:
+            inputs = torch.tanh(block(inputs))
+        return self.head(self.norm(inputs))
+
+
+def _made(spread: Spread, policy: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = Blocks()
+    if spread == "alone":
+        return model
+    return replicate(model, policy) if spread == "ddp" else shard(model, policy)
+
+
+def _trained(spread: Spread, policy: str, accumulate: int) -> dict[str, Any]:
+    model = _made(spread, policy)
+    ranks = 1 if spread == "alone" else 2
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    step = TrainStep(model, optimizer, policy=policy, accumulate=accumulate * (2 // ranks))
+    mine = small.me() if ranks > 1 else 0
+    for batch in small.batches(20 * accumulate)[mine::ranks]:
+        step(small.loss, batch)
+    inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    state = {name: small.whole(value) for name, value in inner.state_dict().items()}
+    return {
+        "weights": torch.cat([each.flatten().float() for each in state.values()]),
+        "saved": {str(value.dtype) for value in state.values()},
+        "held": {str(each.dtype) for each in inner.blocks.parameters()},
+        "losses": [each.loss for each in step.history],
+        "ran": set(step.activity.matmul_dtypes),
+    }
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("spread", ["ddp", "fsdp"])
+def test_bf16_master_trains_as_one_process_does(
+    ranks: Ranks, spread: Spread, accumulate: int
+) -> None:
+    alone = ranks(_trained, "alone", "bf16-master", accumulate)[0]
+    for found in ranks(_trained, spread, "bf16-master", accumulate):
+        assert found["saved"] == {"torch.float32"}
+        assert found["held"] == {"torch.bfloat16" if spread == "ddp" else "torch.float32"}
+        assert found["ran"] == {"bfloat16"}
+        # Gradients are bfloat16 numbers: 10 steps of at most lr = 1e-3, each off by 2**-8 of
+        # itself; where a gradient's sign is in doubt AdamW's first steps go all the way.
+        assert (found["weights"] - alone["weights"]).abs().mean() < 10 * 1e-3 * 2**-8 * 2
+        assert found["losses"] == pytest.approx(alone["losses"], abs=5e-3)
+
+
+def _mean_of(dtype: str, parameters: str) -> tuple[float, list[str]]:
+    """Relative error of a gradient that DDP averaged, and the dtypes that went over the wire."""
+    model = nn.Linear(512, 1, bias=False)
+    copied = replicate(model, f"{parameters}:reduce={dtype}")
+    sent: list[str] = []
+    original = dist.all_reduce
+
+    def noting(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        sent.append(str(tensor.dtype))
+        return original(tensor, *args, **kwargs)
+
+    source = torch.Generator().manual_seed(3)
+    inputs = torch.randn(2, 4, 512, generator=source)
+    dist.all_reduce = noting
+    try:
+        copied(inputs[small.me()].to(next(model.parameters()).dtype)).sum().backward()
+    finally:
+        dist.all_reduce = original
+    exact = inputs.double().sum(1).mean(0)
+    error = (next(model.parameters()).grad.double() - exact).norm() / exact.norm()
+    return float(error), sent
+
+
+def test_the_dtype_of_sums_is_the_policys(ranks: Ranks) -> None:
+    error, sent = ranks(_mean_of, "bf16", "bf16")[0]
+    assert sent == ["torch.bfloat16"]
+    assert 2**-11 < error < 2**-8
+    error, sent = ranks(_mean_of, "fp32", "bf16")[0]
+    assert sent == []  # DDP's own sum, in the gradient's dtype
+    assert error < 1e-6
+    error, sent = ranks(_mean_of, "fp32", "bf16-master")[0]
+    assert sent == ["torch.float32"]
+
+
+def _dtypes_of_units(policy: str) -> dict[str, tuple[str, str]]:
+    model = shard(Blocks(), policy)
+    found: dict[str, tuple[str, str]] = {}
+
+    def note(name: str) -> Any:
+        def hook(module: nn.Module, *_: Any) -> None:
+            found[name] = (str(next(module.parameters(recurse=False)).dtype), "")
+
+        return hook
+
+    for name in ("blocks.0", "norm", "head"):
+        model.get_submodule(name).register_forward_pre_hook(note(name))
+    step = TrainStep(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), policy=policy
+    )
+    step(small.loss, small.batches(1)[0])
+    return {name: kinds[0] for name, kinds in found.items()}
+
+
+def test_islands_are_units_of_their_own_in_float32(ranks: Ranks) -> None:
+    found = ranks(_dtypes_of_units, "bf16-master:islands=head")[0]
+    assert found == {
+        "blocks.0": "torch.bfloat16",
+        "norm": "torch.bfloat16",
+        "head": "torch.float32",
+    }
+
+
+def _refused(policy: str) -> str:
+    model = nn.parallel.DistributedDataParallel(Blocks())
+    try:
+        replicate(Blocks(), policy)
+        TrainStep(model, torch.optim.AdamW(model.parameters()), policy=policy)
+    except (PolicyError, UsageError) as error:
+        return str(error)
+    return ""
+
+
+def test_what_cannot_work_is_refused_and_says_what_to_do(ranks: Ranks) -> None:
+    assert "replicate(model, 'bf16-master')" in ranks(_refused, "bf16-master")[0]
+    assert "reduce=bf16" in ranks(_refused, "fp16:reduce=fp16")[0]
