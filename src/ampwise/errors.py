@@ -9,6 +9,8 @@
     ├── GateError                     exit 1   a check that was asked for says no
     └── RunError                      exit 3   the run itself failed
         ├── SkippedStepsError                  too many skipped steps in a row
+        ├── DivergedRanksError                 ranks no longer train the same model
+        ├── LostRankError                      a rank is gone, failed, or hangs
         └── InactivePolicyError                the asked precision did not take part
 
 The message of each is one line: what is wrong, where, what was expected, what to do.
@@ -67,6 +69,34 @@ class RunError(AmpwiseError):
 
 class SkippedStepsError(RunError):
     """So many optimizer steps were skipped in a row that training cannot go on."""
+
+
+class DivergedRanksError(RunError):
+    """Ranks that should be the same are not; all of them raise it, with the same message.
+
+    Attributes
+    ----------
+    ranks
+        Those that differ from most others; all of them where there is no majority.
+    """
+
+    def __init__(self, message: str, ranks: Iterable[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+
+
+class LostRankError(RunError):
+    """A rank that the others need is gone, has failed, or hangs.
+
+    Attributes
+    ----------
+    ranks
+        Which.
+    """
+
+    def __init__(self, message: str, ranks: Iterable[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
 
 
 class InactivePolicyError(RunError):

@@ -97,6 +97,10 @@ class LossScale:
         """What gradients must be divided by: the scale, or None where nothing is scaled."""
         return self.scale
 
+    def fingerprint(self) -> Tensor:
+        """The bits of the scale, and the growth tracker: two int64 on the device."""
+        return torch.stack((self.scale.view(torch.int32).long(), self._growth_tracker.long()))
+
     def update(self, found_inf: Tensor) -> None:
         """Apply the rule; `found_inf` is a float32 scalar, 1 when the step was bad, else 0."""
         if self.hysteresis > 1:

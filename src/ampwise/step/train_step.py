@@ -29,8 +29,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
+from ampwise.distributed.checksum import Compared
 from ampwise.distributed.consensus import Consensus
 from ampwise.distributed.layout import GradientSync, group_of, is_sharded, unwrapped
+from ampwise.distributed.watch import Unwatched, Watch, forward_waits
 from ampwise.errors import UsageError
 from ampwise.policy import Policy, Resolution, resolve
 from ampwise.step import gradients as grads
@@ -91,6 +93,10 @@ class TrainStep:
         only ``each`` that has it. Norm and clipping are over the same set.
     max_skips
         Skipped steps in a row after which training aborts.
+    watch_every
+        With several ranks, steps between two comparisons of loss scale, step count and a checksum
+        of the parameters over ranks; 0 compares nothing. Turn it off where plain parameters differ
+        between ranks on purpose.
     strict
         Fail, rather than warn, if the asked precision was not active in the first forward.
     on_fault
@@ -140,10 +146,11 @@ class TrainStep:
         loss_scale: LossScale | None = None,
         skip: Literal["all", "each"] = "all",
         max_skips: int = 50,
+        watch_every: int = 50,
         strict: bool = False,
         on_fault: Literal["diagnose"] | Callable[[Any], object] | None = None,
     ) -> None:
-        _check_settings(accumulate, max_grad_norm, skip, max_skips)
+        _check_settings(accumulate, max_grad_norm, skip, max_skips, watch_every)
         if not (on_fault is None or on_fault == "diagnose" or callable(on_fault)):
             raise UsageError(f"on_fault: expected 'diagnose' or a function, got {on_fault!r}")
         self.model = model
@@ -177,6 +184,12 @@ class TrainStep:
         self._forward = Forward(self.policy, self.device.type, self._float32_mode)
         self._owned = [_held_by(each) for each in self._optimizers]
         self._master = self._install_policy()
+        self._watch = Unwatched()
+        if group is not None and watch_every:
+            compared = Compared(wrapped, self._master.of, self.device)
+            self._watch = Watch(
+                group, self.device, watch_every, compared, forward_waits=forward_waits(wrapped)
+            )
 
         self._window = Window(accumulate, None if self._ranks is None else self._ranks.first)
         self._buffers = BufferGuard(self._models)
@@ -228,6 +241,8 @@ class TrainStep:
             When the loss is not a floating-point scalar with a gradient.
         SkippedStepsError
             When too many steps in a row were skipped.
+        DivergedRanksError
+            On all ranks, when they no longer train one model.
         """
         last = last or self._window.position + 1 >= self._window.accumulate
         if self._sync is not None:
@@ -300,6 +315,7 @@ class TrainStep:
         if not torch.is_grad_enabled():  # evaluation: nothing to put back, nothing to prove
             return self._forward
         self._buffers.remember()
+        self._watch.begin_forward()
         return self._forward if self.activity is not None else self._watched()
 
     @contextmanager
@@ -346,6 +362,7 @@ class TrainStep:
                 "call update() first, or look at gradients after the last backward of the window"
             )
         self.boundary = False
+        self._watch.end_forward()
         divided_by = self._window.add(loss.detach(), weight)
         seed = divide(self.loss_scale.scale, divided_by)
         is_one = seed is self.loss_scale.scale and not self.loss_scale.enabled
@@ -358,6 +375,7 @@ class TrainStep:
             seed = None if is_one else seed.to(loss.dtype)
             loss.backward(seed, retain_graph=retain_graph, inputs=inputs)
         self._master.take_gradients()
+        self._watch.end_backward()
 
     def gradients(self) -> dict[str, Tensor]:
         """True gradients of the window so far, by parameter name, before clipping.
@@ -393,6 +411,8 @@ class TrainStep:
             When there was no `backward` since the last step.
         SkippedStepsError
             When too many steps in a row were skipped.
+        DivergedRanksError
+            On all ranks, when they no longer train one model.
         """
         if not self._window.position:
             raise UsageError("update() without a backward() before it: there is nothing to step on")
@@ -412,6 +432,14 @@ class TrainStep:
     def position(self) -> int:
         """Micro-batches in the open window."""
         return self._window.position
+
+    @property
+    def slow_rank(self) -> str | None:
+        """The rank that keeps the others waiting, in words, the same on all; None if none does.
+
+        The first rank warns of it, too, once.
+        """
+        return self._watch.slow_rank
 
     @property
     def ranks(self) -> int:
@@ -643,7 +671,17 @@ class TrainStep:
             self._examine()
         if self._ranks is not None:
             self.stopping |= any(self._stops.settle(self._stop_flag))
-        self._follow(self._outcomes.settle(found_inf))
+        known = self._outcomes.settle(found_inf)  # and so the device is done with the step before
+        self._watch_ranks()
+        self._follow(known)
+
+    def _watch_ranks(self) -> None:
+        """Compare ranks now and then, and say once which keeps the others waiting."""
+        said = self._watch.slow_rank
+        self._watch.close(self.steps, self.loss_scale.fingerprint)
+        slow = self._watch.slow_rank
+        if slow is not None and slow != said and self._ranks is not None and not self._ranks.rank:
+            warn_user(slow)
 
     def _examine(self) -> None:
         """Ask why the last window was skipped; the first abnormal answer is the last question."""
@@ -685,7 +723,7 @@ class TrainStep:
 
 
 def _check_settings(
-    accumulate: int, max_grad_norm: float | None, skip: str, max_skips: int
+    accumulate: int, max_grad_norm: float | None, skip: str, max_skips: int, watch_every: int
 ) -> None:
     if accumulate < 1:
         raise UsageError(f"accumulate: expected a window of 1 or more, got {accumulate}")
@@ -695,6 +733,8 @@ def _check_settings(
         raise UsageError(f"skip: expected 'all' or 'each', got {skip!r}")
     if max_skips < 1:
         raise UsageError(f"max_skips: expected 1 or more, got {max_skips}")
+    if watch_every < 0:
+        raise UsageError(f"watch_every: expected a number of steps, or 0, got {watch_every}")
 
 
 def _parameters_by_name(models: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
