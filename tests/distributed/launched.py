@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,28 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def start(
-    folder: Path, *arguments: str, ranks: int = 2, launcher: tuple[str, ...] = ()
+    folder: Path,
+    *arguments: str,
+    launcher: tuple[str, ...] = ("--standalone", "--nproc-per-node=2"),
+    variables: Mapping[str, str] = {},
 ) -> subprocess.Popen[str]:
     """Start ``torchrun -m ampwise ...`` in a folder."""
-    settings = launcher or ("--standalone", f"--nproc-per-node={ranks}")
+    return _start(
+        folder, "-m", "torch.distributed.run", *launcher, "-m", "ampwise", *arguments, **variables
+    )
+
+
+def alone(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    """Start ``ampwise ...`` in a folder, as one process."""
+    return _start(folder, "-m", "ampwise", *arguments)
+
+
+def _start(folder: Path, *arguments: str, **variables: str) -> subprocess.Popen[str]:
+    path = f"{REPOSITORY / 'src'}:{folder}"
     return subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", *settings, "-m", "ampwise", *arguments],
+        [sys.executable, *arguments],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": f"{REPOSITORY / 'src'}:{folder}", "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

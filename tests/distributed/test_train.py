@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ampwise.telemetry.run import read_steps
-from tests.distributed.launched import finish, free_port, run, start, wait_until, workers
+from ampwise.training import checkpoint
+from tests.distributed.launched import alone, finish, free_port, run, start, wait_until, workers
 
 TASK = """
 import time, torch, torch.nn.functional as F
@@ -144,3 +146,86 @@ def test_diagnose_names_the_first_bad_rank_and_the_operation(tmp_path: Path) -> 
     assert found["origin"]["source"] == "hidden = hidden * hidden"
     assert any(each["verified"] for each in found["fixes"])
     assert code
+
+
+def _states(run: Path) -> tuple[dict[str, Any], list[float]]:
+    content = checkpoint.load(checkpoint.newest(run / "checkpoints"))
+    losses = [line["train/loss"] for line in read_steps(run) if "train/loss" in line]
+    return content["model"], losses
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_a_killed_worker_is_restarted_and_goes_on_bit_for_bit(folder: Path, parallel: str) -> None:
+    arguments = (
+        *("train", "little.py", "--precision", "fp16", "--allow-emulated", "--steps", "60"),
+        *("--checkpoint-every", "5", "--parallel", parallel, "--set", "pause=0.03"),
+    )
+    agent = (
+        *("--nnodes=1", "--nproc-per-node=2", "--max-restarts=2", "--rdzv-backend=c10d"),
+        f"--rdzv-endpoint=127.0.0.1:{free_port()}",
+    )
+    assert run(folder, *arguments, "--out", "whole")[0] == 0
+    process = start(
+        folder,
+        *(*arguments, "--out", "run"),
+        launcher=agent,
+        variables={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+    )
+    wait_until(lambda: len(checkpoint.finished(folder / "run" / "checkpoints")) > 1)
+    os.kill(workers(process)[1], signal.SIGKILL)
+    code, _, err = finish(process)
+    assert code == 0, err
+    assert "resumed at step" in err
+    whole, killed = _states(folder / "whole"), _states(folder / "run")
+    assert killed[1] == whole[1]
+    for name, expected in whole[0].items():
+        assert torch.equal(killed[0][name], expected), name
+
+
+def test_a_run_goes_on_with_fewer_and_more_processes(folder: Path) -> None:
+    common = ("train", "little.py", "--precision", "fp16", "--allow-emulated", "--out", "run")
+    steps = iter(("4", "8", "12"))
+    assert run(folder, *common, "--steps", next(steps), "--parallel", "fsdp")[0] == 0
+    code, _, err = finish(alone(folder, *common, "--steps", next(steps), "--resume"))
+    assert code == 0, err
+    assert "from 2 ranks, now there are 1" in err
+    code, _, err = run(folder, *common, "--steps", next(steps), "--resume")
+    assert code == 0, err
+    assert "resumed at step 8" in err
+    assert [line["step"] for line in read_steps(folder / "run") if "train/loss" in line] == [
+        *range(1, 13)
+    ]
+
+
+HANGS = """
+import time
+import torch.distributed as dist
+import little
+
+def task():
+    whole = little.task()
+    seen = 0
+    def loss(model, batch):
+        nonlocal seen
+        seen += 1
+        while seen > 5 and dist.get_rank() == 1:
+            time.sleep(1)
+        return whole.loss(model, batch)
+    import dataclasses
+    return dataclasses.replace(whole, loss=loss, name="hangs")
+"""
+
+
+def test_a_rank_that_hangs_is_named_with_its_line(folder: Path) -> None:
+    (folder / "hangs.py").write_text(HANGS)
+    code, _, err = run(
+        folder,
+        *("train", "hangs.py", "--precision", "fp32", "--steps", "50", "--out", "run"),
+        *("--rank-timeout", "6"),
+    )
+    assert code
+    said = [line for line in err.splitlines() if "rank 1 " in line and "hangs.py" in line]
+    assert said, err
+    assert "time.sleep(1)" in said[0]
+    assert "rank 1 " in result(folder)["status"]
+    assert result(folder)["status"].startswith("failed: ")

@@ -69,7 +69,11 @@ class Options(Common):
     """Under torchrun: a copy of the model in each process, or a share of it (FSDP2)."""
 
     rank_timeout: float = 600.0
-    """Seconds that processes wait for one that does not come along."""
+    """Seconds after which a process that hangs ends the run, and is named; the longest step must
+    fit in, the first one included."""
+
+    watch_every: int = 50
+    """Steps after which the processes compare loss scale, step count and parameters; 0: never."""
 
     track: str | None = None
     """Comma-separated trackers: wandb, tensorboard, mlflow, csv."""
@@ -107,7 +111,7 @@ def run(options: Options) -> int:
             "its folder with --out"
         )
     kind, _, _ = choose_device(options.device, present_devices())
-    with joined(me, kind, options.rank_timeout):
+    with joined(me, kind, options.rank_timeout) as store:
         with train_progress(quiet=quiet) as shown:
             resolution = _resolved(options, me)
             config = _config(options, resolution)
@@ -115,7 +119,7 @@ def run(options: Options) -> int:
             shown.message(f"precision: {resolution}")
             if me.size > 1:
                 shown.message(f"{me.size} processes, {options.parallel}")
-            result = train(task, config, shown, me)
+            result = train(task, config, shown, me, store)
         if me.leads:
             _write_page(result.folder)
             if options.json != "-":
@@ -163,6 +167,8 @@ def _config(options: Options, resolution: Resolution) -> TrainConfig:
         track=tuple(each for each in (options.track or "").split(",") if each),
         strict=options.strict,
         parallel=options.parallel,
+        watch_every=options.watch_every,
+        rank_timeout_s=options.rank_timeout,
         on_fault=None if options.on_fault == "off" else _diagnosed(options.on_fault == "stop"),
     )
 

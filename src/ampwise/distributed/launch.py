@@ -114,7 +114,7 @@ def joined(me: Launch, device: str, limit_s: float = LIMIT_S) -> Generator[Any]:
             store=dist.PrefixStore("group", store),
             rank=rank,
             world_size=size,
-            timeout=limit,
+            timeout=2 * limit,  # the watchdog knows more than a collective that gave up
         )
     except (RuntimeError, ValueError) as error:
         raise UsageError(

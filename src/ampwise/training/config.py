@@ -47,6 +47,10 @@ class TrainConfig:
         Fail if the precision was not active.
     parallel
         How the model is spread over the processes that torchrun started: ``ddp`` or ``fsdp``.
+    watch_every
+        Steps between two comparisons of the ranks with each other; 0: none.
+    rank_timeout_s
+        Seconds after which a process that does not go on ends the run.
     on_fault
         Given the diagnosis of the first abnormal skipped step and the run's folder; stops training
         by raising.
@@ -67,6 +71,8 @@ class TrainConfig:
     track: tuple[str, ...] = ()
     strict: bool = False
     parallel: Parallel = "ddp"
+    watch_every: int = 50
+    rank_timeout_s: float = 600.0
     on_fault: Callable[[Any, Path], None] | None = None
 
     def __post_init__(self) -> None:

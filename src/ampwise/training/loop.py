@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,6 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed import Store
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -27,6 +29,7 @@ from ampwise.distributed import replicate, shard
 from ampwise.distributed.launch import Launch
 from ampwise.distributed.layout import unwrapped
 from ampwise.distributed.lead import from_lead
+from ampwise.distributed.watchdog import Watchdog
 from ampwise.errors import UsageError
 from ampwise.policy import Policy
 from ampwise.step import StepRecord, TrainStep
@@ -69,9 +72,15 @@ class Progress(Protocol):
 
 
 def train(
-    task: Task, config: TrainConfig, progress: Progress, me: Launch | None = None
+    task: Task,
+    config: TrainConfig,
+    progress: Progress,
+    me: Launch | None = None,
+    store: Store | None = None,
 ) -> TrainResult:
     """Train a task as configured; with several processes, all of them call this.
+
+    `me` and `store`, where they met, are what `ampwise.distributed.launch` gives.
 
     Returns with status ``interrupted`` when SIGINT or SIGTERM asked it to stop, everything saved.
 
@@ -86,7 +95,7 @@ def train(
     first_batch(task)
     run = _Run(task, config, progress, me or Launch())
     try:
-        with StopSignals() as stop:
+        with StopSignals() as stop, run.watched(store):
             run.train(stop)
     except BaseException as error:
         words = " ".join(str(error).split())[:300] or type(error).__name__
@@ -139,6 +148,7 @@ class _Run:
             scheduler=scheduler,
             samples=task.samples,
             strict=config.strict,
+            watch_every=config.watch_every,
             on_fault=None if config.on_fault is None else self._on_fault,
         )
         self.trained = Trained(model, optimizer, step, scheduler)
@@ -147,6 +157,8 @@ class _Run:
         self.rate = _Rate()
         self._waits_s = self._total_s = 0.0
         self._saved_at = -1
+        self._saving: checkpoint.Saving | None = None
+        self._dog: Watchdog | None = None
         self._state: dict[str, Any] | None = None
         self.folder, resumes = self._open_folder(f"{task.name or 'task'}-{policy.name}")
         self.result = TrainResult(task.name or "task", policy.text, self.folder.path)
@@ -197,22 +209,58 @@ class _Run:
 
     # -- the loop ----------------------------------------------------------------------------------
 
+    @contextmanager
+    def watched(self, store: Store | None) -> Generator[None]:
+        """Context: a process that hangs or is lost ends the run, and is named."""
+        if store is None:
+            yield
+            return
+        limit_s = self.config.rank_timeout_s
+        with Watchdog(store, self.me.rank, self.me.size, limit_s, self._last_words) as dog:
+            self._dog = dog
+            try:
+                yield
+            except Exception as error:
+                lost = dog.explain(error)
+                if lost is None:
+                    raise
+                raise lost from error
+            finally:
+                self._dog = None
+
+    def _last_words(self, verdict: str) -> None:
+        self.result.status = f"failed: {verdict}"
+        self.result.steps = self.trained.step.steps
+        self._describe()
+
+    def _beat(self, doing: str) -> None:
+        if self._dog is not None:
+            self._dog.beat(self.trained.step.steps + 1, doing)
+
+    def _takes_long(self) -> AbstractContextManager[None]:
+        """Context: an evaluation or a checkpoint, for which others wait longer."""
+        return nullcontext() if self._dog is None else self._dog.paused()
+
     def train(self, stop: StopSignals) -> None:
         """Epochs until the end, or until a signal asks to stop."""
         while not self._complete() and not self._stopping(stop):
             self._epoch(stop)
         if self.trained.step.stopping:
             self._save()
+            self._finish_saving()
             self.result.status = "interrupted"
             return
         self._save()  # before the last evaluation, which may draw random numbers
         self._evaluate()
+        self._finish_saving()
         self.result.status = "finished"
 
     def _epoch(self, stop: StopSignals) -> None:
         step = self.trained.step
         feed = Feed(self._turns(), self.device)
+        self._beat("data")
         for turn in feed:
+            self._beat("step")
             if turn.counts:
                 self.rate.add(samples_in(self.task, turn.batch) * self.me.size)
             step(self.loss, turn.batch, weight=None if turn.counts else 0, last=turn.last)
@@ -221,6 +269,7 @@ class _Run:
                 self._after_step()
                 if self._complete() or self._stopping(stop):
                     break
+            self._beat("data")
         else:
             step.flush()
             self._end_epoch()
@@ -230,7 +279,7 @@ class _Run:
     def _stopping(self, stop: StopSignals) -> bool:
         """Whether to stop: a signal to any process stops all, at the same step."""
         step = self.trained.step
-        if stop.requested:
+        if stop.requested or (self._saving is not None and self._saving.failed):
             step.ask_to_stop()
         return step.stopping
 
@@ -305,7 +354,8 @@ class _Run:
 
     def _evaluate(self) -> None:
         step = self.trained.step
-        metrics = held_out(self.task, unwrapped(self.trained.model), step)
+        with self._takes_long():
+            metrics = held_out(self.task, unwrapped(self.trained.model), step)
         if not metrics:
             return
         self._record(step.drain())
@@ -325,9 +375,21 @@ class _Run:
         self._record(self.trained.step.drain())
         self.folder.flush()
         record = {"task": self.task.name, **self.config.to_json()}
-        checkpoint.save(self.folder.checkpoints, self.trained, self.position, record)
+        self._finish_saving()
+        with self._takes_long():
+            self._saving = checkpoint.save(
+                *(self.folder.checkpoints, self.trained, self.position, record),
+                wait=self.me.size == 1,
+            )
         self._saved_at = steps
         self.rate.since = 0.0
+
+    def _finish_saving(self) -> None:
+        """Wait for the checkpoint that is still being written; its error is that of all ranks."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            with self._takes_long():
+                saving.wait()
 
     def _resume(self) -> None:
         path = from_lead(lambda: checkpoint.newest(self.folder.checkpoints))
@@ -337,7 +399,7 @@ class _Run:
             return
         if path is None:
             raise UsageError(f"nothing to resume in {self.folder.path}: it has no checkpoint yet")
-        content = checkpoint.load(path)
+        content = checkpoint.load(path, self.trained, self.say)
         self._compare(content["config"])
         self.position = checkpoint.restore(content, self.trained)
         self._state = content["rng"]
@@ -367,6 +429,10 @@ class _Run:
     def close(self) -> None:
         """Write what is known, and close everything; also after a failure."""
         step, result = self.trained.step, self.result
+        if self._saving is not None:
+            self._saving.over()
+        if step.slow_rank is not None:
+            result.messages.append(step.slow_rank)
         self._record(step.drain())
         result.steps, result.epochs = step.steps, self.position.epoch
         result.loss_scale = step.loss_scale.value
