@@ -52,11 +52,12 @@ def run(options: Options, me: Launch) -> int:
                 report.interrupted = True
             except Exception as error:
                 report.failed = "a process died" if is_lost(error) else in_one_line(error)
-                if report.measured:
-                    _finish(options, folder, report, me)
+                if report.measured and me.leads:
+                    _finish(options, folder, report)
                     saved_in(error, folder.path)
                 raise
-            _finish(options, folder, report, me)
+            if me.leads:
+                _finish(options, folder, report)
     return EXIT_INTERRUPTED if report.interrupted else EXIT_OK
 
 
@@ -120,10 +121,8 @@ def _folder(options: Options, task: str, me: Launch) -> RunFolder:
     return made[0] if me.leads else RunFolder.observe(path)
 
 
-def _finish(options: Options, folder: RunFolder, report: ScalingReport, me: Launch) -> None:
-    """Store a report, then show it."""
-    if not me.leads:
-        return
+def _finish(options: Options, folder: RunFolder, report: ScalingReport) -> None:
+    """Store a report, then show it, also when the disk is too full to store it."""
     from rich.console import Console
 
     from ampwise.report.scaling import render, to_html
