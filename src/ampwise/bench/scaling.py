@@ -29,13 +29,14 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ampwise.bench.arm import Arm, Settings
+from ampwise.bench.contamination import Watch
 from ampwise.bench.memory import held_bytes, peak_bytes
 from ampwise.bench.race import (
     DECIDED,
@@ -292,7 +293,7 @@ def _measure(
 
     arms = {kind: make() for kind, make in makers.items()}
     arms[APART] = arms[ALONE]
-    race = Race(baseline=ALONE)
+    race, others = Race(baseline=ALONE), _Others()
     progress.stage(f"{policy.text}, taking turns")
     try:
         _race(arms, itertools.cycle(batches), race, config, me, progress)
@@ -300,6 +301,7 @@ def _measure(
         if race.rounds:
             rounds = {kind: times[: race.rounds] for kind, times in race.times_ms.items()}
             compare(rounds, list(found.values()), report.samples_per_process)
+    report.notes += [f"while {policy.text} ran, {each}" for each in others.complaints(me)]
     for kind, each in found.items():
         each.held_bytes = from_all(lambda kind=kind: held_bytes(arms[kind]))[: each.processes]
 
@@ -363,6 +365,32 @@ class _Turns:
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
         return (time.perf_counter() - start) * 1e3 / self._steps
+
+
+class _Others:
+    """What others than the ranks take of this machine, from its making to `complaints`."""
+
+    def __init__(self) -> None:
+        self._watch = Watch(torch.device("cpu"))
+        self._began, self._own_s = time.monotonic(), _own_s()
+
+    def complaints(self, me: Launch) -> list[str]:
+        """What is beyond its limit, and what to do about it."""
+        found, wall_s = self._watch.read(), time.monotonic() - self._began
+        spent_s = from_all(lambda: _own_s() - self._own_s)
+        if found.others is None:
+            return []
+        # The watch knows of its own process only. Nor does it know that what waits for a processor
+        # are the ranks themselves, where there are more of them than processors.
+        siblings = sum(spent_s[: me.local_size]) - spent_s[0]
+        others = max(0.0, found.others - siblings / wall_s)
+        return replace(found, others=others, pressure=None).complaints()
+
+
+def _own_s() -> float:
+    """Seconds of processor time that this process has used."""
+    times = os.times()
+    return times.user + times.system
 
 
 def _warm_up(turn: _Turns, kinds: Sequence[str], batches: Iterator[Any]) -> None:
@@ -452,4 +480,4 @@ def _on_shared_cores(report: ScalingReport, me: Launch) -> str:
             f"{here} share {report.cores} cores: the figures show how they contend for them, not "
             "how training scales over machines or GPUs"
         )
-    return f"{here} on {report.cores} cores: no thread waits for a core, all share the memory"
+    return f"{here} on {report.cores} cores: enough of them, but the memory's bandwidth is shared"
