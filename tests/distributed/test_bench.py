@@ -17,7 +17,8 @@ from torch import nn
 from ampwise.bench import scaling
 from ampwise.bench.arm import Settings
 from ampwise.bench.memory import peak_on_cpu
-from ampwise.bench.scaling import ALONE, APART, Scaled, compare
+from ampwise.bench.scaling import ALONE, APART, compare
+from ampwise.bench.scaling_report import Scaled
 from ampwise.cli.main import main
 from ampwise.distributed import shard
 from ampwise.distributed.launch import Launch

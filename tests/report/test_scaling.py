@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from ampwise.bench.scaling import Scaled, ScalingReport
+from ampwise.bench.scaling_report import Scaled, ScalingReport
 from ampwise.bench.stats import Interval
 from ampwise.errors import UsageError
 from ampwise.report.scaling import render, to_html, to_markdown

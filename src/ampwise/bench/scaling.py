@@ -29,7 +29,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -47,127 +47,22 @@ from ampwise.bench.race import (
     Race,
     why_it_fell_out,
 )
-from ampwise.bench.result import finite, revived
 from ampwise.bench.run import BASELINE, MEMORY_STEPS, Progress, choose
+from ampwise.bench.scaling_report import Scaled, ScalingReport
 from ampwise.bench.stats import Interval, paired_speedup, typical
 from ampwise.capability import probe
 from ampwise.distributed.launch import Launch
 from ampwise.distributed.lead import from_all
 from ampwise.distributed.wrap import Parallel, spread
-from ampwise.errors import UsageError
 from ampwise.policy import Policy
 from ampwise.tasks import Task
 from ampwise.tasks.checks import first_batch, samples_in, trained_on
 from ampwise.telemetry.environment import environment
 
-SCHEMA = "ampwise.scaling/1"
-
 ALONE, APART = "alone", "apart"
 _BATCHES = 8
 _GPU_BLOCK = 10
 """Steps of a turn on a GPU, whose launches run ahead of it."""
-
-
-@dataclass
-class Scaled:
-    """One precision on one number of processes.
-
-    Attributes
-    ----------
-    parallel
-        How the model is spread over them; empty for one process.
-    reason
-        Why it was not measured.
-    step_ms
-        Milliseconds of a whole step, of the slowest rank.
-    samples_per_s
-        The task's own samples (or tokens), of all processes.
-    efficiency
-        The rate over `processes` times the rate of one.
-    apart
-        What `efficiency` would be if nothing had to be communicated.
-    communication
-        Share of the step that is communication which backward does not hide.
-    peak_memory_bytes
-        Peak of live tensors over whole steps, of each rank.
-    held_bytes
-        What each rank holds between steps: parameters, masters, buffers, optimizer state.
-    """
-
-    precision: str
-    processes: int
-    parallel: str = ""
-    reason: str = ""
-    rounds: int = 0
-    step_ms: Interval | None = None
-    samples_per_s: float | None = None
-    efficiency: Interval | None = None
-    apart: Interval | None = None
-    communication: Interval | None = None
-    peak_memory_bytes: list[int] = field(default_factory=list[int])
-    held_bytes: list[int] = field(default_factory=list[int])
-
-
-@dataclass
-class ScalingReport:
-    """A scaling run.
-
-    Attributes
-    ----------
-    threads
-        Threads that each rank computes with.
-    cores
-        Processors that this machine lets a process use.
-    samples_per_process
-        Samples in a step of one process.
-    left_out
-        Precisions that were not tried, with the reason.
-    """
-
-    task: str
-    device: str
-    environment: dict[str, Any]
-    task_info: dict[str, Any] = field(default_factory=dict[str, Any])
-    unit: str = "samples"
-    processes: int = 1
-    threads: list[int] = field(default_factory=list[int])
-    cores: int = 0
-    samples_per_process: int = 0
-    results: list[Scaled] = field(default_factory=list[Scaled])
-    left_out: dict[str, str] = field(default_factory=dict[str, str])
-    notes: list[str] = field(default_factory=list[str])
-    interrupted: bool = False
-    failed: str = ""
-
-    @property
-    def ended(self) -> str:
-        """What ended the run early: ``interrupted``, ``failed``, or nothing."""
-        return "failed" if self.failed else "interrupted" if self.interrupted else ""
-
-    @property
-    def measured(self) -> bool:
-        """Whether there is a figure in it."""
-        return any(each.step_ms for each in self.results)
-
-    def to_json(self) -> dict[str, Any]:
-        """The report as plain values, schema ``ampwise.scaling/1``."""
-        return {"schema": SCHEMA, **finite(asdict(self))}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> ScalingReport:
-        """The report that `to_json` wrote.
-
-        Raises
-        ------
-        UsageError
-            When `data` is something else, or of another version.
-        """
-        if data.get("schema") != SCHEMA:
-            raise UsageError(f"expected a report of schema {SCHEMA}, got {data.get('schema')!r}")
-        try:
-            return revived(cls, data)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise UsageError(f"the report is damaged: {type(error).__name__}: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -285,11 +180,9 @@ def _measure(
         for each in found.values():
             each.reason = f"{policy.text}: {why}"
         return
-    micro_batches = list(itertools.islice(itertools.cycle(batches), _memory_steps(settings)))
     for kind, make in makers.items():
         progress.stage(f"{policy.text}, {kind}: peak memory")
-        peaks = from_all(lambda make=make: peak_bytes(make, micro_batches, settings.device))
-        found[kind].peak_memory_bytes = peaks[: found[kind].processes]
+        found[kind].peak_memory_bytes = _peaks(make, batches, settings)[: found[kind].processes]
 
     arms = {kind: make() for kind, make in makers.items()}
     arms[APART] = arms[ALONE]
@@ -436,8 +329,12 @@ def _first_step(make: Callable[[], Arm], batch: Any, policy: Policy) -> str:
     return ""
 
 
-def _memory_steps(settings: Settings) -> int:
-    return MEMORY_STEPS * settings.accumulate
+def _peaks(make: Callable[[], Arm], batches: Sequence[Any], settings: Settings) -> list[int]:
+    """Peak memory of each rank over a few whole steps."""
+    micro_batches = itertools.islice(itertools.cycle(batches), MEMORY_STEPS * settings.accumulate)
+    # Outside of `from_all`: a rank that fails in here leaves, and so tells those that wait for it.
+    peak = peak_bytes(make, list(micro_batches), settings.device)
+    return from_all(lambda: peak)
 
 
 def _same_size(task: Task, batches: Iterator[Any]) -> list[Any]:

@@ -84,7 +84,7 @@ def _drawn(forms: Forms, found: Run) -> str:
 
 def _gate(found: Run, gate: Gate) -> int:
     from ampwise.bench.result import BenchReport
-    from ampwise.bench.scaling import ScalingReport
+    from ampwise.bench.scaling_report import ScalingReport
     from ampwise.numerics.result import Diagnosis
     from ampwise.numerics.search import Tuned
     from ampwise.report.train import TrainedRun

@@ -11,7 +11,8 @@ from ampwise.cli.options import positive, saved_in, write_json
 from ampwise.errors import EXIT_INTERRUPTED, EXIT_OK, UsageError, nearest
 
 if TYPE_CHECKING:
-    from ampwise.bench.scaling import ScalingConfig, ScalingReport
+    from ampwise.bench.scaling import ScalingConfig
+    from ampwise.bench.scaling_report import ScalingReport
     from ampwise.cli.bench import Options
     from ampwise.distributed.launch import Launch
     from ampwise.distributed.wrap import Parallel

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from rich.console import Console
 from rich.text import Text
 
-from ampwise.bench.scaling import Scaled, ScalingReport
+from ampwise.bench.scaling_report import Scaled, ScalingReport
 from ampwise.bench.stats import Interval
 from ampwise.report.markdown import cell
 from ampwise.report.page import number, page, size_unit

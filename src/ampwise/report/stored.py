@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from ampwise.bench.result import BenchReport
-from ampwise.bench.scaling import ScalingReport
+from ampwise.bench.scaling_report import ScalingReport
 from ampwise.errors import UsageError
 from ampwise.numerics.result import Diagnosis
 from ampwise.numerics.search import Tuned
