@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,11 +30,23 @@ class Settings:
 
 
 class Arm:
-    """A model, its optimizer and a `TrainStep` under one policy."""
+    """A model, its optimizer and a `TrainStep` under one policy.
 
-    def __init__(self, task: Task, policy: Policy, settings: Settings) -> None:
+    Parameters
+    ----------
+    spread
+        Puts the model on several ranks.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        policy: Policy,
+        settings: Settings,
+        spread: Callable[[nn.Module], nn.Module] | None = None,
+    ) -> None:
         self.name = policy.text
-        model, self.optimizer = build(task, settings.device, settings.seed)
+        model, self.optimizer = build(task, settings.device, settings.seed, spread)
         self.model = self.prepared(model)
         self.loss = checked_loss(task)
         self.step = TrainStep(

@@ -13,17 +13,21 @@ fails, parameters and optimizer state are counted and the rest is left undivided
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampwise.bench.arm import Arm
 from ampwise.data import to_device
+from ampwise.distributed.layout import is_up, local
 from ampwise.step.compiled import eager
 
 PARTS = (
@@ -35,6 +39,9 @@ PARTS = (
     "activations",
     "temporary",
 )
+
+_LET_GO_S = 0.005
+"""Seconds that a thread of gloo gets to drop a finished collective."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +80,8 @@ def peak_bytes(make: Callable[[], Arm], batches: Sequence[Any], device: torch.de
 
 def peak_on_cpu(run: Callable[[], object]) -> int:
     """Peak of the tensor bytes that `run` allocates on the CPU and that live at one time."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+    settled = _Settled() if is_up() else nullcontext()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record, settled:
         run()
     assert record.profiler is not None
     assert record.profiler.kineto_results is not None
@@ -167,8 +175,31 @@ def _fill_up(peak: int, parts: dict[str, int]) -> dict[str, int]:
     return parts
 
 
+def held_bytes(arm: Arm) -> int:
+    """What this process holds between steps: parameters, masters, buffers, optimizer state."""
+    return sum(_countable(arm).values())
+
+
 def _bytes(tensors: Sequence[Tensor]) -> int:
-    return sum(each.numel() * each.element_size() for each in tensors)
+    return sum(local(each).numel() * each.element_size() for each in tensors)
+
+
+class _Settled(TorchDispatchMode):
+    """Waits for each collective, and for the thread that made it to let go of its tensors.
+
+    The profiler sees what the threads it was started in allocate and free. A tensor whose last
+    holder is a thread of gloo would be freed unseen, and count as live for ever.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == "c10d":
+            work: Any = result[-1] if isinstance(result, tuple) else result
+            dist.Work.unbox(work).wait()
+            time.sleep(_LET_GO_S)
+        return result
 
 
 class _WeightCasts(TorchDispatchMode):

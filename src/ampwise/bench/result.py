@@ -149,7 +149,7 @@ class BenchReport:
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain values, schema ``ampwise.bench/1``; NaN and inf become null."""
-        return {"schema": SCHEMA, **_plain(asdict(self))}
+        return {"schema": SCHEMA, **finite(asdict(self))}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> BenchReport:
@@ -163,7 +163,7 @@ class BenchReport:
         if data.get("schema") != SCHEMA:
             raise UsageError(f"expected a report of schema {SCHEMA}, got {data.get('schema')!r}")
         try:
-            return _revive(cls, data)
+            return revived(cls, data)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UsageError(f"the report is damaged: {type(error).__name__}: {error}") from None
 
@@ -176,7 +176,7 @@ class BenchReport:
         ]
 
 
-def _revive(hint: Any, value: Any) -> Any:
+def revived(hint: Any, value: Any) -> Any:
     """A value of plain JSON as what its annotation says."""
     if isinstance(hint, types.UnionType):
         if value is None:
@@ -187,20 +187,21 @@ def _revive(hint: Any, value: Any) -> Any:
     if dataclasses.is_dataclass(hint):
         hints = typing.get_type_hints(hint)
         made: Any = hint
-        return made(**{name: _revive(hints[name], value[name]) for name in hints if name in value})
+        return made(**{name: revived(hints[name], value[name]) for name in hints if name in value})
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin is dict:
-        return {key: _revive(inner[1], each) for key, each in value.items()}
+        return {key: revived(inner[1], each) for key, each in value.items()}
     if origin is list:
-        return [_revive(inner[0], each) for each in value]
+        return [revived(inner[0], each) for each in value]
     return value
 
 
-def _plain(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """The value as plain JSON: NaN and inf become null."""
     if isinstance(value, dict):
-        return {str(key): _plain(each) for key, each in value.items()}
+        return {str(key): finite(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
+        return [finite(each) for each in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

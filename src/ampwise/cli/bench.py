@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ampwise.cli.options import Common, Gate, check_seeds, positive, saved_in, write_json
+from ampwise.distributed.launch import launch
 from ampwise.errors import EXIT_GATE, EXIT_INTERRUPTED, EXIT_OK, RunError, UsageError
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from ampwise.policy import Policy
     from ampwise.telemetry.run import RunFolder
 
-_BUDGETS = {"full": (200, 300.0, 1200.0, 30.0), "quick": (60, 45.0, 120.0, 8.0)}
+BUDGETS = {"full": (200, 300.0, 1200.0, 30.0), "quick": (60, 45.0, 120.0, 8.0)}
 """Rounds of the race, its seconds, the seconds of parity, and those of each lever."""
 
 
@@ -67,6 +68,12 @@ class Options(Common):
     compile: bool = False
     """Try torch.compile as one of the levers; it takes a while and needs a compiler."""
 
+    parallel: str | None = None
+    """Under torchrun, which measures how training scales: ddp, fsdp (FSDP2) or ddp,fsdp."""
+
+    rank_timeout: float = 600.0
+    """Seconds that processes wait for one that does not come along."""
+
     gate: Gate = "off"
     """Exit with 1 when a requirement fails; "strict": also when one is not measured."""
 
@@ -78,16 +85,26 @@ def run(options: Options) -> int:
     positive("max-grad-norm", options.max_grad_norm)
     positive("parity-steps", options.parity_steps)
     check_seeds(options.seeds)
-
     # The profiler's library announces each start on stderr, in the middle of our progress.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    me = launch()
+    if me.size > 1:
+        from ampwise.cli import scaling
+
+        return scaling.run(options, me)
+    if options.parallel is not None:
+        raise UsageError(
+            f"--parallel {options.parallel} is for several processes; start them with "
+            "torchrun --nproc-per-node 2 -m ampwise bench ..."
+        )
+
     from ampwise.bench.requirements import Thresholds
     from ampwise.bench.run import BenchConfig, run_bench
     from ampwise.cli.progress import bench_progress
     from ampwise.tasks import load_task
     from ampwise.telemetry.run import RunFolder
 
-    rounds, budget_s, parity_budget_s, levers_s = _BUDGETS["quick" if options.quick else "full"]
+    rounds, budget_s, parity_budget_s, levers_s = BUDGETS["quick" if options.quick else "full"]
     config = BenchConfig(
         device=device_of(options.device),
         precisions=policies(options.precisions),
@@ -108,7 +125,7 @@ def run(options: Options) -> int:
     )
     task = load_task(options.task, options.settings())
     partial: list[BenchReport] = []
-    with RunFolder.create(options.out, f"bench-{task.name or 'task'}", _say) as folder:
+    with RunFolder.create(options.out, f"bench-{task.name or 'task'}", say) as folder:
         folder.write({"command": "bench", "task": task.name, "status": "running"})
         try:
             with bench_progress(quiet=options.quiet) as progress:
@@ -164,7 +181,7 @@ def _store(folder: RunFolder, text: str, report: BenchReport) -> list[Path]:
         atomic_write_text(folder.path / "report.html", to_html(report))
         written.append(folder.path / "report.html")
     except OSError as error:
-        _say(
+        say(
             f"report.html: {error.strerror}; ampwise report {folder.path} --format html tries again"
         )
     return written
@@ -182,7 +199,7 @@ def gate_exit_code(report: BenchReport, gate: Gate) -> int:
         if requirement.status in bad
     ]
     if against:
-        _say(f"gate: {'; '.join(against)}")
+        say(f"gate: {'; '.join(against)}")
     return EXIT_GATE if against else EXIT_OK
 
 
@@ -207,9 +224,10 @@ def device_of(name: str | None) -> torch.device:
 
     device, reason, moved = choose_device(name, present_devices())
     if moved:
-        _say(f"{reason}; using {device}")
+        say(f"{reason}; using {device}")
     return torch.device(device)
 
 
-def _say(message: str) -> None:
+def say(message: str) -> None:
+    """Tell the user something beside the result."""
     print(f"ampwise: {message}", file=sys.stderr)

@@ -21,6 +21,7 @@ from typing import Any
 import ampwise
 from ampwise import errors
 from ampwise.cli.output import lasting_output
+from ampwise.distributed.launch import is_lost, launch
 from ampwise.errors import AmpwiseError, UsageError, nearest
 
 COMMANDS = {
@@ -35,6 +36,8 @@ COMMANDS = {
 }
 """Commands, each a module of this package, and a line about each."""
 
+_ON_ALL_RANKS = ("train", "bench", "diagnose")
+"""Commands in which every process takes part that torchrun started."""
 
 _WRONG_PLACE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENOENT}
 """Failures of the file system that another path mends; a full disk is none of them."""
@@ -92,6 +95,14 @@ def _dispatch(arguments: list[str]) -> int:
         raise UsageError(
             f"unknown {what} {name!r}: expected one of {', '.join(legal)}{nearest(name, legal)}"
         )
+    me = launch()
+    if me.size > 1 and name not in _ON_ALL_RANKS:
+        if not me.leads:
+            return errors.EXIT_OK
+        print(
+            f"ampwise: {name}: one process does this; the others have nothing to do",
+            file=sys.stderr,
+        )
     module = importlib.import_module(f"ampwise.cli.{name}")
     from ampwise.cli.options import check_target
     from ampwise.cli.parsing import parse
@@ -136,6 +147,8 @@ def _words(error: Exception, *, debug: bool) -> tuple[str, int]:
     if _out_of_memory(error):
         remedy = "use smaller batches with --accumulate, or a lower precision"
         return f"out of memory: {remedy} ({_first_line(error)})", errors.EXIT_RUN
+    if is_lost(error):
+        return "another process of this run is gone; it says why", errors.EXIT_RUN
     if hasattr(error, "__ampwise_user__"):
         return _users_words(error, debug=debug), errors.EXIT_USAGE
     if isinstance(error, OSError):

@@ -84,6 +84,7 @@ def _drawn(forms: Forms, found: Run) -> str:
 
 def _gate(found: Run, gate: Gate) -> int:
     from ampwise.bench.result import BenchReport
+    from ampwise.bench.scaling_report import ScalingReport
     from ampwise.numerics.result import Diagnosis
     from ampwise.numerics.search import Tuned
     from ampwise.report.train import TrainedRun
@@ -94,9 +95,10 @@ def _gate(found: Run, gate: Gate) -> int:
         return gate_exit_code(found, gate)
     if isinstance(found, Diagnosis):
         return EXIT_GATE if gate != "off" and found.status == "fault" else EXIT_OK
-    if isinstance(found, TrainedRun | Tuned):
+    if isinstance(found, ScalingReport | TrainedRun | Tuned):
         if gate != "off":
-            kind = "train" if isinstance(found, TrainedRun) else "tune"
+            kinds = {ScalingReport: "scaling", TrainedRun: "train", Tuned: "tune"}
+            kind = kinds[type(found)]
             raise UsageError(f"gate: a {kind} run has no requirements; name a bench or verify run")
         return EXIT_OK
     from ampwise.cli.verify import gate_exit_code as verified

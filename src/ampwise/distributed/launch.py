@@ -86,6 +86,11 @@ def device_of(me: Launch, device: str) -> str:
     return f"cuda:{me.local_rank}"
 
 
+def is_lost(error: BaseException) -> bool:
+    """Whether an error only says that another rank no longer answers."""
+    return "gloo/transport" in str(error) or type(error).__name__ == "DistBackendError"
+
+
 @contextmanager
 def joined(me: Launch, device: str, limit_s: float = LIMIT_S) -> Generator[Any]:
     """Context: this process belongs to the group; the store they met at, None if it is alone.

@@ -1,9 +1,9 @@
-"""What processes tell each other: what the first one did for all, or what each of them has."""
+"""What one process does for all, or each for itself: everyone is told, also of errors."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,17 +36,38 @@ def from_lead(make: Callable[[], T]) -> T:
     if failed is not None:
         raise failed
     if sent[1] is not None:
-        kind, words = sent[1]  # pyright: ignore[reportGeneralTypeIssues, reportUnknownVariableType]
-        told: AmpwiseError = kind(words)
-        told.__ampwise_said__ = True  # pyright: ignore[reportAttributeAccessIssue]
-        raise told
+        raise _told(*sent[1])  # pyright: ignore[reportGeneralTypeIssues]
     return sent[0]  # pyright: ignore[reportReturnType]
 
 
-def from_each(mine: T) -> list[T]:
-    """What each rank has, by rank; alone, a list of one."""
+def from_all(make: Callable[[], T]) -> list[T]:
+    """What `make` returns on each rank, by rank; on all of them.
+
+    Raises
+    ------
+    AmpwiseError
+        Whatever it raised on the first of the ranks where it did, on all; that one says it.
+    """
     if not is_up():
-        return [mine]
-    found: list[T | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    return found  # pyright: ignore[reportReturnType]
+        return [make()]
+    mine: T | None = None
+    failed: AmpwiseError | None = None
+    try:
+        mine = make()
+    except AmpwiseError as error:
+        failed = error
+    words = None if failed is None else (type(failed), str(failed))
+    answers: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(answers, (mine, words))
+    for rank, (_, told) in enumerate(answers):
+        if told is not None:
+            own = failed if rank == dist.get_rank() else None
+            raise own or _told(*told)
+    return [answer for answer, _ in answers]
+
+
+def _told(kind: type[AmpwiseError], words: str) -> AmpwiseError:
+    """An error that another rank says."""
+    error = kind(words)
+    error.__ampwise_said__ = True  # pyright: ignore[reportAttributeAccessIssue]
+    return error

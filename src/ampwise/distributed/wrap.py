@@ -19,7 +19,7 @@ the figures). float16 is refused as a dtype of sums: at the loss scales in use s
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,8 @@ from ampwise.step.precision import islands_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+Parallel = Literal["ddp", "fsdp"]
 
 
 def replicate(
@@ -92,6 +94,11 @@ def shard(
         fully_shard(block, mp_policy=lowered, **settings)
     fully_shard(model, mp_policy=lowered, **settings)
     return model
+
+
+def spread(model: nn.Module, parallel: Parallel, policy: Policy) -> nn.Module:
+    """`replicate` or `shard` it, by their names."""
+    return replicate(model, policy) if parallel == "ddp" else shard(model, policy)
 
 
 def _checked(policy: str | Policy) -> Policy:

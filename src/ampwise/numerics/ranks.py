@@ -9,7 +9,7 @@ loss that came of it, is all there is to go by.
 from __future__ import annotations
 
 from ampwise.data import leaves
-from ampwise.distributed.lead import from_each
+from ampwise.distributed.lead import from_all
 from ampwise.numerics.result import Diagnosis
 from ampwise.step.recorder import Stash, finite
 
@@ -18,7 +18,7 @@ _WORST_FIRST = ("fault", "benign", "not_reproduced", "clean")
 
 def first_at_fault(mine: Diagnosis | None) -> Diagnosis | None:
     """The same diagnosis on all ranks: of those that found a fault, the first one's."""
-    answers = from_each(mine)
+    answers = from_all(lambda: mine)
     if len(answers) == 1:
         return mine
     known = [(rank, each) for rank, each in enumerate(answers) if each is not None]

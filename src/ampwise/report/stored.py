@@ -10,14 +10,15 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from ampwise.bench.result import BenchReport
+from ampwise.bench.scaling_report import ScalingReport
 from ampwise.errors import UsageError
 from ampwise.numerics.result import Diagnosis
 from ampwise.numerics.search import Tuned
-from ampwise.report import bench, diagnosis, html, markdown, train, tune, verify
+from ampwise.report import bench, diagnosis, html, markdown, scaling, train, tune, verify
 from ampwise.report.train import TrainedRun
 from ampwise.verify.result import Verification
 
-Run = BenchReport | Diagnosis | TrainedRun | Tuned | Verification
+Run = BenchReport | Diagnosis | ScalingReport | TrainedRun | Tuned | Verification
 
 
 class Forms(NamedTuple):
@@ -31,6 +32,7 @@ class Forms(NamedTuple):
 _FORMS: Mapping[type[Run], Forms] = {
     BenchReport: Forms(bench.render, markdown.to_markdown, html.to_html),
     Diagnosis: Forms(diagnosis.render, diagnosis.to_markdown, diagnosis.to_html),
+    ScalingReport: Forms(scaling.render, scaling.to_markdown, scaling.to_html),
     TrainedRun: Forms(train.render_run, train.to_markdown, train.to_html),
     Tuned: Forms(tune.render, tune.to_markdown, tune.to_html),
     Verification: Forms(verify.render, verify.to_markdown, verify.to_html),
@@ -39,10 +41,14 @@ _FORMS: Mapping[type[Run], Forms] = {
 _FILES: Mapping[str, Callable[[Mapping[str, Any]], Run]] = {
     "bench.json": BenchReport.from_json,
     "diagnosis.json": Diagnosis.from_json,
+    "scaling.json": ScalingReport.from_json,
     "tune.json": Tuned.from_json,
     "verify.json": Verification.from_json,
 }
-"""Result files that a run's folder may hold, and how each is read."""
+"""Result files that a run's folder may hold, or ``--json`` may have written, and how each is read.
+
+The results of ``train``, and of ``bench`` under torchrun, are in ``run.json`` itself.
+"""
 
 
 def load(path: Path) -> Run:
@@ -53,10 +59,14 @@ def load(path: Path) -> Run:
     UsageError
         When there is none, or it is damaged.
     """
+    if path.name == "run.json":
+        path = path.parent
     file = _result_file(path) if path.is_dir() else path
-    if file.name == "run.json":
-        return TrainedRun.load(file.parent)
     content = _content(file)
+    if file.name == "run.json":
+        if content["command"] == "train":
+            return TrainedRun.load(file.parent)
+        content = content["result"]
     schema = str(content.get("schema"))
     read = _FILES.get(f"{schema.removeprefix('ampwise.').partition('/')[0]}.json")
     try:
@@ -84,7 +94,7 @@ def _result_file(folder: Path) -> Path:
         )
     content = _content(record)
     command = content.get("command")
-    if command != "train":
+    if command != "train" and "result" not in content:
         steps = f" after {content['steps']} steps" if "steps" in content else ""
         known = f"it is {content['status']}{steps}" if "status" in content else "no result is there"
         raise UsageError(f"{folder} holds no finished {command} run: {known}")

@@ -116,7 +116,7 @@ class RunFolder:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-        if error is not None:
+        if error is not None and not self._observes:
             with contextlib.suppress(OSError):
                 self._remove_if_empty()
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from ampwise.distributed.wrap import Parallel
 from ampwise.errors import UsageError
 from ampwise.policy import Resolution
 from ampwise.step import Activity
 
 Schedule = Literal["constant", "cosine"]
-Parallel = Literal["ddp", "fsdp"]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,19 +19,17 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import nn
 from torch.distributed import Store
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from ampwise.data import Feed
-from ampwise.distributed import replicate, shard
 from ampwise.distributed.launch import Launch
 from ampwise.distributed.layout import unwrapped
 from ampwise.distributed.lead import from_lead
 from ampwise.distributed.watchdog import Watchdog
+from ampwise.distributed.wrap import spread
 from ampwise.errors import UsageError
-from ampwise.policy import Policy
 from ampwise.step import StepRecord, TrainStep
 from ampwise.tasks import Task
 from ampwise.tasks.checks import (
@@ -49,7 +47,7 @@ from ampwise.telemetry.run import RunFolder
 from ampwise.trackers import TrackerSet, check_names
 from ampwise.training import checkpoint
 from ampwise.training.checkpoint import Position, Trained
-from ampwise.training.config import Parallel, TrainConfig, TrainResult
+from ampwise.training.config import TrainConfig, TrainResult
 from ampwise.training.memory import peak_bytes
 from ampwise.training.share import DataRandom, Turn, turns
 from ampwise.training.signals import StopSignals
@@ -134,8 +132,8 @@ class _Run:
         self.task, self.config, self.progress, self.me = task, config, progress, me
         policy = config.resolution.policy
         self.device = torch.device(config.resolution.device)
-        spread = None if me.size == 1 else _spread(policy, config.parallel)
-        model, optimizer = build(task, self.device, config.seed, spread)
+        on_ranks = None if me.size == 1 else lambda model: spread(model, config.parallel, policy)
+        model, optimizer = build(task, self.device, config.seed, on_ranks)
         self._data = DataRandom()
         _part_ways(config.seed, me.rank)
         scheduler = _scheduler(optimizer, config)
@@ -458,12 +456,6 @@ class _Run:
                 "status": result["status"],
             }
         )
-
-
-def _spread(policy: Policy, parallel: Parallel) -> Callable[[nn.Module], nn.Module]:
-    if parallel == "ddp":
-        return lambda model: replicate(model, policy)
-    return lambda model: shard(model, policy)
 
 
 def _part_ways(seed: int, rank: int) -> None:

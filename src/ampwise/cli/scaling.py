@@ -1,0 +1,149 @@
+"""``ampwise bench`` under torchrun: how a training step scales over processes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ampwise.cli.bench import BUDGETS, policies, say
+from ampwise.cli.options import positive, saved_in, write_json
+from ampwise.errors import EXIT_INTERRUPTED, EXIT_OK, UsageError, nearest
+
+if TYPE_CHECKING:
+    from ampwise.bench.scaling import ScalingConfig
+    from ampwise.bench.scaling_report import ScalingReport
+    from ampwise.cli.bench import Options
+    from ampwise.distributed.launch import Launch
+    from ampwise.distributed.wrap import Parallel
+    from ampwise.policy import Policy
+    from ampwise.telemetry.run import RunFolder
+
+
+def run(options: Options, me: Launch) -> int:
+    """Measure on all ranks; the first one prints and writes. The exit code."""
+    positive("rank-timeout", options.rank_timeout)
+    if options.gate != "off":
+        raise UsageError(
+            "gate: under torchrun bench measures scaling, which has no requirements; run "
+            "ampwise bench in one process"
+        )
+    parallel = _ways(options.parallel)
+
+    from ampwise.bench.race import in_one_line
+    from ampwise.bench.scaling import begun, native, run_scaling
+    from ampwise.cli.progress import bench_progress
+    from ampwise.distributed.launch import is_lost, joined
+    from ampwise.distributed.lead import from_lead
+    from ampwise.tasks import load_task
+
+    device = _device(options.device, me)
+    quiet = options.quiet or not me.leads
+    with joined(me, device, options.rank_timeout), bench_progress(quiet=quiet) as progress:
+        chosen, left_out = from_lead(lambda: native(policies(options.precisions), device))
+        task = load_task(options.task, options.settings())
+        config = _config(options, device, chosen, parallel)
+        with _folder(options, task.name, me) as folder:
+            report = begun(task, config, me)
+            report.left_out = left_out
+            folder.write({"command": "bench", "task": report.task, "status": "running"})
+            try:
+                run_scaling(task, config, me, report, progress)
+            except KeyboardInterrupt:
+                report.interrupted = True
+            except Exception as error:
+                report.failed = "a process died" if is_lost(error) else in_one_line(error)
+                if report.measured and me.leads:
+                    _finish(options, folder, report)
+                    saved_in(error, folder.path)
+                raise
+            if me.leads:
+                _finish(options, folder, report)
+    return EXIT_INTERRUPTED if report.interrupted else EXIT_OK
+
+
+def _ways(text: str | None) -> list[Parallel]:
+    """Ways to spread a model, from a comma-separated list."""
+    legal: dict[str, Parallel] = {"ddp": "ddp", "fsdp": "fsdp"}
+    names = list(dict.fromkeys((text or "ddp").split(",")))
+    for name in names:
+        if name not in legal:
+            raise UsageError(
+                f"parallel {name!r}: expected ddp, fsdp or ddp,fsdp{nearest(name, legal)}"
+            )
+    return [legal[name] for name in names]
+
+
+def _device(asked: str | None, me: Launch) -> str:
+    """The device of this process."""
+    from ampwise.capability import present_devices
+    from ampwise.distributed.launch import device_of
+    from ampwise.policy import choose_device
+
+    device, reason, moved = choose_device(asked, present_devices())
+    if moved and me.leads:
+        say(f"{reason}; using {device}")
+    return device_of(me, device)
+
+
+def _config(
+    options: Options, device: str, chosen: list[Policy], parallel: list[Parallel]
+) -> ScalingConfig:
+    import torch
+
+    from ampwise.bench.arm import Settings
+    from ampwise.bench.scaling import ScalingConfig
+
+    rounds, budget_s, *_ = BUDGETS["quick" if options.quick else "full"]
+    return ScalingConfig(
+        settings=Settings(
+            torch.device(device), options.seed, options.accumulate, options.max_grad_norm
+        ),
+        policies=chosen,
+        parallel=parallel,
+        max_rounds=options.steps or rounds,
+        budget_s=budget_s / len(chosen),
+    )
+
+
+def _folder(options: Options, task: str, me: Launch) -> RunFolder:
+    """The run's folder: the first process makes it, the others look on."""
+    from ampwise.distributed.lead import from_lead
+    from ampwise.telemetry.run import RunFolder
+
+    made: list[RunFolder] = []
+
+    def make() -> str:
+        name = f"scaling-{task or 'task'}"
+        made.append(RunFolder.create(options.out, name, say))
+        return str(made[0].path)
+
+    path = Path(from_lead(make))
+    return made[0] if me.leads else RunFolder.observe(path)
+
+
+def _finish(options: Options, folder: RunFolder, report: ScalingReport) -> None:
+    """Store a report, then show it, also when the disk is too full to store it."""
+    from rich.console import Console
+
+    from ampwise.report.scaling import render, to_html
+    from ampwise.telemetry.files import atomic_write_text
+
+    result = report.to_json()
+    try:
+        folder.write(
+            {
+                "command": "bench",
+                "task": report.task,
+                "status": report.ended or "finished",
+                "environment": report.environment,
+                "result": result,
+            }
+        )
+        atomic_write_text(folder.path / "report.html", to_html(report))
+    finally:
+        if options.json != "-":
+            render(report, Console())
+    if options.json != "-":
+        print(f"\nreport: {folder.path / 'run.json'} and {folder.path / 'report.html'}")
+    write_json(json.dumps(result, indent=2, allow_nan=False), options.json)
