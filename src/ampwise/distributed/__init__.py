@@ -6,20 +6,20 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
-from ampwise.distributed.even import in_step
-
 if TYPE_CHECKING:
+    from ampwise.distributed.even import in_step
     from ampwise.distributed.wrap import replicate, shard
 
 __all__ = ["in_step", "replicate", "shard"]
 
+_HOMES = {"in_step": "even", "replicate": "wrap", "shard": "wrap"}
+
 
 def __getattr__(name: str) -> Any:
-    # Above the step, whose other parts are below it.
-    if name in ("replicate", "shard"):
-        from ampwise.distributed import wrap
-
-        return getattr(wrap, name)
+    # Loaded when used: the command line asks who it is before it knows that torch is needed.
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
