@@ -50,7 +50,8 @@ def finish(process: subprocess.Popen[str], seconds: float = 90) -> tuple[int, st
     try:
         out, err = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        for pid in (*workers(process).values(), process.pid):
+            os.kill(pid, signal.SIGKILL)
         out, err = process.communicate()
         raise AssertionError(f"not done after {seconds} s:\n{out}\n{err}") from None
     return process.returncode, out, err

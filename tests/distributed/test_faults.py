@@ -72,3 +72,33 @@ def test_under_fsdp_the_rank_and_the_phase_are_known(ranks: Ranks) -> None:
     first, second = ranks(_diagnosed, "fsdp", "overflow", 1)
     assert first == second
     assert first == (1, None, None, "fault", 2, "On rank 1 of 2")
+
+
+class Wrapped(nn.Module):
+    """DDP inside a module, and a loss that gets at it by a closure."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.parallel.DistributedDataParallel(Squares())
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.inner(inputs)
+
+
+def _where_ddp_is_not_outermost(weight: float) -> tuple[Any, ...]:
+    model = Wrapped()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    found: list[Any] = []
+    scale = LossScale(init_scale=256.0)
+    step = TrainStep(model, optimizer, policy="fp16", loss_scale=scale, on_fault=found.append)
+    for index, (inputs, labels) in enumerate(small.batches(3)):
+        bad = index == 2 and small.me() == 1
+        batch = (inputs * 2000 if bad else inputs, labels)
+        step(lambda _, b: small.loss(model, b), batch, weight=weight if index else 1)
+    return found[0].rank, found[0].cause, found[0].status
+
+
+@pytest.mark.parametrize("weight", [1.0, 50.0])
+def test_ranks_replay_by_themselves_wherever_ddp_is(ranks: Ranks, weight: float) -> None:
+    for found in ranks(_where_ddp_is_not_outermost, weight):
+        assert found == (1, "RANGE_OVERFLOW", "fault")

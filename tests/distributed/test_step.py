@@ -320,6 +320,75 @@ def test_windows_weigh_tokens_over_all_ranks(ranks: Ranks, spread: Spread) -> No
         assert loss_ratio == pytest.approx(1, rel=1e-5)
 
 
+def _weighing(weights: list[list[float]], as_tensor: bool) -> tuple[list[bool], bool]:
+    """Train with given weights by rank; what was skipped, and whether all is finite."""
+    model = small.network("ddp")
+    scale = LossScale(init_scale=256.0)
+    step = TrainStep(model, adamw(model), policy="fp16", max_grad_norm=1.0, loss_scale=scale)
+    data = small.batches(2 * len(weights[0]))[small.me() :: 2]
+    for batch, weight in zip(data, weights[small.me()], strict=True):
+        step(small.loss, batch, weight=torch.tensor(weight) if as_tensor else weight)
+    return [e.skipped for e in step.history], bool(small.parameters(model).isfinite().all())
+
+
+@pytest.mark.parametrize("as_tensor", [True, False])
+def test_weights_of_zero(ranks: Ranks, as_tensor: bool) -> None:
+    if as_tensor:  # no rank can know that none of them counts anything
+        nothing = [[4.0, 0.0, 4.0], [2.0, 0.0, 3.0]]
+        assert same(ranks(_weighing, nothing, as_tensor)) == ([False, True, False], True)
+    first = [[0.0, 4.0, 4.0], [2.0, 1.0, 3.0]]
+    assert same(ranks(_weighing, first, as_tensor)) == ([False] * 3, True)
+
+
+def test_shares_follow_the_weights(ranks: Ranks) -> None:
+    """A first weight of 1 must not leave float16 gradients 60,000 times too large for ever."""
+    weights = [[1.0, *[60000.0] * 9], [1.0, *[60000.0] * 9]]
+    skipped, finite = same(ranks(_weighing, weights, True))
+    assert finite
+    assert skipped[2:] == [False] * 8
+
+
+def _resumed(weights: list[float]) -> tuple[Tensor, Tensor]:
+    def trained(part: list[float], data: list[Any], state: Any) -> tuple[Any, Any, Any, Tensor]:
+        model = small.network("ddp")
+        optimizer = adamw(model)
+        step = TrainStep(model, optimizer, policy="fp16")
+        if state is not None:
+            model.load_state_dict(state[0])
+            optimizer.load_state_dict(state[1])
+            step.load_state_dict(state[2])
+        for batch, weight in zip(data, part, strict=True):
+            step(small.loss, batch, weight=torch.tensor(weight * (1 + small.me())))
+        states = model.state_dict(), optimizer.state_dict(), step.state_dict()
+        return *states, small.parameters(model)
+
+    data = small.batches(len(weights))
+    whole = trained(weights, data, None)
+    middle = len(weights) // 2
+    half = trained(weights[:middle], data[:middle], None)
+    return whole[-1], trained(weights[middle:], data[middle:], half[:3])[-1]
+
+
+def test_a_resumed_run_with_uneven_weights_is_the_same_bit_for_bit(ranks: Ranks) -> None:
+    for whole, resumed in ranks(_resumed, [3.0, 7.0, 5.0, 14.0, 11.0, 4.0]):
+        assert torch.equal(whole, resumed)
+
+
+def _gradients_too_early() -> str:
+    model = small.network("ddp")
+    step = TrainStep(model, adamw(model), policy="fp32", accumulate=3)
+    step(small.loss, small.batches(1)[0])
+    try:
+        step.gradients()
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def test_gradients_in_the_middle_of_a_window_are_refused(ranks: Ranks) -> None:
+    assert "in the middle of a window" in same(ranks(_gradients_too_early))
+
+
 def _collectives(accumulate: int) -> tuple[int, int, int]:
     """Sums of gradient buckets, and all-reduces and broadcasts of ours, in three windows."""
     model = small.network("ddp")

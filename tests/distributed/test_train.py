@@ -68,6 +68,34 @@ def test_train_as_the_readme_says(folder: Path, parallel: str) -> None:
     ]
 
 
+SHUFFLES = """
+import random, torch, torch.distributed as dist
+from ampwise import Task
+
+def task():
+    def batches():
+        ids = list(range(16))
+        random.shuffle(ids)
+        return [torch.full((2, 4), float(each)) for each in ids]
+
+    def loss(model, batch):
+        with open(f"seen-{dist.get_rank()}", "a") as file:
+            print(int(batch[0, 0]), file=file)
+        return model(batch).square().mean()
+
+    return Task(lambda: torch.nn.Linear(4, 1), batches, loss, name="shuffles")
+"""
+
+
+def test_a_task_that_shuffles_by_itself_is_dealt_out_whole(tmp_path: Path) -> None:
+    (tmp_path / "shuffles.py").write_text(SHUFFLES)
+    code, _, err = run(tmp_path, "train", "shuffles.py", "--epochs", "1", "--precision", "fp32")
+    assert code == 0, err
+    seen = [(tmp_path / f"seen-{rank}").read_text().split() for rank in range(2)]
+    assert len(seen[0]) == len(seen[1]) == 8
+    assert {int(each) for rank in seen for each in rank} == set(range(16))
+
+
 def test_two_machines_by_two_agents_on_loopback(folder: Path) -> None:
     port = free_port()
     common = ("--nnodes=2", "--nproc-per-node=1", f"--rdzv-endpoint=127.0.0.1:{port}")

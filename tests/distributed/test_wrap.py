@@ -148,3 +148,39 @@ def _refused(policy: str) -> str:
 def test_what_cannot_work_is_refused_and_says_what_to_do(ranks: Ranks) -> None:
     assert "replicate(model, 'bf16-master')" in ranks(_refused, "bf16-master")[0]
     assert "reduce=bf16" in ranks(_refused, "fp16:reduce=fp16")[0]
+
+
+class Nested(nn.Module):
+    """Blocks in blocks, one used twice, and two that share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        inner = nn.Module()
+        inner.parts = nn.ModuleList([nn.Linear(8, 8)])
+        inner.forward = lambda x: inner.parts[0](x)
+        again = nn.Linear(8, 8)
+        first, second = nn.Linear(8, 8), nn.Linear(8, 8)
+        second.weight = first.weight
+        self.blocks = nn.ModuleList([inner, again, again, first, second])
+        self.levels = nn.ModuleList([nn.ModuleList([nn.Linear(8, 8)])])
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for block in self.blocks:
+            inputs = torch.tanh(block(inputs))
+        return self.head(self.levels[0][0](inputs))
+
+
+def _nested() -> list[float]:
+    model = shard(Nested(), "bf16")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    step = TrainStep(model, optimizer, policy="bf16")
+    for _ in range(10):
+        step(small.loss, small.batches(1)[0])
+    return [each.loss for each in step.history]
+
+
+def test_blocks_in_blocks_used_twice_and_tied(ranks: Ranks) -> None:
+    losses = ranks(_nested)[0]
+    assert losses[-1] < losses[0]

@@ -16,7 +16,7 @@ import threading
 import traceback
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import ampwise
 from ampwise import errors
@@ -49,7 +49,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     with lasting_output() as output:
         code = _exit_code(arguments)
         output.flush()
-        return _fail(output.complaint, errors.EXIT_RUN) if output.complaint else code
+        if output.complaint:
+            code = _fail(output.complaint, errors.EXIT_RUN)
+    if code and launch().size > 1:
+        _leave(code)
+    return code
+
+
+def _leave(code: int) -> NoReturn:
+    """End this process at once, where others may be waiting for it.
+
+    Taking down a process group waits for what is pending in it, and that may be waiting for a
+    process that waits for this one; a closed connection tells them.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _exit_code(arguments: list[str]) -> int:

@@ -79,6 +79,8 @@ def checksum(tensor: Tensor) -> Tensor:
     Of 64-bit words, and of what is left at the end, element by element.
     """
     tensor = tensor.detach()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
     size = tensor.element_size()
     elements = tensor.contiguous().view(-1)
     if elements.storage_offset() * size % _WORD_BYTES:  # words must start where memory's do

@@ -40,10 +40,10 @@ class Consensus:
         self.stop_wanted = False
 
     def first(self, value: float | Tensor) -> Tensor:
-        """The value that the first rank has, on all of them; a float64 scalar on the device."""
+        """The mean of what the ranks have, 1 if that is 0; a float64 scalar on the device."""
         shared = self._scalar(value)
-        dist.broadcast(shared, group=self.group, group_src=0)
-        return shared
+        dist.all_reduce(shared, group=self.group)
+        return torch.where(shared > 0, shared / self.size, 1.0)
 
     def sums(self, squares: Tensor, share: float | Tensor, loss: Tensor) -> Tensor:
         """Sum over ranks: squared norm, non-finite norms, shares, losses, wishes to stop.

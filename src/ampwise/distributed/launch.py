@@ -127,10 +127,8 @@ def joined(me: Launch, device: str, limit_s: float = LIMIT_S) -> Generator[Any]:
             f"({' '.join(str(error).split())[:160]}); start all of them with torchrun, with the "
             "same --nnodes, --nproc-per-node and rendezvous endpoint"
         ) from None
-    try:
-        yield store
-        # torchrun ends the others as soon as one leaves with an exit code of its own.
-        dist.barrier()
-    finally:
-        # After an error the others may be gone: nothing here may wait for them.
-        dist.destroy_process_group()
+    # After an error the group stays: to take it down waits for the others, who may be gone.
+    yield store
+    # torchrun ends the others as soon as one leaves with an exit code of its own.
+    dist.barrier()
+    dist.destroy_process_group()

@@ -7,7 +7,8 @@ imported only where a process group is up, since it costs a second.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -48,10 +49,25 @@ def group_of(models: Sequence[nn.Module]) -> ProcessGroup | None:
             "expected fully_shard (FSDP2) or DistributedDataParallel; use "
             "torch.distributed.fsdp.fully_shard(model)"
         )
-    if any(is_sharded(each) for model in models for each in model.parameters()):
-        return dist.group.WORLD
+    sharded = [each for model in models for each in model.parameters() if is_sharded(each)]
+    if sharded:
+        return _group_of_shards(sharded)
     copies = [each for each in layers if isinstance(each, DistributedDataParallel)]
     return copies[0].process_group if copies else None
+
+
+def _group_of_shards(tensors: Sequence[Any]) -> ProcessGroup | None:
+    """The ranks that hold parts of some tensors."""
+    meshes = {each.device_mesh for each in tensors}
+    if any(mesh.size() == dist.get_world_size() for mesh in meshes):
+        return dist.group.WORLD
+    mesh = meshes.pop()
+    if meshes or mesh.ndim > 1:
+        raise UsageError(
+            "model: it is sharded over some of the ranks by several meshes, or one of several "
+            "dimensions; expected meshes over all ranks, or one of one dimension"
+        )
+    return mesh.get_group()
 
 
 class GradientSync:
@@ -82,6 +98,19 @@ class GradientSync:
                 "model with ampwise.distributed.replicate(model, 'bf16-master') instead"
             )
         return dtype
+
+    @contextmanager
+    def apart(self) -> Generator[None]:
+        """Context: each rank by itself; what is in DDP, wherever it is, sums nothing."""
+        names = ("require_backward_grad_sync", "require_forward_param_sync")
+        before = [(each, {name: getattr(each, name) for name in names}) for each in self._copied]
+        for each in self._copied:
+            vars(each).update(dict.fromkeys(names, False))
+        try:
+            yield
+        finally:
+            for each, values in before:
+                vars(each).update(values)
 
     def switch(self, on: bool) -> None:
         """Sum gradients in the backwards from now on, or only collect them on each rank."""

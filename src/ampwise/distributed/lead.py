@@ -40,8 +40,8 @@ def from_lead(make: Callable[[], T]) -> T:
     return sent[0]  # pyright: ignore[reportReturnType]
 
 
-def from_all(make: Callable[[], T]) -> list[T]:
-    """What `make` returns on each rank, by rank; on all of them.
+def from_all(make: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
+    """What `make` returns on each rank of a group (default: all), by rank; on all of them.
 
     Raises
     ------
@@ -57,11 +57,11 @@ def from_all(make: Callable[[], T]) -> list[T]:
     except AmpwiseError as error:
         failed = error
     words = None if failed is None else (type(failed), str(failed))
-    answers: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(answers, (mine, words))
+    answers: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(answers, (mine, words), group=group)
     for rank, (_, told) in enumerate(answers):
         if told is not None:
-            own = failed if rank == dist.get_rank() else None
+            own = failed if rank == dist.get_rank(group) else None
             raise own or _told(*told)
     return [answer for answer, _ in answers]
 

@@ -112,14 +112,29 @@ def _checked(policy: str | Policy) -> Policy:
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """The repeated parts of a model, which are gathered one after the other."""
-    return [
-        block
+    """The repeated parts of a model, which are gathered one after the other; the inner ones first.
+
+    Not those that share a parameter with the rest: it can be in one unit only.
+    """
+    lists = [each for each in model.modules() if isinstance(each, nn.ModuleList)]
+    held = {id(block): block for each in lists for block in each}
+    blocks = [each for each in held.values() if not isinstance(each, nn.ModuleList | nn.ModuleDict)]
+    return [each for each in reversed(blocks) if _parameters(each) and not _shares(each, model)]
+
+
+def _parameters(module: nn.Module) -> set[int]:
+    return {id(each) for each in module.parameters()}
+
+
+def _shares(block: nn.Module, model: nn.Module) -> bool:
+    """Whether a module outside of it has one of its parameters."""
+    inside, own = {id(each) for each in block.modules()}, _parameters(block)
+    return any(
+        id(parameter) in own
         for layer in model.modules()
-        if isinstance(layer, nn.ModuleList)
-        for block in layer
-        if any(True for _ in block.parameters())
-    ]
+        if id(layer) not in inside
+        for parameter in layer.parameters(recurse=False)
+    )
 
 
 def _summed_in(dtype: torch.dtype) -> Any:

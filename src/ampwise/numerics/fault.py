@@ -28,9 +28,9 @@ def examine(step: TrainStep) -> Diagnosis | None:
         )
     examiner = Examiner(step, "training")
     if not step.can_replay:
-        return ranks.first_at_fault(ranks.by_what_went_in(examiner.empty(stash), stash))
+        return ranks.first_at_fault(ranks.by_what_went_in(examiner.empty(stash), stash), step.group)
     mine = None if examiner.settling(stash) else examiner.failure(stash)
-    return ranks.first_at_fault(mine) if step.ranks > 1 else mine
+    return ranks.first_at_fault(mine, step.group) if step.ranks > 1 else mine
 
 
 def summary(found: Diagnosis) -> str:

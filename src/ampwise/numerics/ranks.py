@@ -8,6 +8,8 @@ loss that came of it, is all there is to go by.
 
 from __future__ import annotations
 
+from torch.distributed import ProcessGroup
+
 from ampwise.data import leaves
 from ampwise.distributed.lead import from_all
 from ampwise.numerics.result import Diagnosis
@@ -16,9 +18,9 @@ from ampwise.step.recorder import Stash, finite
 _WORST_FIRST = ("fault", "benign", "not_reproduced", "clean")
 
 
-def first_at_fault(mine: Diagnosis | None) -> Diagnosis | None:
+def first_at_fault(mine: Diagnosis | None, group: ProcessGroup | None = None) -> Diagnosis | None:
     """The same diagnosis on all ranks: of those that found a fault, the first one's."""
-    answers = from_all(lambda: mine)
+    answers = from_all(lambda: mine, group)
     if len(answers) == 1:
         return mine
     known = [(rank, each) for rank, each in enumerate(answers) if each is not None]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from ampwise.step.activity import Activity
 from ampwise.step.attributes import Attributes
 from ampwise.step.loss_scale import LossScale, UnitLossScale
 from ampwise.step.precision import Float32Mode, Forward
-from ampwise.step.window import Weight, Window
+from ampwise.step.window import Weight
 
 if TYPE_CHECKING:
     from ampwise.step.train_step import TrainStep
@@ -244,7 +244,9 @@ def _undisturbed(step: TrainStep) -> Generator[None]:
     window, remembered, boundary = step._window, step._buffers._copies, step.boundary
     # Each rank by itself: one whose window is clean has nothing to add to another's replay.
     together = step.model, step._ranks, step._sync, step._held_back
-    if step._ranks is not None:
+    apart = ExitStack()
+    if step._ranks is not None and step._sync is not None:
+        apart.enter_context(step._sync.apart())
         models = step._models
         step.model = models[0] if isinstance(step.model, nn.Module) else models
         step._ranks = step._sync = step._held_back = None
@@ -252,7 +254,7 @@ def _undisturbed(step: TrainStep) -> Generator[None]:
     # Of an open window, forward has written the buffers already: replay from where it began.
     for buffer, copy in remembered or ():
         buffer.copy_(copy)
-    step._window, step._buffers._copies = Window(window.accumulate), []
+    step._window, step._buffers._copies = window.again(), []
     step.recorder, step._true = None, set()
     nesting = _autocast_nesting()
     if activity is None:  # a window that never ran: the replay is no proof of activity
@@ -262,6 +264,7 @@ def _undisturbed(step: TrainStep) -> Generator[None]:
     finally:
         step._window, step._buffers._copies, step.boundary = window, remembered, boundary
         step.activity, step.recorder, step._true = activity, recorder, true
+        apart.close()
         step.model, step._ranks, step._sync, step._held_back = together
         attributes.restore()
         with torch.no_grad():

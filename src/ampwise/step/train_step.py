@@ -382,6 +382,11 @@ class TrainStep:
 
         They are the tensors the optimizer will use: edits count, and are checked like the rest.
         """
+        if self._held_back is not None:
+            raise UsageError(
+                "gradients() in the middle of a window: with several ranks gradients are summed in "
+                "its last micro-batch; look at them after that, or pass last=True to it"
+            )
         if self._ranks is not None and not self._window.agreed:
             self._agree(self._guard(tuple(range(len(self._optimizers)))))
         divisor = self._divisor()
@@ -493,6 +498,7 @@ class TrainStep:
             "backoffs": totals.backoffs,
             "skipped_in_a_row": self._patience.in_a_row,
             "held": self._held,
+            "unit": self._window.unit,
         }
         if self._window.position:
             held = ((name, self._master.of(each)) for name, each in self._names.items())
@@ -527,6 +533,8 @@ class TrainStep:
         self._ring.totals.backoffs = int(state["backoffs"])
         self._patience.in_a_row = int(state["skipped_in_a_row"])
         self._held = int(state["held"])
+        if self._ranks is not None and state.get("unit") is not None:
+            self._window.unit = torch.tensor(state["unit"], dtype=torch.float64, device=self.device)
         if "window" in state:
             self._window.load_state_dict(state["window"])
             self._true = set(state["true"])
@@ -589,7 +597,7 @@ class TrainStep:
         with self._float32_mode:
             with self.autocast():
                 loss = loss_fn(self.model, batch)
-            if weight is None and (self._window.accumulate > 1 or self._ranks is not None):
+            if weight is None and self._window.weighs:
                 weight = self._samples(batch)
             if self.recorder is not None:
                 self.recorder.loss(loss.detach())
@@ -627,9 +635,10 @@ class TrainStep:
         assert ranks is not None
         assert window.loss_sum is not None
         squares = grads.square(grads.spread_of(guard.optimizers, ranks.size), self.device)
-        row = ranks.sums(squares, window.divisor, window.loss_sum)
+        row = ranks.sums(squares, window.share, window.loss_sum)
         norm, bad, shares, losses, stops = row.unbind()
-        guard.agree(torch.where(bad > 0, torch.inf, norm.sqrt()))
+        # A window in which nothing counts has no gradient: it is skipped, like one that is NaN.
+        guard.agree(torch.where((bad > 0) | ~(shares > 0), torch.inf, norm.sqrt()))
         window.agree((shares / ranks.size).float(), (losses / ranks.size).float())
         self._stop_flag = HostFlag((stops > 0).float())
 

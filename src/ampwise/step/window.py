@@ -11,10 +11,10 @@ equal micro-batches that is ``loss / accumulate`` and a divisor of exactly 1, as
 by hand. Dividing by the first weight keeps shares near 1 / accumulate whatever the unit is, so
 that scaled float16 gradients keep their range.
 
-Over several ranks the weighted mean is over all their micro-batches. The ranks agree once on the
-first weight, so that shares mean the same everywhere, and at the end of each window on the sums of
-shares and losses (`agree`); the sum over ranks, which DDP and FSDP2 divide by their number, is then
-divided by the mean of the shares.
+Over several ranks the weighted mean is over all their micro-batches. Shares must mean the same
+everywhere, so the ranks agree on what the first ones are divided by, and then on the sums of shares
+and losses of each window (`agree`): the sum over ranks, which DDP and FSDP2 divide by their number,
+is divided by the mean of the shares, and the next window's are relative to this one's.
 
 A loss without a weight counts as ``loss / accumulate``, and several of them simply add up: that is
 what loops with several losses mean.
@@ -26,7 +26,10 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
+
+from ampwise.errors import UsageError
 
 Weight = int | float | Tensor
 
@@ -43,12 +46,26 @@ class Window:
     """
 
     def __init__(
-        self, accumulate: int, first_weight: Callable[[Weight], Tensor] | None = None
+        self, accumulate: int, first_weight: Callable[[Weight], Weight] | None = None
     ) -> None:
         self.accumulate = accumulate
         self._first_weight = first_weight
         self._unit: Weight | None = None
+        self._used: Weight | None = None
+        self._next: Tensor | None = None
         self.close()
+
+    @property
+    def weighs(self) -> bool:
+        """Whether micro-batches count by their samples: more than one belong to a step."""
+        return self.accumulate > 1 or self._first_weight is not None
+
+    def again(self) -> Window:
+        """A window for the micro-batches of the last one, with the same shares."""
+        used = self._used
+        if used is None:
+            return Window(self.accumulate)
+        return Window(self.accumulate, lambda _: used / self.accumulate)
 
     @property
     def full(self) -> bool:
@@ -93,10 +110,33 @@ class Window:
         """Sum of the shares: 1 for a full window of equal micro-batches."""
         if self._agreed is not None:
             return self._agreed
-        return 1 if self._total is None or self._unit is None else self._total / self._unit
+        if self._total is None or self._unit is None:
+            return 1
+        if not isinstance(self._total, Tensor) and self._total == 0:
+            raise UsageError("weight: all micro-batches of this window weigh 0; one must count")
+        return self._total / self._unit
+
+    @property
+    def share(self) -> Weight:
+        """The same on this rank, which may have no part in the window at all."""
+        if self._total is None or self._unit is None:
+            return 1 if self._agreed is None else self._agreed
+        return self._total / self._unit
+
+    @property
+    def unit(self) -> float | None:
+        """What shares of several ranks are relative to; None for one process (waits for it)."""
+        return None if self._first_weight is None or self._unit is None else float(self._unit)
+
+    @unit.setter
+    def unit(self, value: Tensor) -> None:
+        self._unit = value
 
     def agree(self, shares: Tensor, losses: Tensor) -> None:
         """Take over the means over all ranks of the sums of shares and of losses."""
+        if self._total is not None and self._unit is not None:
+            self._used = self._unit
+            self._next = torch.where(shares > 0, self._unit * shares, self._unit)
         self._agreed, self._loss = shares, losses
 
     @property
@@ -107,8 +147,10 @@ class Window:
     def close(self) -> None:
         """Start the next window."""
         self.position = 0
-        if self._first_weight is None:  # ranks keep what they agreed on
+        if self._first_weight is None:
             self._unit = None
+        elif self._next is not None:
+            self._unit, self._next = self._next, None
         self._total: Weight | None = None
         self._loss: Tensor | None = None
         self._agreed: Tensor | None = None

@@ -29,7 +29,7 @@ from ampwise.distributed.layout import unwrapped
 from ampwise.distributed.lead import from_lead
 from ampwise.distributed.watchdog import Watchdog
 from ampwise.distributed.wrap import spread
-from ampwise.errors import UsageError
+from ampwise.errors import TaskError, UsageError
 from ampwise.step import StepRecord, TrainStep
 from ampwise.tasks import Task
 from ampwise.tasks.checks import (
@@ -131,6 +131,8 @@ class _Run:
     def __init__(self, task: Task, config: TrainConfig, progress: Progress, me: Launch) -> None:
         self.task, self.config, self.progress, self.me = task, config, progress, me
         policy = config.resolution.policy
+        random.seed(config.seed)
+        np.random.seed(config.seed % 2**32)
         self.device = torch.device(config.resolution.device)
         on_ranks = None if me.size == 1 else lambda model: spread(model, config.parallel, policy)
         model, optimizer = build(task, self.device, config.seed, on_ranks)
@@ -287,15 +289,22 @@ class _Run:
             yield from (Turn(batch, counts=True, last=False) for batch in self._batches())
             return
         if self.position.batch and self.position.epoch_rng is not None:
-            began = self.position.epoch_rng
+            began = {**self.position.epoch_rng, "cuda": []}  # the model's own
             self._data.draw(lambda: checkpoint.set_random_state(began))
         else:
             self.position.epoch_rng = self._data.draw(checkpoint.random_state)
         skip, rest = divmod(self.position.batch, self.me.size)
         if rest:
             self.say(f"{rest} batches are trained on again: they do not fill a turn of all ranks")
+        empty = not skip
         with user_code("the task's batches()"):
-            yield from turns(self.task.batches, self.me.rank, self.me.size, self._data, skip)
+            for turn in turns(self.task.batches, self.me.rank, self.me.size, self._data, skip):
+                empty = False
+                yield turn
+        if empty:
+            raise TaskError(
+                "task batches() gave no batch: it must start a new epoch each time it is called"
+            )
 
     def _batches(self) -> Iterator[Any]:
         """The rest of the current epoch, from where the run is in it."""

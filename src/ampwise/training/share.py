@@ -109,8 +109,13 @@ def turns(
 
 
 def _can_be_dealt(loader: DataLoader[Any]) -> bool:
+    try:
+        len(loader)
+    except TypeError:  # a sampler without end
+        return False
     return (
-        loader.batch_sampler is not None
+        type(loader).__iter__ is DataLoader.__iter__
+        and loader.batch_sampler is not None
         and not isinstance(loader.dataset, IterableDataset)
         and not isinstance(loader.sampler, DistributedSampler)
     )
