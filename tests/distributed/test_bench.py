@@ -112,6 +112,7 @@ def test_bench_of_two_processes_as_the_readme_says(
     assert load(folder / "found.json") == load(folder / "run")
 
 
+@pytest.mark.slow
 def test_an_error_on_one_rank_ends_all_and_keeps_what_there_was(folder: Path) -> None:
     code, _, err = run(
         folder, *("bench", "wide.py", "--precisions", "fp32", "--out", "run"),

@@ -130,6 +130,7 @@ def test_sigterm_to_all_saves_and_ends_with_130(folder: Path) -> None:
     assert 0 < found["steps"] < 1000
 
 
+@pytest.mark.slow
 def test_elastic_restarts_need_a_named_folder(folder: Path) -> None:
     code, _, err = run(
         folder,
@@ -182,7 +183,7 @@ def _states(run: Path) -> tuple[dict[str, Any], list[float]]:
     return content["model"], losses
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("parallel", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 def test_a_killed_worker_is_restarted_and_goes_on_bit_for_bit(folder: Path, parallel: str) -> None:
     arguments = (
         *("train", "little.py", "--precision", "fp16", "--allow-emulated", "--steps", "60"),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ampwise.cli.bench import BUDGETS, policies, say
 from ampwise.cli.options import positive, saved_in, write_json
-from ampwise.errors import EXIT_INTERRUPTED, EXIT_OK, UsageError, nearest
+from ampwise.errors import EXIT_OK, UsageError, nearest
 
 if TYPE_CHECKING:
     from ampwise.bench.scaling import ScalingConfig
@@ -49,8 +50,15 @@ def run(options: Options, me: Launch) -> int:
             folder.write({"command": "bench", "task": report.task, "status": "running"})
             try:
                 run_scaling(task, config, me, report, progress)
-            except KeyboardInterrupt:
+            except KeyboardInterrupt as interruption:
+                # The others stand elsewhere: leave by the error, which waits for nobody. torchrun
+                # asks again as soon as one process has left.
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
                 report.interrupted = True
+                if me.leads:
+                    _finish(options, folder, report)
+                    saved_in(interruption, folder.path)
+                raise
             except Exception as error:
                 report.failed = "a process died" if is_lost(error) else in_one_line(error)
                 if report.measured and me.leads:
@@ -59,7 +67,7 @@ def run(options: Options, me: Launch) -> int:
                 raise
             if me.leads:
                 _finish(options, folder, report)
-    return EXIT_INTERRUPTED if report.interrupted else EXIT_OK
+    return EXIT_OK
 
 
 def _ways(text: str | None) -> list[Parallel]:
