@@ -22,7 +22,7 @@ from types import FrameType
 from ampwise.errors import UsageError
 from ampwise.lint import cache
 from ampwise.lint.findings import Finding, LintReport, Skipped
-from ampwise.lint.model.analysis import Analysis, analyse
+from ampwise.lint.model.analysis import STEP_WORDS, Analysis, analyse
 from ampwise.lint.model.nodes import Node
 from ampwise.lint.project import Module, Project
 from ampwise.lint.rule import Mistake, Rule, all_rules
@@ -33,15 +33,19 @@ SUFFIXES = (".py", ".pyw", ".ipynb")
 NEVER = {"__pycache__", "node_modules", "site-packages", "dist-packages"}
 """Folders that are not walked into; name them to have them checked."""
 
+OUTDATED = [
+    re.compile(each)
+    for each in (r"amp(?<!\wamp)\b", "amp_", "apex", "fp16", r"precision\s*=", "half_precision")
+]
+"""A file with one of these may have an old spelling in it, wherever it stands."""
+
 WORDS = [
     re.compile(each)
-    for each in (
-        *(r"amp(?<!\wamp)\b", "autocast", r"caler\b", r"\.half\(", "HalfTensor"),
-        *("float16", "fp16", "bf16", r"precision\s*=", "apex", "loss_scal"),
-    )
+    for each in ("autocast", r"caler\b", r"\.half\(", "HalfTensor", "float16", "bf16", "loss_scal")
 ]
-"""A file with none of these has nothing to do with mixed precision: that it parses is all that is
-looked at. Each begins with letters that stand for themselves, which makes the search fast.
+"""One with none of these either has nothing to do with mixed precision, nor has one without a
+training step: that it parses is all that is looked at. Each begins with letters that stand for
+themselves, which makes the search fast.
 """
 
 SECONDS = 20.0
@@ -231,13 +235,20 @@ def check_file(path: Path, project: Project) -> Checked:
     checked = Checked(path)
     try:
         text = read_text(path).text
-        if any(each.search(text) for each in WORDS):
+        if _concerns(text):
             check_module(project.module(path), checked)
         else:
             check_syntax(text)
     except UnreadableError as error:
         checked.skipped = str(error)
     return checked
+
+
+def _concerns(text: str) -> bool:
+    """Whether a file may have anything to do with mixed precision."""
+    if any(each.search(text) for each in OUTDATED):
+        return True
+    return any(each.search(text) for each in WORDS) and bool(STEP_WORDS.search(text))
 
 
 def check_module(module: Module, checked: Checked) -> None:
