@@ -51,9 +51,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         output.flush()
         if output.complaint:
             code = _fail(output.complaint, errors.EXIT_RUN)
-    if code and launch().size > 1:
+    if code and _in_a_group():
         _leave(code)
     return code
+
+
+def _in_a_group() -> bool:
+    """Whether this process belongs to a process group still, as after an error."""
+    module = sys.modules.get("torch.distributed")
+    return module is not None and module.is_available() and module.is_initialized()
 
 
 def _leave(code: int) -> NoReturn:
