@@ -244,7 +244,7 @@ class TrainStep:
         DivergedRanksError
             On all ranks, when they no longer train one model.
         """
-        last = last or self._window.position + 1 >= self._window.accumulate
+        last = last or self._window.fills
         if self._sync is not None:
             self._sync.switch(last)
             self._held_back = None if last else lambda: self._sum_with(loss_fn, batch)

@@ -68,9 +68,9 @@ class Window:
         return Window(self.accumulate, lambda _: used / self.accumulate)
 
     @property
-    def full(self) -> bool:
-        """Whether the next micro-batch would belong to the next window."""
-        return self.position >= self.accumulate
+    def fills(self) -> bool:
+        """Whether the next micro-batch fills it."""
+        return self.position + 1 >= self.accumulate
 
     def add(self, loss: Tensor, weight: Weight | None) -> Weight:
         """Take in a micro-batch; what its loss must be divided by.

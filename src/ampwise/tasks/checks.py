@@ -261,6 +261,11 @@ def trained_on(batches: Callable[[], Iterable[Any]]) -> Iterator[Any]:
         empty = False
         yield batch
     if empty:
-        raise TaskError(
-            "task batches() gave no batch: it must start a new epoch each time it is called"
-        )
+        raise empty_epoch()
+
+
+def empty_epoch() -> TaskError:
+    """What to raise for an epoch without a batch, on which a run that counts steps never ends."""
+    return TaskError(
+        "task batches() gave no batch: it must start a new epoch each time it is called"
+    )

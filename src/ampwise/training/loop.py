@@ -29,12 +29,13 @@ from ampwise.distributed.layout import unwrapped
 from ampwise.distributed.lead import from_lead
 from ampwise.distributed.watchdog import Watchdog
 from ampwise.distributed.wrap import spread
-from ampwise.errors import TaskError, UsageError
+from ampwise.errors import UsageError
 from ampwise.step import StepRecord, TrainStep
 from ampwise.tasks import Task
 from ampwise.tasks.checks import (
     build,
     checked_loss,
+    empty_epoch,
     first_batch,
     samples_in,
     trained_on,
@@ -131,8 +132,7 @@ class _Run:
     def __init__(self, task: Task, config: TrainConfig, progress: Progress, me: Launch) -> None:
         self.task, self.config, self.progress, self.me = task, config, progress, me
         policy = config.resolution.policy
-        random.seed(config.seed)
-        np.random.seed(config.seed % 2**32)
+        _seed(config.seed)
         self.device = torch.device(config.resolution.device)
         on_ranks = None if me.size == 1 else lambda model: spread(model, config.parallel, policy)
         model, optimizer = build(task, self.device, config.seed, on_ranks)
@@ -302,9 +302,7 @@ class _Run:
                 empty = False
                 yield turn
         if empty:
-            raise TaskError(
-                "task batches() gave no batch: it must start a new epoch each time it is called"
-            )
+            raise empty_epoch()
 
     def _batches(self) -> Iterator[Any]:
         """The rest of the current epoch, from where the run is in it."""
@@ -471,9 +469,14 @@ def _part_ways(seed: int, rank: int) -> None:
     """Random numbers of its own for each rank but the first, which is as one process alone."""
     if rank:
         own = (seed + 0x9E3779B1 * rank) % 2**32
-        random.seed(own)
-        np.random.seed(own)
+        _seed(own)
         torch.manual_seed(own)
+
+
+def _seed(seed: int) -> None:
+    """Seed what tasks draw from beside torch, which `build` seeds."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
 
 
 def _due(every: int | None, steps: int, epoch_end: bool) -> bool:
