@@ -15,13 +15,13 @@ inputs) and the *shadow's* (float64 on what the inputs would be without rounding
                 a reduction over nothing                                 EMPTY_REDUCTION
 
 A constant of the code beyond the format is a MASK_CONSTANT, and a backward that is clean under a
-lower loss scale is SCALE_TOO_HIGH.
+lower loss scale is SCALE_TOO_HIGH. Of fused attention it is the operation inside that is looked at.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from torch import Tensor
 
 from ampwise import formats
 from ampwise.numerics.ancestry import Ancestor, back_from
+from ampwise.numerics.attention import inside, is_attention, mask_of
 from ampwise.numerics.shadow import UnsupportedError, exact, shadow
 from ampwise.numerics.trace import FILLS, NAN, Root, _tensors, bad_bits
 from ampwise.step.recorder import Stash
@@ -49,22 +50,31 @@ class Finding:
     ----------
     made_by
         The operation, or tensor from outside, where it began, where that is not the root itself.
+    inside
+        The operation inside a fused one that broke.
     """
 
     cause: str
     explanation: str
     made_by: Ancestor | Root | None = None
+    inside: str = ""
 
 
 def explain(step: TrainStep, stash: Stash, root: Root) -> Finding:
     """Cause of a root, by experiment."""
     if root.func is None:
         return _from_outside(root)
-    for experiment in (_empty, _masked_row, _fed, _beyond_range):
-        found = experiment(root)
-        if found is not None:
-            return found
-    return _damaged_inputs(step, stash, root)
+    inner = inside(root)
+    if inner is not None and (found := _by_itself(inner)) is not None:
+        words = f"Inside {root.name}, computed in float32: {found.explanation}"
+        return replace(found, explanation=words, inside=inner.name)
+    return _by_itself(root) or _damaged_inputs(step, stash, root)
+
+
+def _by_itself(root: Root) -> Finding | None:
+    """Cause that an operation and its inputs show; None where the inputs were damaged before."""
+    experiments = (_empty, _masked_row, _fed, _beyond_range)
+    return next((found for each in experiments if (found := each(root)) is not None), None)
 
 
 def format_of(root: Root) -> formats.FloatFormat:
@@ -167,10 +177,15 @@ def _of_mask(root: Root) -> bool:
 
 
 def _masked_row(root: Root) -> Finding | None:
-    if root.name not in _SOFTMAX or not isinstance(root.args[0], Tensor):
+    if is_attention(root.name):
+        scores, dim = mask_of(root.func, root.args, root.kwargs), -1
+    elif root.name in _SOFTMAX and isinstance(root.args[0], Tensor):
+        scores, dim = root.args[0], int(root.args[1])
+    else:
         return None
-    scores, dim = root.args[0], int(root.args[1])
-    rows = torch.isneginf(scores).all(dim=dim)
+    if scores is None:
+        return None
+    rows = torch.isneginf(scores).all(dim=dim) if scores.is_floating_point() else ~scores.any(dim)
     count = int(rows.sum())
     if not count:
         return None

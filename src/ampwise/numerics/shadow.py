@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from ampwise.numerics.ancestry import Ancestor, lost_constants
+from ampwise.numerics.attention import by_formula, is_attention
 from ampwise.numerics.places import Place, Places, placing
 from ampwise.numerics.trace import (
     Operation,
@@ -83,6 +84,8 @@ def exact(func: Any, args: Any, kwargs: Any, result: Any = None) -> Any:
         return _SPECIAL[name](args, kwargs, result)
     if _draws(func, name, args, kwargs) or name in _NO_FORM or "foreach" in name:
         raise UnsupportedError(name)
+    if is_attention(name):
+        return by_formula(func, args, kwargs, torch.float64)
     args, kwargs = tree_map(_raise, args), tree_map(_raise, kwargs)
     if name in ("_softmax", "_log_softmax"):
         args = (*args[:2], False)
@@ -97,7 +100,7 @@ def _draws(func: Any, name: str, args: Any, kwargs: Any) -> bool:
     """Whether an operation draws random numbers; attention does only with dropout."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
-    if "scaled_dot_product" not in name:
+    if not is_attention(name):
         return True
     given = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | kwargs
     return float(given.get("dropout_p", 0.0)) > 0

@@ -13,8 +13,7 @@ from ampwise import formats
 from ampwise.numerics.result import Diagnosis, Fix, Origin, Values, percent
 from ampwise.policy import Policy
 from ampwise.report.canvas import COLOURS, INK, svg
-from ampwise.report.markdown import cell
-from ampwise.report.page import figure, number, page
+from ampwise.report.page import cell, figure, number, page
 from ampwise.report.table import new_table
 
 _STYLES = {"fault": "bold red", "clean": "bold green", "benign": "bold yellow"}
@@ -121,6 +120,7 @@ def _where(origin: Origin | None) -> str:
     if origin is None:
         return "nowhere in particular"
     op = origin.op or "gradients"
+    op += f" (in it {origin.inside})" if origin.inside else ""
     place = f" in {origin.module}" if origin.module else ""
     call = f" (call {origin.call + 1})" if origin.call else ""
     line = f", line {origin.line}" if origin.line else ""

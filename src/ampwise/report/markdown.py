@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ampwise.bench.result import BenchReport
 from ampwise.report.bench import asked, remarks
-from ampwise.report.page import number, size
+from ampwise.report.page import cell, number, size
 
 
 def to_markdown(report: BenchReport) -> str:
@@ -39,10 +39,3 @@ def to_markdown(report: BenchReport) -> str:
     versions = f"torch {environment['torch']}, ampwise {environment['ampwise']}"
     lines += ["", f"{machine}, {versions}; {report.rounds} rounds."]
     return "\n".join(lines) + "\n"
-
-
-def cell(text: str) -> str:
-    """Text that cannot end a cell, or begin markup."""
-    for each in "\\`*_[]<>|":
-        text = text.replace(each, f"\\{each}")
-    return " ".join(text.split())

@@ -1,4 +1,4 @@
-"""What the HTML pages share: the template, figures with their captions, and how values are put."""
+"""What the reports share: the HTML template, figures with captions, and how values are put."""
 
 from __future__ import annotations
 
@@ -28,6 +28,13 @@ def size(count: float) -> str:
     """A number of bytes, as ``12.3 MB``, or in kB where that would be less than one."""
     unit, one = size_unit(count)
     return f"{count / one:,.1f} {unit}"
+
+
+def cell(text: str) -> str:
+    """Text for Markdown that cannot end a cell, or begin markup."""
+    for each in "\\`*_[]<>|":
+        text = text.replace(each, f"\\{each}")
+    return " ".join(text.split())
 
 
 def css(status: str) -> str:

@@ -9,8 +9,7 @@ from rich.text import Text
 
 from ampwise.bench.scaling_report import Scaled, ScalingReport
 from ampwise.bench.stats import Interval
-from ampwise.report.markdown import cell
-from ampwise.report.page import number, page, size_unit
+from ampwise.report.page import cell, number, page, size_unit
 from ampwise.report.table import PlainTable, new_table
 
 CAPTION = (

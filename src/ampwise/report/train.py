@@ -16,8 +16,7 @@ from rich.text import Text
 from ampwise.data.feed import SLOW_LOADER, slow_loader
 from ampwise.errors import UsageError
 from ampwise.report.canvas import COLOURS, log_scale, svg
-from ampwise.report.markdown import cell
-from ampwise.report.page import figure, page
+from ampwise.report.page import cell, figure, page
 from ampwise.step import Activity
 from ampwise.telemetry import names
 from ampwise.telemetry.run import read_steps

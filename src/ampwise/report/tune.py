@@ -6,8 +6,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ampwise.numerics.search import Tried, Tuned
-from ampwise.report.markdown import cell
-from ampwise.report.page import number, page
+from ampwise.report.page import cell, number, page
 from ampwise.report.table import new_table
 
 

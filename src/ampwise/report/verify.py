@@ -5,8 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.text import Text
 
-from ampwise.report.markdown import cell
-from ampwise.report.page import css, page
+from ampwise.report.page import cell, css, page
 from ampwise.report.table import new_table
 from ampwise.verify.result import Verification
 
