@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ampwise.numerics.diagnose import diagnose
+from ampwise.numerics.examine import Silent
 from ampwise.step import TrainStep
 from ampwise.tasks import Task
 from tests.numerics.cases import data, line_of, square, task
@@ -249,3 +250,41 @@ def test_a_fault_of_the_compiler_is_told_from_one_of_the_model():
     assert torch.autocast_increment_nesting() == 1
     torch.autocast_decrement_nesting()
     torch._dynamo.reset()
+
+
+class Counted(torch.autograd.Function):
+    """Counts its backwards."""
+
+    calls = 0
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        Counted.calls += 1
+        return grad
+
+
+class Overflowing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return 1e6 * Counted.apply(self.lin(x))
+
+
+def test_a_bad_loss_is_explained_before_any_backward():
+    class Watching(Silent):
+        before_fixes = -1
+
+        def found(self, diagnosis):
+            self.before_fixes = Counted.calls
+
+    Counted.calls, progress = 0, Watching()
+    found = diagnose(task(Overflowing, square, data(6, 8)), "fp16", steps=2, progress=progress)
+    assert found.cause == "RANGE_OVERFLOW"
+    assert progress.before_fixes == 0
+    assert Counted.calls > 0  # fixes are verified by whole replays

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ampwise.bench.arm import Arm, Settings
-from ampwise.numerics.gradients import missing_gradients
+from ampwise.numerics.gradients import GradientErrors
 from ampwise.numerics.shadow import compare, shadow
 from ampwise.numerics.trace import NAN, NEGATIVE, POSITIVE, bad_bits, watch
 from ampwise.policy import Policy
@@ -86,11 +86,11 @@ def test_errors_are_measured_as_they_are_defined():
 def test_gradients_that_are_zero_in_exact_arithmetic_are_no_fault():
     reference = {"a": torch.ones(4, dtype=torch.float64), "b": torch.full((4,), 1e-12).double()}
     actual = {"a": torch.ones(4), "b": torch.full((4,), 5.0)}
-    assert missing_gradients(actual, reference) == {}
+    assert GradientErrors(actual, reference).missing() == {}
     actual["a"] = torch.tensor([9.0, -9.0, 9.0, 1.0])  # noise, but nothing is missing
-    assert missing_gradients(actual, reference) == {}
+    assert GradientErrors(actual, reference).missing() == {}
     actual["a"] = torch.zeros(4)
-    assert list(missing_gradients(actual, reference)) == ["a"]
+    assert list(GradientErrors(actual, reference).missing()) == ["a"]
 
 
 def test_what_is_wrong_with_a_tensor():

@@ -28,7 +28,7 @@ from ampwise.numerics.result import Diagnosis
 from ampwise.numerics.trace import watch_update
 from ampwise.numerics.values import origin_of
 from ampwise.policy import Policy
-from ampwise.step.recorder import Recorder, Stash, rehearsal
+from ampwise.step.recorder import NonFiniteLossError, Recorder, Stash, UntilBad, rehearsal
 from ampwise.tasks import Task
 from ampwise.tasks.checks import endless
 from ampwise.telemetry.ring import StepRecord
@@ -99,7 +99,8 @@ def explore(task: Task, config: DiagnoseConfig, progress: Progress) -> tuple[Arm
     if config.steps < 1:
         raise UsageError(f"steps: expected 1 or more, got {config.steps}")
     arm = _arm(task, config)
-    recorder = arm.step.recorder = Recorder()
+    # Ranks go through backward together, so none of them ends a window by itself.
+    recorder = arm.step.recorder = Recorder() if is_up() else UntilBad()
     examiner = Examiner(arm.step, task.name or "task", progress)
     deadline = time.monotonic() + config.budget_s
     batches = _batches(task)
@@ -191,6 +192,8 @@ def _one_step(
         window.append(to_device(batch, arm.step.device))
         try:
             arm.run(batch)
+        except NonFiniteLossError:
+            return examiner.failed(), window
         except Exception as error:
             found = examiner.raised(error)
             if found is None:

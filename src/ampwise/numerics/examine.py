@@ -10,7 +10,6 @@ fixes      each tried on the failing step                       (`fix`)
 
 from __future__ import annotations
 
-import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -28,13 +27,13 @@ from ampwise.numerics.cause import constant_beyond, explain
 from ampwise.numerics.places import NOWHERE, Phase, Place, is_internal
 from ampwise.numerics.result import Diagnosis, Finding, Fix, OpError, Origin
 from ampwise.numerics.shadow import ShadowRun
-from ampwise.numerics.silent import Lost, gradient_db, silent_faults
+from ampwise.numerics.silent import Lost, silent_faults
 from ampwise.numerics.stagnation import Stagnant
 from ampwise.numerics.trace import Root, Trace, watch
 from ampwise.numerics.values import at, exponents, loss_of, origin_of
 from ampwise.policy import PRESETS
 from ampwise.step.compiled import is_compiled
-from ampwise.step.recorder import Stash, replay
+from ampwise.step.recorder import Stash, finite, replay
 from ampwise.step.train_step import TrainStep
 from ampwise.telemetry.environment import environment
 from ampwise.telemetry.ring import StepRecord
@@ -78,7 +77,6 @@ class Examiner:
         self.step = step
         self._task = task
         self._progress = progress or Silent()
-        self._step_s = 0.0  # about how long a replay takes
 
     # -- a step that was skipped -------------------------------------------------------------------
 
@@ -86,6 +84,13 @@ class Examiner:
         """The window that was just skipped."""
         assert self.step.recorder is not None
         stash = self.step.recorder.closed
+        assert stash is not None
+        return self.failure(stash)
+
+    def failed(self) -> Diagnosis:
+        """The window that is still open, whose loss is not finite."""
+        assert self.step.recorder is not None
+        stash = self.step.recorder.open
         assert stash is not None
         return self.failure(stash)
 
@@ -98,10 +103,12 @@ class Examiner:
         """A window with a non-finite loss or gradient."""
         step = self.step
         self._progress.stage(f"step {stash.step} is not finite; replaying it")
-        trace, histograms = self._watched(stash)
+        # A loss that is not finite says that it happened in forward.
+        backward = all(map(finite, stash.losses))
+        trace, histograms = self._watched(stash, backward=backward)
         # Watched, a compiled model runs eagerly: whether it fails is seen without watching.
         eagerly = is_compiled(step._models)
-        plain = replay(step, stash) if eagerly else trace.replayed
+        plain = replay(step, stash, backward=backward) if eagerly else trace.replayed
         found = self._new(stash, plain.losses)
         found.histograms = histograms
         if not _same(stash.losses, plain.losses) or plain.clean or plain.error is not None:
@@ -135,7 +142,7 @@ class Examiner:
         self._progress.stage("trying fixes on the step")
         wanted = fix.reference(step, stash)
         mends = candidates(step, stash, cause.cause, place, found.origin.dtype)
-        found.fixes = fix.tried(step, stash, mends, wanted, self._step_s)
+        found.fixes = fix.tried(step, stash, mends, wanted)
         if cause.cause in FLOAT32_CAUSES:
             found.notes += _beyond_fixes(found.fixes, wanted, step)
         return found
@@ -158,13 +165,8 @@ class Examiner:
             found.phase, found.origin = trace.origin.place.phase, origin_of(trace.origin)
             found.path = trace.path
         place = NOWHERE if trace.origin is None else trace.origin.place
-        found.fixes = fix.tried(
-            self.step,
-            stash,
-            candidates(self.step, stash, "SCALE_TOO_HIGH", place),
-            None,
-            self._step_s,
-        )
+        mends = candidates(self.step, stash, "SCALE_TOO_HIGH", place)
+        found.fixes = fix.tried(self.step, stash, mends, None)
         found.explanation = (
             f"Only the loss scale of {found.loss_scale:g} was too high: the gradients of this step "
             f"are finite under a lower one. The scale settles by itself, at the price of the "
@@ -194,7 +196,7 @@ class Examiner:
         assert found.cause is not None
         assert found.origin is not None
         mends = candidates(self.step, stash, found.cause, place, found.origin.dtype)
-        found.fixes = fix.tried(self.step, stash, mends, wanted, self._step_s)
+        found.fixes = fix.tried(self.step, stash, mends, wanted)
         return found
 
     def _noticed(self, found: Diagnosis, stash: Stash, root: Root, message: str) -> Place:
@@ -242,9 +244,9 @@ class Examiner:
             trace = watch(self.step, stash)
         if trace.target:
             return self.failure(stash)
-        lost, run = silent_faults(self.step, stash, trace, begun)
+        lost, run, errors = silent_faults(self.step, stash, trace, begun)
         found.worst_ops = _worst(run)
-        found.notes.append(f"SQNR of the gradient against float64: {gradient_db(run):.0f} dB")
+        found.notes.append(f"SQNR of the gradient against float64: {errors.sqnr_db:.0f} dB")
         wanted = fix.reference(self.step, stash)
         severe = [each for each in lost if each.severe]
         found.notes += [each.explanation for each in lost if not each.severe]
@@ -291,7 +293,7 @@ class Examiner:
                 scale=lost.scale,
             )
             found = [scaled, *found]
-        return fix.tried(self.step, stash, found, wanted, self._step_s)
+        return fix.tried(self.step, stash, found, wanted)
 
     def _stagnation_fixes(self) -> list[Fix]:
         """float32 copies of the weights, tried: do they move?"""
@@ -324,12 +326,12 @@ class Examiner:
             environment=environment(self.step.device),
         )
 
-    def _watched(self, stash: Stash) -> tuple[Trace, dict[str, dict[str, float]]]:
+    def _watched(
+        self, stash: Stash, *, backward: bool = True
+    ) -> tuple[Trace, dict[str, dict[str, float]]]:
         """`watch`, and the exponents of what modules return."""
-        start = time.perf_counter()
         with self._outputs() as histograms:
-            trace = watch(self.step, stash)
-        self._step_s = time.perf_counter() - start
+            trace = watch(self.step, stash, backward=backward)
         return trace, histograms
 
     @contextmanager
@@ -377,7 +379,7 @@ def _origin(root: Root, cause: Cause) -> Origin:
     """Where it began: the root, or what made its argument."""
     maker = cause.made_by or root
     if isinstance(maker, Root):
-        return origin_of(maker)
+        return replace(origin_of(maker), inside=cause.inside)
     return at(maker.place, maker.name, maker.dtype)
 
 

@@ -9,7 +9,7 @@ scaled, the scale may settle first, as it would in training.
 The reference is the float64 shadow of the step, run in float32. A reference that is not finite
 itself asks only for a clean replay: a fix then changes what is computed, and says so.
 The cost is the time of that replay over one without the fix, taking turns, and what forward saves
-more, or less, for backward.
+more, or less, for backward. Where a step takes long, it is the time of one forward over another's.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ampwise.numerics.candidates import Candidate
-from ampwise.numerics.gradients import in_words, missing_gradients, noisy_matrices
+from ampwise.numerics.gradients import GradientErrors, in_words
 from ampwise.numerics.interventions import Scope, as_it_is, on
 from ampwise.numerics.result import Fix
 from ampwise.numerics.shadow import ShadowRun, shadow
@@ -41,6 +42,8 @@ _NO_GRADIENT = 1e-9
 _ROUNDS = 3
 _TIME_LIMIT_S = 1.0
 """Seconds of timing, for each fix, above which the replay that verified it has to do."""
+_STEP = 3.0
+"""Time of a step, over that of its forward: backward computes two products for each."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +63,10 @@ class Reference:
     gradients: dict[str, Tensor]
     float32: bool = True
 
-    @property
+    @cached_property
     def finite(self) -> bool:
         """Whether it can be compared with."""
-        return all(map(math.isfinite, self.losses)) and all(
-            bool(torch.isfinite(each).all()) for each in self.gradients.values()
-        )
+        return all(map(math.isfinite, self.losses)) and all(map(finite, self.gradients.values()))
 
 
 def reference(step: TrainStep, stash: Stash) -> Reference:
@@ -89,7 +90,6 @@ def tried(
     stash: Stash,
     found: Sequence[Candidate],
     wanted: Reference | None,
-    step_s: float,
 ) -> list[Fix]:
     """Each candidate as a fix, tried on the step; the verified first, in the order given.
 
@@ -97,12 +97,9 @@ def tried(
     ----------
     wanted
         What a fix must stay close to; None to ask only for a clean replay.
-    step_s
-        About how long a replay takes: long ones are timed once.
     """
-    briefly = step_s * _ROUNDS < _TIME_LIMIT_S
-    plain_bytes = _saved_bytes(step, stash, Candidate("", "")) if briefly else None
-    fixes = [_try(step, stash, each, wanted, step_s, plain_bytes) for each in found]
+    plain = _forward(step, stash, Candidate("", "")) if found else _Forward(0.0, 0)
+    fixes = [_try(step, stash, each, wanted, plain) for each in found]
     return sorted(fixes, key=lambda fix: not fix.verified)
 
 
@@ -120,21 +117,26 @@ def complaint(
     if wrong := _complaint(stash, settled, result, wanted):
         return wrong
     scale = float(stash.scale) if settled.scale is None else settled.scale
-    kept = gradient_sqnr_db(result, wanted, scale)
+    kept = gradient_errors(result, wanted, scale).sqnr_db
     return "" if kept >= least_db else f"its gradients keep {kept:.0f} dB, of {least_db:g} asked"
 
 
-def gradient_sqnr_db(result: Replayed, wanted: Reference, scale: float) -> float:
-    """SQNR of the true gradients of a replay as one vector, in dB."""
-    signal = noise = 0.0
-    for name, ideal in wanted.gradients.items():
-        actual = result.gradients.get(name)
-        if actual is not None and not actual.is_sparse:
-            signal += float(ideal.square().sum())
-            noise += float((actual.double() / scale - ideal).square().sum())
-    if not math.isfinite(noise) or not math.isfinite(signal):
-        return -math.inf
-    return math.inf if noise == 0 else 10 * math.log10(max(signal, 1e-300) / noise)
+def gradient_errors(result: Replayed, wanted: Reference, scale: float) -> GradientErrors:
+    """The true gradients of a replay beside those it should have given."""
+    return GradientErrors(result.gradients, wanted.gradients, scale)
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """What the forwards of a window take: seconds, and bytes saved for backward."""
+
+    seconds: float
+    saved_bytes: int
+
+    @property
+    def is_long(self) -> bool:
+        """Whether a step of such forwards is too long to be timed in turns."""
+        return self.seconds * _STEP * _ROUNDS > _TIME_LIMIT_S
 
 
 def _try(
@@ -142,32 +144,29 @@ def _try(
     stash: Stash,
     candidate: Candidate,
     wanted: Reference | None,
-    step_s: float,
-    plain_bytes: int | None,
+    plain: _Forward,
 ) -> Fix:
     what, how = candidate.what, candidate.how
     if not candidate.tried:
         return Fix(what, how, verified=False, cost="not tried automatically")
-    start = time.perf_counter()
     result = _replayed(step, stash, candidate)
-    took_s = time.perf_counter() - start
     settled, result = _with_settled_scale(step, stash, candidate, result)
     if complaint := _complaint(stash, settled, result, wanted):
         return Fix(what, how, verified=False, cost=f"tried: {complaint}")
-    if plain_bytes is None:
-        ratio, more = took_s / step_s, None
-        cost = f"about {ratio:.2f}x the time of the step"
+    if plain.is_long:
+        ratio, more = result.forward_s / plain.seconds, None
+        cost = f"about {ratio:.2f}x the time of forward"
     else:
         ratio = time_ratio(step, stash, settled)
-        more = _saved_bytes(step, stash, settled) - plain_bytes
+        more = _forward(step, stash, settled).saved_bytes - plain.saved_bytes
         cost = f"{ratio:.2f}x the time of the step, {more / 1e6:+.3g} MB of activations"
     if settled.scale is not None and settled.scale < float(stash.scale) and not settled.policy:
         cost += f", under a loss scale of {settled.scale:g}"
     return Fix(what, how, verified=True, cost=cost, step_time_ratio=ratio, activation_bytes=more)
 
 
-def _saved_bytes(step: TrainStep, stash: Stash, candidate: Candidate) -> int:
-    """What forward keeps for backward, parameters aside, in a replay with a candidate."""
+def _forward(step: TrainStep, stash: Stash, candidate: Candidate) -> _Forward:
+    """The forwards with a candidate: what they take, and keep for backward, parameters aside."""
     own = {each.untyped_storage()._cdata for each in step._names.values()}
     kept: dict[int, tuple[Any, int]] = {}
 
@@ -182,11 +181,13 @@ def _saved_bytes(step: TrainStep, stash: Stash, candidate: Candidate) -> int:
         with candidate.around(), torch.autograd.graph.saved_tensors_hooks(pack, lambda each: each):
             yield
 
-    _replayed(step, stash, replace(candidate, around=around))
-    return sum(size for _, size in kept.values())
+    seconds = _replayed(step, stash, replace(candidate, around=around), backward=False).forward_s
+    return _Forward(seconds, sum(size for _, size in kept.values()))
 
 
-def _replayed(step: TrainStep, stash: Stash, candidate: Candidate) -> Replayed:
+def _replayed(
+    step: TrainStep, stash: Stash, candidate: Candidate, *, backward: bool = True
+) -> Replayed:
     return replay(
         step,
         stash,
@@ -194,6 +195,7 @@ def _replayed(step: TrainStep, stash: Stash, candidate: Candidate) -> Replayed:
         policy=candidate.policy,
         scale=candidate.scale,
         change=candidate.change,
+        backward=backward,
     )
 
 
@@ -222,39 +224,23 @@ def _complaint(
         return "still not finite"
     if wanted is None or not wanted.finite or candidate.change is not None:
         return ""
-    scale = float(stash.scale) if candidate.scale is None else candidate.scale
-    if gradient_sqnr_db(result, wanted, scale) < _SOUND_DB:
+    errors = gradient_errors(
+        result, wanted, float(stash.scale) if candidate.scale is None else candidate.scale
+    )
+    if errors.sqnr_db < _SOUND_DB:
         for loss, ideal, terms in zip(result.losses, wanted.losses, wanted.terms, strict=True):
             if abs(float(loss) - ideal) > _LOSS_WITHIN * max(terms, 1e-3):
                 return f"finite, but the loss is {float(loss):.4g} and should be {ideal:.4g}"
-    size = math.sqrt(sum(float(each.square().sum()) for each in wanted.gradients.values()))
-    if size < _NO_GRADIENT * max(1.0, max(map(abs, wanted.losses), default=0.0)):
+    if errors.norm < _NO_GRADIENT * max(1.0, max(map(abs, wanted.losses), default=0.0)):
         return ""  # zero in exact arithmetic: what is there is rounding
-    cosine = _cosine(result.gradients, wanted.gradients, scale)
-    if cosine < _LEAST_COSINE:
-        return f"finite, but its gradients are off (cosine {cosine:.2f})"
-    wrong = list(missing_gradients(result.gradients, wanted.gradients, scale))
+    if errors.cosine < _LEAST_COSINE:
+        return f"finite, but its gradients are off (cosine {errors.cosine:.2f})"
+    wrong = list(errors.missing())
     if wrong:
         more = f" and {len(wrong) - 2} more" if len(wrong) > 2 else ""
         return f"finite, but most of the gradient of {', '.join(wrong[:2])}{more} is missing"
-    noisy = noisy_matrices(result.gradients, wanted.gradients, scale)
+    noisy = errors.noisy()
     return f"finite, but a fault is left: {in_words(noisy)}" if noisy else ""
-
-
-def _cosine(gradients: dict[str, Tensor], wanted: dict[str, Tensor], scale: float) -> float:
-    """Between all true gradients as one vector, and the reference's; 1 where both are zero."""
-    dot = own = other = 0.0
-    for name, ideal in wanted.items():
-        actual = gradients.get(name)
-        if actual is None or actual.is_sparse:
-            continue
-        actual = actual.double() / scale
-        dot += float((actual * ideal).sum())
-        own += float(actual.square().sum())
-        other += float(ideal.square().sum())
-    if other == 0 or own == 0:
-        return 1.0 if own == other or other < 1e-30 else 0.0
-    return dot / math.sqrt(own * other)
 
 
 def time_ratio(step: TrainStep, stash: Stash, candidate: Candidate) -> float:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from ampwise.numerics.shadow import Error, compare, rms, sqnr_db
+from ampwise.numerics.shadow import Error, compare
 
 NEGLIGIBLE = 1e-6
 """Gradients this small beside the largest (root mean square) are zero in exact arithmetic."""
@@ -16,14 +16,28 @@ NEGLIGIBLE = 1e-6
 MISSING = 0.5
 """Share of a gradient's norm that has to be there."""
 
+LEAST_SHARE = 1e-3
+"""Share of the norm of all gradients below which one is too small to be looked at by itself."""
 
-def missing_gradients(
-    actual: Mapping[str, Tensor], reference: Mapping[str, Tensor], scale: float = 1.0
-) -> dict[str, Error]:
-    """Parameters most of whose gradient is missing, with its errors.
 
-    A gradient that is only inexact is none of them: that of a bias before a normalisation, say, is
-    a sum that cancels, and mostly rounding noise in any precision.
+@dataclass(frozen=True, slots=True)
+class _Sums:
+    """A gradient beside its reference: sums, over the elements, of squares and of products."""
+
+    actual: float
+    ideal: float
+    noise: float
+    product: float
+    count: int
+
+    @property
+    def rms(self) -> float:
+        """Root mean square of the reference; 0 of nothing."""
+        return math.sqrt(self.ideal / self.count) if self.count else 0.0
+
+
+class GradientErrors:
+    """Gradients beside their float64 reference, each read once; sparse ones are left out.
 
     Parameters
     ----------
@@ -32,47 +46,78 @@ def missing_gradients(
     scale
         What `actual` has to be divided by.
     """
-    sizes = {name: rms(each) for name, each in reference.items()}
-    largest = max(sizes.values(), default=0.0)
-    missing: dict[str, Error] = {}
-    for name, ideal in reference.items():
-        gradient = actual.get(name)
-        if gradient is None or gradient.is_sparse or sizes[name] <= NEGLIGIBLE * largest:
-            continue
-        error = compare(gradient.double() / scale, ideal)
-        if error.flushed > MISSING or rms(gradient.double() / scale) < MISSING * sizes[name]:
-            missing[name] = error
-    return missing
+
+    def __init__(
+        self, actual: Mapping[str, Tensor], reference: Mapping[str, Tensor], scale: float = 1.0
+    ) -> None:
+        self._actual, self._reference, self._scale = actual, reference, scale
+        self._sums = {
+            name: _sums(actual[name], ideal, scale)
+            for name, ideal in reference.items()
+            if name in actual and not actual[name].is_sparse
+        }
+        sums = self._sums.values()
+        self.noise = math.sqrt(sum(each.noise for each in sums))
+        self.norm = math.sqrt(sum(each.ideal for each in sums))
+
+    @property
+    def sqnr_db(self) -> float:
+        """SQNR of all gradients as one vector, in dB; inf when exact."""
+        return _decibels(self.norm**2, self.noise**2)
+
+    @property
+    def cosine(self) -> float:
+        """Between all gradients as one vector, and the reference's; 1 where both are zero."""
+        own = math.sqrt(sum(each.actual for each in self._sums.values()))
+        if self.norm == 0 or own == 0:
+            return 1.0 if own == self.norm or self.norm < 1e-15 else 0.0
+        return sum(each.product for each in self._sums.values()) / (own * self.norm)
+
+    def missing(self) -> dict[str, Error]:
+        """Parameters most of whose gradient is missing, with its errors.
+
+        A gradient that is only inexact is none of them: that of a bias before a normalisation, say,
+        is a sum that cancels, and mostly rounding noise in any precision.
+        """
+        largest = max((each.rms for each in self._sums.values()), default=0.0)
+        found: dict[str, Error] = {}
+        for name, sums in self._sums.items():
+            # What is missing is noise, too: with less of that there is nothing to look for.
+            if sums.rms <= NEGLIGIBLE * largest or sums.noise <= MISSING**2 * sums.ideal:
+                continue
+            error = compare(self._actual[name].double() / self._scale, self._reference[name])
+            if error.flushed > MISSING or sums.actual < MISSING**2 * sums.ideal:
+                found[name] = error
+        return found
+
+    def noisy(self) -> dict[str, float]:
+        """Weight matrices that train on noise: SQNR of their gradients, in dB, where it is below 0.
+
+        Beside large gradients the noise of a small one does not show in that of the whole. Vectors
+        are left out: see `missing` for the bias before a normalisation.
+        """
+        least = (LEAST_SHARE * self.norm) ** 2
+        return {
+            name: _decibels(sums.ideal, sums.noise)
+            for name, sums in self._sums.items()
+            if self._reference[name].dim() >= 2 and sums.ideal > least and sums.noise > sums.ideal
+        }
 
 
-LEAST_SHARE = 1e-3
-"""Share of the norm of all gradients below which one is too small to be looked at by itself."""
+def _sums(actual: Tensor, ideal: Tensor, scale: float) -> _Sums:
+    own, ideal = actual.detach().double().flatten() / scale, ideal.flatten()
+    product, size = float(own @ ideal), float(own @ own)
+    noise = own.sub_(ideal)
+    return _Sums(size, float(ideal @ ideal), float(noise @ noise), product, own.numel())
 
 
-def noisy_matrices(
-    actual: Mapping[str, Tensor], reference: Mapping[str, Tensor], scale: float = 1.0
-) -> dict[str, float]:
-    """Weight matrices that train on noise: SQNR of their gradients, in dB, where it is below 0.
-
-    Beside large gradients the noise of a small one does not show in that of the whole. Vectors are
-    left out: see `missing_gradients` for the bias before a normalisation.
-
-    Parameters
-    ----------
-    actual, reference, scale
-        As for `missing_gradients`.
-    """
-    norms = {name: float(torch.linalg.vector_norm(each)) for name, each in reference.items()}
-    least = LEAST_SHARE * math.hypot(*norms.values())
-    found: dict[str, float] = {}
-    for name, ideal in reference.items():
-        gradient = actual.get(name)
-        if gradient is None or gradient.is_sparse or ideal.dim() < 2 or norms[name] <= least:
-            continue
-        kept = sqnr_db(gradient.double() / scale, ideal)
-        if kept < 0:
-            found[name] = kept
-    return found
+def _decibels(signal: float, noise: float) -> float:
+    """From sums of squares."""
+    if not math.isfinite(signal) or not math.isfinite(noise):
+        return -math.inf
+    if noise == 0:
+        return math.inf
+    return 10 * math.log10(signal / noise) if signal > 0 else -math.inf
 
 
 def in_words(noisy: Mapping[str, float]) -> str:

@@ -63,6 +63,8 @@ class Origin:
         Which call of that module in the step, from 0.
     library
         ``file:line`` inside a library, where the innermost code is one's.
+    inside
+        Of a fused operation, the one inside that broke.
     """
 
     op: str
@@ -73,6 +75,7 @@ class Origin:
     dtype: str
     call: int = 0
     library: str = ""
+    inside: str = ""
     inputs: list[Values] = field(default_factory=list[Values])
     outputs: list[Values] = field(default_factory=list[Values])
 
@@ -90,7 +93,8 @@ class Fix:
     cost
         What it costs, measured; or why it was not verified.
     step_time_ratio
-        Time of the replayed step with it over that without it; None where not measured.
+        Time of the replayed step with it over that without it (of the forward, where the step takes
+        long); None where not measured.
     activation_bytes
         What forward saves for backward with it, less what it does without; None where not measured.
     """

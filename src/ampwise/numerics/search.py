@@ -297,7 +297,7 @@ class Search:
     def quality_db(self) -> float:
         """Least SQNR of the gradients over the windows, as the step is."""
         return min(
-            fix.gradient_sqnr_db(replay(self.step, window), wanted, float(window.scale))
+            fix.gradient_errors(replay(self.step, window), wanted, float(window.scale)).sqnr_db
             for window, wanted in zip(self.windows, self._wanted, strict=True)
         )
 

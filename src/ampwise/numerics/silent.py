@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from ampwise import formats
-from ampwise.numerics.gradients import in_words, missing_gradients, noisy_matrices
+from ampwise.numerics.gradients import GradientErrors, in_words
 from ampwise.numerics.places import NOWHERE, Place
 from ampwise.numerics.result import percent
-from ampwise.numerics.shadow import RIGHT_DB, WRONG_DB, OperationError, ShadowRun, compare, shadow
+from ampwise.numerics.shadow import RIGHT_DB, WRONG_DB, OperationError, ShadowRun, shadow
 from ampwise.numerics.trace import Root, Trace
 from ampwise.step.recorder import Stash
 from ampwise.step.train_step import TrainStep
@@ -66,8 +66,8 @@ class Lost:
 
 def silent_faults(
     step: TrainStep, stash: Stash, trace: Trace, begun: StepRecord | None = None
-) -> tuple[list[Lost], ShadowRun]:
-    """What is silently wrong in a window, the gravest first, and the shadow run.
+) -> tuple[list[Lost], ShadowRun, GradientErrors]:
+    """What is silently wrong in a window, the gravest first, and what shows it.
 
     Parameters
     ----------
@@ -75,35 +75,36 @@ def silent_faults(
         The first step of the training; None where it is not known.
     """
     run = shadow(step, stash)
+    errors = GradientErrors(run.replayed.gradients, run.gradients)
     found: list[Lost] = []
-    damage = _damage(run)
-    if damage and begun is not None and (floor := _floor(run, stash, begun)):
+    damage = _damage(run, errors)
+    if damage and begun is not None and (floor := _floor(run, errors, stash, begun)):
         fmt = formats.lookup(step.policy.compute_dtype)
-        return [_note(f"Training has converged to the floor of {fmt}: {floor}.")], run
+        return [_note(f"Training has converged to the floor of {fmt}: {floor}.")], run, errors
     if not damage and (loss := _wrong_loss(run)):
         found.append(_note(f"{loss}; the gradient, which training follows, is right."))
     if damage:
         found += _culprits(trace, run, damage)
     if not any(each.severe for each in found):  # else they follow from it
-        found += _underflow(step, stash, run)
+        found += _underflow(step, stash, run, errors)
     found += _rounded_integers(run, damage)
-    if gradient_db(run) < 0 and not any(each.severe for each in found):
+    if errors.sqnr_db < 0 and not any(each.severe for each in found):
         found.append(_unexplained(run, damage))
-    return sorted(found, key=lambda each: not each.severe), run
+    return sorted(found, key=lambda each: not each.severe), run, errors
 
 
-def _damage(run: ShadowRun) -> str:
+def _damage(run: ShadowRun, errors: GradientErrors) -> str:
     """How loss and gradients differ from what they should be; empty where they do not."""
-    quality = gradient_db(run)
+    quality = errors.sqnr_db
     if quality < SOUND_DB and (loss := _wrong_loss(run)):
         return loss
     if quality < GRADIENT_DB:
         return f"the gradient has an SQNR of {quality:.0f} dB against float64"
-    wrong = missing_gradients(run.replayed.gradients, run.gradients)
+    wrong = errors.missing()
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         return f"most of the gradient of {', '.join(list(wrong)[:3])}{more} is missing"
-    noisy = noisy_matrices(run.replayed.gradients, run.gradients)
+    noisy = errors.noisy()
     return in_words(noisy) if noisy else ""
 
 
@@ -115,12 +116,10 @@ def _wrong_loss(run: ShadowRun) -> str:
     return ""
 
 
-def _floor(run: ShadowRun, stash: Stash, begun: StepRecord) -> str:
+def _floor(run: ShadowRun, errors: GradientErrors, stash: Stash, begun: StepRecord) -> str:
     """How little is left to learn, where the noise is no larger than it ever was; else empty."""
     ideal = sum(abs(float(each)) for each in run.losses) / len(run.losses)
-    actual, true = _vectors(run)
-    noise = float(torch.linalg.vector_norm(actual - true)) / float(stash.scale)
-    size = float(torch.linalg.vector_norm(true)) / float(stash.scale)
+    noise, size = errors.noise / float(stash.scale), errors.norm / float(stash.scale)
     if ideal > _FLOOR_LOSS * abs(begun.loss) or noise > _FLOOR_NOISE * begun.grad_norm:
         return ""
     return (
@@ -133,21 +132,6 @@ def _floor(run: ShadowRun, stash: Stash, begun: StepRecord) -> str:
 def _note(text: str) -> Lost:
     """Something to be said that is no fault."""
     return Lost("", text[0].upper() + text[1:], NOWHERE, "", "", severe=False)
-
-
-def gradient_db(run: ShadowRun) -> float:
-    """SQNR of all gradients as one vector, in dB."""
-    return compare(*_vectors(run)).sqnr_db if run.gradients else math.inf
-
-
-def _vectors(run: ShadowRun) -> tuple[Tensor, Tensor]:
-    """All gradients as one vector, actual and in float64; scaled."""
-    pairs = [
-        (run.replayed.gradients[name].double().flatten(), ideal.flatten())
-        for name, ideal in run.gradients.items()
-    ]
-    actual, ideal = (torch.cat(each) for each in zip(*pairs, strict=True))
-    return actual, ideal
 
 
 def _culprits(trace: Trace, run: ShadowRun, damage: str) -> list[Lost]:
@@ -192,9 +176,9 @@ def _lost_at(error: OperationError, damage: str) -> Lost:
                 error.dtype, severe=True)  # fmt: skip
 
 
-def _underflow(step: TrainStep, stash: Stash, run: ShadowRun) -> list[Lost]:
+def _underflow(step: TrainStep, stash: Stash, run: ShadowRun, errors: GradientErrors) -> list[Lost]:
     """Parameters whose gradients became zero on the way."""
-    wrong = missing_gradients(run.replayed.gradients, run.gradients)
+    wrong = errors.missing()
     lost = {name: each.flushed for name, each in wrong.items() if each.flushed > FLUSHED}
     if not lost:
         return []

@@ -136,7 +136,12 @@ class Trace:
 
 
 def watch(
-    step: TrainStep, stash: Stash, *, scale: float | None = None, capture: int | None = None
+    step: TrainStep,
+    stash: Stash,
+    *,
+    scale: float | None = None,
+    capture: int | None = None,
+    backward: bool = True,
 ) -> Trace:
     """Replay a window under watch.
 
@@ -144,18 +149,20 @@ def watch(
     ----------
     capture
         Index of a root whose inputs must be kept, beside the first ones.
+    scale, backward
+        As for `replay`.
     """
     with placing(step._models) as places:
         watcher = Watcher(places, capture)
         for name, tensor, kind in sources(step._models, stash):
             watcher.source(name, tensor, kind)
-        replayed = replay(step, stash, around=lambda: watcher, scale=scale)
+        replayed = replay(step, stash, around=lambda: watcher, scale=scale, backward=backward)
     trace = Trace(replayed, watcher.count, watcher.roots, failed=watcher.failed)
     if replayed.error is not None:
         trace.before_error = watcher.before_error()
     watcher.conclude(trace)
     if trace.origin is not None and trace.origin.func is None and not trace.origin.source:
-        return watch(step, stash, scale=scale, capture=trace.origin.index)
+        return watch(step, stash, scale=scale, capture=trace.origin.index, backward=backward)
     return trace
 
 

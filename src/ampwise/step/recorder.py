@@ -9,8 +9,9 @@ loss that depends on anything else, show as a replay that does not reproduce.
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -101,12 +102,15 @@ class Replayed:
         Buffers that forward left with inf or NaN in them, and that had none before.
     error
         What forward or backward raised, if it did; the rest is then what came before.
+    forward_s
+        Time of the forwards, in seconds.
     """
 
     losses: list[Tensor] = field(default_factory=list[Tensor])
     gradients: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     poisoned: list[str] = field(default_factory=list[str])
     error: Exception | None = None
+    forward_s: float = 0.0
 
     @property
     def clean(self) -> bool:
@@ -151,6 +155,53 @@ class Recorder:
         self.closed, self.open = self.open, None
 
 
+class NonFiniteLossError(Exception):
+    """A loss that is not finite, where nobody wants its backward."""
+
+
+class UntilBad(Recorder):
+    """Ends a window at the first loss that is not finite: backward would only carry it along.
+
+    Reading the loss is a host sync. The window stays open.
+    """
+
+    def loss(self, loss: Tensor) -> None:
+        """Keep it; and that is all, if it is not finite."""
+        super().loss(loss)
+        if not finite(loss):
+            raise NonFiniteLossError
+
+
+class _ForwardDoneError(Exception):
+    """The forward of a replay that wants no backward."""
+
+
+class _Listener(Recorder):
+    """Times the forwards of a replay, and ends it there if that is all that is wanted."""
+
+    def __init__(self, *, backward: bool) -> None:
+        super().__init__()
+        self.forward_s = 0.0
+        self._backward = backward
+        self._began = 0.0
+
+    def micro_batch(
+        self, step: TrainStep, loss_fn: Callable[..., Tensor], batch: Any, weight: Weight | None
+    ) -> None:
+        """A forward is about to begin."""
+        super().micro_batch(step, loss_fn, batch, weight)
+        self._began = time.perf_counter()
+
+    def loss(self, loss: Tensor) -> None:
+        """It is done."""
+        if loss.device.type != "cpu":
+            torch.accelerator.synchronize(loss.device)
+        self.forward_s += time.perf_counter() - self._began
+        super().loss(loss)
+        if not self._backward:
+            raise _ForwardDoneError
+
+
 def stash_for(step: TrainStep) -> Stash:
     """An empty stash for the step that comes next."""
     return Stash(step.steps + 1, step.loss_scale.scale.clone())
@@ -174,6 +225,7 @@ def replay(
     policy: Policy | None = None,
     scale: float | None = None,
     change: Callable[[Any], Any] | None = None,
+    backward: bool = True,
 ) -> Replayed:
     """Run a window again, forward and backward; nothing about the step or the model changes.
 
@@ -187,19 +239,25 @@ def replay(
         Another loss scale.
     change
         Applied to each batch first.
+    backward
+        False for the forwards alone.
     """
-    result = Replayed()
+    result, listener = Replayed(), _Listener(backward=backward)
     named = [pair for model in step._models for pair in model.named_buffers()]
     good = [(name, buffer) for name, buffer in named if finite(buffer)]
     with _undisturbed(step), _swapped(step, policy, stash.scale if scale is None else scale):
+        step.recorder = listener
         try:
             with around():
                 for each in stash.micro_batches:
                     each.random_state.restore(step.device)
                     batch = each.batch if change is None else change(each.batch)
-                    result.losses.append(step._micro_batch(each.loss_fn, batch, each.weight))
+                    with suppress(_ForwardDoneError):
+                        step._micro_batch(each.loss_fn, batch, each.weight)
         except Exception as error:  # noqa: BLE001 - the caller wants to know what it is
             result.error = error
+        result.losses = [] if listener.open is None else listener.open.losses
+        result.forward_s = listener.forward_s
         held = ((name, step._master.of(each)) for name, each in step._names.items())
         result.gradients = {name: each.grad for name, each in held if each.grad is not None}
         result.poisoned = [name for name, buffer in good if not finite(buffer)]

@@ -1,0 +1,41 @@
+"""What a replay runs again, and what it leaves out."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ampwise.step import TrainStep
+from ampwise.step.recorder import Recorder, replay
+
+
+def recorded(accumulate=2):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.0), policy="bf16",
+                     accumulate=accumulate)  # fmt: skip
+    step.recorder = recorder = Recorder()
+    for _ in range(accumulate):
+        step(lambda m, x: m(x).float().square().mean(), torch.randn(6, 4))
+    return step, recorder.closed
+
+
+def test_a_replay_of_forwards_alone_gives_the_losses_and_no_gradient():
+    step, stash = recorded()
+    whole, forwards = replay(step, stash), replay(step, stash, backward=False)
+    assert [float(each) for each in forwards.losses] == [float(each) for each in stash.losses]
+    assert [float(each) for each in whole.losses] == [float(each) for each in stash.losses]
+    assert forwards.gradients == {}
+    assert len(whole.gradients) == 4
+    assert forwards.error is None
+    assert forwards.forward_s > 0
+
+
+def test_forwards_alone_leave_the_step_as_it_was():
+    step, stash = recorded()
+    before = torch.get_rng_state()
+    replay(step, stash, backward=False)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert (step.position, step.boundary) == (0, True)
+    assert step.recorder.closed is stash
+    assert all(each.grad is None for each in step.model.parameters())
