@@ -32,7 +32,7 @@ def use(batch: int, precision: str, size: str) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size", default="base")
-    parser.add_argument("--batches", type=int, nargs="*", default=[8, 32])
+    parser.add_argument("--batches", type=int, nargs="*", default=[8, 32, 64])
     options = parser.parse_args()
     results: dict[str, Any] = {}
     for batch in options.batches:

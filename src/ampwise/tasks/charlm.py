@@ -43,10 +43,11 @@ class Size:
     dropout: float = 0.0
 
 
+# `base` takes as much into a batch as nanoGPT's character model, the best known of about its size.
 SIZES = {
     "tiny": Size(width=128, layers=2, heads=4, context=128, batch=8, lr=1e-3),
     "small": Size(width=256, layers=4, heads=4, context=256, batch=8, lr=1e-3),
-    "base": Size(width=512, layers=6, heads=8, context=256, batch=8, lr=6e-4),
+    "base": Size(width=512, layers=6, heads=8, context=256, batch=64, lr=6e-4),
 }
 
 
