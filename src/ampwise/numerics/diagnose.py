@@ -18,8 +18,8 @@ from torch import nn
 from ampwise.bench.arm import Arm, Settings
 from ampwise.data import to_device
 from ampwise.distributed import replicate
+from ampwise.distributed.host_group import everyone
 from ampwise.distributed.layout import is_up
-from ampwise.distributed.lead import from_lead
 from ampwise.errors import UsageError
 from ampwise.numerics import stagnation
 from ampwise.numerics.examine import Examiner, Progress, Silent
@@ -107,7 +107,7 @@ def explore(task: Task, config: DiagnoseConfig, progress: Progress) -> tuple[Arm
     begun: StepRecord | None = None
     while True:
         made = arm.step.steps
-        late = from_lead(lambda: time.monotonic() > deadline) and made >= _LEAST_STEPS
+        late = everyone().first(lambda: time.monotonic() > deadline) and made >= _LEAST_STEPS
         last = late or made == config.steps - 1
         weights = stagnation.weights_of(arm.step) if last else {}
         failure, window = _one_step(arm, examiner, batches)
@@ -116,7 +116,7 @@ def explore(task: Task, config: DiagnoseConfig, progress: Progress) -> tuple[Arm
             begun = begun or (None if record.skipped else record)
             progress.step(record.step, config.steps, record.loss)
             if record.skipped or not math.isfinite(record.loss):
-                failure = first_at_fault(examiner.skipped())
+                failure = first_at_fault(examiner.skipped(), arm.step.group)
         if failure is not None and failure.status != "benign":
             stash = recorder.open or recorder.closed
             assert stash is not None
@@ -128,7 +128,9 @@ def explore(task: Task, config: DiagnoseConfig, progress: Progress) -> tuple[Arm
             break
     progress.stage("no step failed; comparing the last one with float64")
     stash = rehearsal(arm.step, arm.loss, window)
-    quiet = from_lead(lambda: examiner.quiet(stash, stagnation.stagnant(arm.step, weights), begun))
+    quiet = everyone().first(
+        lambda: examiner.quiet(stash, stagnation.stagnant(arm.step, weights), begun)
+    )
     return arm, found if quiet.status == "clean" and found is not None else quiet, stash
 
 

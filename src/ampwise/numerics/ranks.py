@@ -11,16 +11,16 @@ from __future__ import annotations
 from torch.distributed import ProcessGroup
 
 from ampwise.data import leaves
-from ampwise.distributed.lead import from_all
+from ampwise.distributed.host_group import HostGroup
 from ampwise.numerics.result import Diagnosis
 from ampwise.step.recorder import Stash, finite
 
 _WORST_FIRST = ("fault", "benign", "not_reproduced", "clean")
 
 
-def first_at_fault(mine: Diagnosis | None, group: ProcessGroup | None = None) -> Diagnosis | None:
+def first_at_fault(mine: Diagnosis | None, group: ProcessGroup | None) -> Diagnosis | None:
     """The same diagnosis on all ranks: of those that found a fault, the first one's."""
-    answers = from_all(lambda: mine, group)
+    answers = HostGroup(group).all(lambda: mine)
     if len(answers) == 1:
         return mine
     known = [(rank, each) for rank, each in enumerate(answers) if each is not None]

@@ -24,9 +24,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from ampwise.data import Feed
+from ampwise.distributed.host_group import everyone
 from ampwise.distributed.launch import Launch
 from ampwise.distributed.layout import unwrapped
-from ampwise.distributed.lead import from_lead
 from ampwise.distributed.watchdog import Watchdog
 from ampwise.distributed.wrap import spread
 from ampwise.errors import UsageError
@@ -193,7 +193,7 @@ class _Run:
                 opened.append(RunFolder.create(out, name, self.say, trains=True))
             return str(opened[0].path), resumes
 
-        path, resumes = from_lead(open_it)
+        path, resumes = everyone().first(open_it)
         return opened[0] if opened else RunFolder.observe(Path(path)), resumes
 
     def say(self, text: str) -> None:
@@ -397,7 +397,7 @@ class _Run:
                 saving.wait()
 
     def _resume(self) -> None:
-        path = from_lead(lambda: checkpoint.newest(self.folder.checkpoints))
+        path = everyone().first(lambda: checkpoint.newest(self.folder.checkpoints))
         if path is None and self.me.may_restart:
             self.folder.continue_after(0)
             self.say("started anew after a process died; there was no checkpoint yet")
