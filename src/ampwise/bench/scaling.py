@@ -57,6 +57,7 @@ from ampwise.distributed.wrap import Parallel, spread
 from ampwise.policy import Policy
 from ampwise.tasks import Task
 from ampwise.tasks.checks import first_batch, samples_in, trained_on
+from ampwise.tasks.seeding import seed_all
 from ampwise.telemetry.environment import environment
 
 ALONE, APART = "alone", "apart"
@@ -123,7 +124,7 @@ def run_scaling(
     """Fill `report`; all ranks call this, and what it holds stays valid when an error ends it."""
     settings = config.settings
     first_batch(task)
-    torch.manual_seed(settings.seed)
+    seed_all(settings.seed)
     batches = _same_size(task, itertools.islice(trained_on(task.batches), _BATCHES))
     report.samples_per_process = samples_in(task, batches[0]) * settings.accumulate
     for policy in config.policies:

@@ -39,6 +39,7 @@ from ampwise.distributed.layout import is_sharded, on_host, spread_as, unwrapped
 from ampwise.errors import CheckpointError, UsageError
 from ampwise.step import TrainStep
 from ampwise.step.warn import warn_user
+from ampwise.tasks.seeding import seed_all
 from ampwise.telemetry.files import atomic_write
 from ampwise.training.content import SPREAD, DamageError, Like, load_file, mapped
 
@@ -435,9 +436,7 @@ def _seeded_state(*words: int) -> dict[str, Any]:
     """A `random_state` drawn from a few integers; the generators stay as they are."""
     before = random_state()
     seed = int(np.random.SeedSequence([word % 2**64 for word in words]).generate_state(1)[0])
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
+    seed_all(seed)
     state = random_state()
     set_random_state(before)
     return state

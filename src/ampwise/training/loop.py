@@ -9,7 +9,6 @@ were already used are skipped, and the generators are set to what they were at t
 from __future__ import annotations
 
 import math
-import random
 import time
 from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -17,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch.distributed import Store
 from torch.optim import Optimizer
@@ -42,6 +40,7 @@ from ampwise.tasks.checks import (
     user_code,
 )
 from ampwise.tasks.evaluation import held_out
+from ampwise.tasks.seeding import seed_all
 from ampwise.telemetry import names
 from ampwise.telemetry.environment import environment
 from ampwise.telemetry.run import RunFolder
@@ -132,7 +131,6 @@ class _Run:
     def __init__(self, task: Task, config: TrainConfig, progress: Progress, me: Launch) -> None:
         self.task, self.config, self.progress, self.me = task, config, progress, me
         policy = config.resolution.policy
-        _seed(config.seed)
         self.device = torch.device(config.resolution.device)
         on_ranks = None if me.size == 1 else lambda model: spread(model, config.parallel, policy)
         model, optimizer = build(task, self.device, config.seed, on_ranks)
@@ -468,15 +466,7 @@ class _Run:
 def _part_ways(seed: int, rank: int) -> None:
     """Random numbers of its own for each rank but the first, which is as one process alone."""
     if rank:
-        own = (seed + 0x9E3779B1 * rank) % 2**32
-        _seed(own)
-        torch.manual_seed(own)
-
-
-def _seed(seed: int) -> None:
-    """Seed what tasks draw from beside torch, which `build` seeds."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
+        seed_all((seed + 0x9E3779B1 * rank) % 2**32)
 
 
 def _due(every: int | None, steps: int, epoch_end: bool) -> bool:
