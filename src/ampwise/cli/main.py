@@ -168,7 +168,7 @@ def _words(error: Exception, *, debug: bool) -> tuple[str, int]:
     if _out_of_memory(error):
         remedy = "use smaller batches with --accumulate, or a lower precision"
         return f"out of memory: {remedy} ({_first_line(error)})", errors.EXIT_RUN
-    if is_lost(error):
+    if _in_a_group() and is_lost(error):
         return "another process of this run is gone; it says why", errors.EXIT_RUN
     if hasattr(error, "__ampwise_user__"):
         return _users_words(error, debug=debug), errors.EXIT_USAGE

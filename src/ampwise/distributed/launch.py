@@ -7,6 +7,7 @@ is gloo on CPUs and NCCL on CUDA, with gloo beside it for what concerns the host
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,10 @@ from datetime import timedelta
 from typing import Any
 
 from ampwise.errors import UsageError
+
+_COLLECTIVE = re.compile(
+    "gloo|nccl|connection (closed|reset|refused)|broken pipe|timed out waiting", re.IGNORECASE
+)
 
 LIMIT_S = 600.0
 """Seconds after which ranks that wait for another one give up, unless told otherwise."""
@@ -87,8 +92,10 @@ def device_of(me: Launch, device: str) -> str:
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether an error only says that another rank no longer answers."""
-    return "gloo/transport" in str(error) or type(error).__name__ == "DistBackendError"
+    """Whether an error is what a rank sees when another one has left a collective."""
+    if any(kind.__name__ == "DistError" for kind in type(error).__mro__):  # without loading torch
+        return True
+    return isinstance(error, RuntimeError) and _COLLECTIVE.search(str(error)) is not None
 
 
 @contextmanager

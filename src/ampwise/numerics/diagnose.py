@@ -18,12 +18,13 @@ from torch import nn
 from ampwise.bench.arm import Arm, Settings
 from ampwise.data import to_device
 from ampwise.distributed import replicate
-from ampwise.distributed.host_group import everyone
+from ampwise.distributed.host_group import beside, everyone
+from ampwise.distributed.launch import is_lost
 from ampwise.distributed.layout import is_up
 from ampwise.errors import UsageError
 from ampwise.numerics import stagnation
 from ampwise.numerics.examine import Examiner, Progress, Silent
-from ampwise.numerics.ranks import first_at_fault
+from ampwise.numerics.ranks import all_raised, first_at_fault
 from ampwise.numerics.result import Diagnosis
 from ampwise.numerics.trace import watch_update
 from ampwise.numerics.values import origin_of
@@ -145,6 +146,7 @@ class _Copies(Arm):
     def __init__(self, task: Task, policy: Policy, settings: Settings) -> None:
         self._policy = policy
         super().__init__(task, policy, settings)
+        beside(self.step.group)  # while all ranks are here
 
     def prepared(self, model: nn.Module) -> nn.Module:
         """The model in DDP."""
@@ -194,8 +196,15 @@ def _one_step(
         try:
             arm.run(batch)
         except Exception as error:
-            found = examiner.raised(error)
+            if is_lost(error):
+                raise
+            alike, found = all_raised(arm.step), examiner.raised(error)
+            if alike:
+                found = first_at_fault(found, arm.step.group)
             if found is None:
+                raise
+            if not alike:  # the others learn of it by this rank's end, and of nothing else
+                error.add_note(found.explanation)
                 raise
             return found, window
         if arm.step.boundary:

@@ -8,12 +8,20 @@ loss that came of it, is all there is to go by.
 
 from __future__ import annotations
 
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from ampwise.data import leaves
-from ampwise.distributed.host_group import HostGroup
+from ampwise.distributed.host_group import HostGroup, beside
 from ampwise.numerics.result import Diagnosis
 from ampwise.step.recorder import Stash, finite
+from ampwise.step.train_step import TrainStep
+
+_ALIKE_S = 10.0
+"""How long a rank whose step raised waits for others whose steps do, too."""
 
 _WORST_FIRST = ("fault", "benign", "not_reproduced", "clean")
 
@@ -37,6 +45,18 @@ def first_at_fault(mine: Diagnosis | None, group: ProcessGroup | None) -> Diagno
     else:
         found.notes.append("The other ranks' parts of this step are finite by themselves.")
     return found
+
+
+def all_raised(step: TrainStep) -> bool:
+    """Whether the steps of all ranks raised; else the others wait for this one in a collective."""
+    if step.ranks == 1:
+        return True
+    met: Any = dist.barrier(beside(step.group).process_group, async_op=True)
+    try:
+        met.wait(timedelta(seconds=_ALIKE_S))
+    except RuntimeError:
+        return False
+    return True
 
 
 def by_what_went_in(found: Diagnosis, stash: Stash) -> Diagnosis | None:

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Generator, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,7 +24,7 @@ from ampwise.data import Feed
 from ampwise.distributed.host_group import everyone
 from ampwise.distributed.launch import Launch
 from ampwise.distributed.layout import unwrapped
-from ampwise.distributed.watchdog import Watchdog
+from ampwise.distributed.watchdog import NoWatchdog, watched
 from ampwise.distributed.wrap import spread
 from ampwise.errors import UsageError
 from ampwise.step import StepRecord, TrainStep
@@ -93,7 +92,8 @@ def train(
     first_batch(task)
     run = _Run(task, config, progress, me or Launch())
     try:
-        with StopSignals() as stop, run.watched(store):
+        limit_s = config.rank_timeout_s
+        with StopSignals() as stop, watched(store, run.me, limit_s, run.last_words) as run.dog:
             run.train(stop)
     except BaseException as error:
         words = " ".join(str(error).split())[:300] or type(error).__name__
@@ -156,7 +156,7 @@ class _Run:
         self._waits_s = self._total_s = 0.0
         self._saved_at = -1
         self._saving: checkpoint.Saving | None = None
-        self._dog: Watchdog | None = None
+        self.dog = NoWatchdog()
         self._state: dict[str, Any] | None = None
         self.folder, resumes = self._open_folder(f"{task.name or 'task'}-{policy.name}")
         self.result = TrainResult(task.name or "task", policy.text, self.folder.path)
@@ -207,37 +207,14 @@ class _Run:
 
     # -- the loop ----------------------------------------------------------------------------------
 
-    @contextmanager
-    def watched(self, store: Store | None) -> Generator[None]:
-        """Context: a process that hangs or is lost ends the run, and is named."""
-        if store is None:
-            yield
-            return
-        limit_s = self.config.rank_timeout_s
-        with Watchdog(store, self.me.rank, self.me.size, limit_s, self._last_words) as dog:
-            self._dog = dog
-            try:
-                yield
-            except Exception as error:
-                lost = dog.explain(error)
-                if lost is None:
-                    raise
-                raise lost from error
-            finally:
-                self._dog = None
-
-    def _last_words(self, verdict: str) -> None:
+    def last_words(self, verdict: str) -> None:
+        """Write down what ends the run."""
         self.result.status = f"failed: {verdict}"
         self.result.steps = self.trained.step.steps
         self._describe()
 
     def _beat(self, doing: str) -> None:
-        if self._dog is not None:
-            self._dog.beat(self.trained.step.steps + 1, doing)
-
-    def _takes_long(self) -> AbstractContextManager[None]:
-        """Context: an evaluation or a checkpoint, for which others wait longer."""
-        return nullcontext() if self._dog is None else self._dog.paused()
+        self.dog.beat(self.trained.step.steps + 1, doing)
 
     def train(self, stop: StopSignals) -> None:
         """Epochs until the end, or until a signal asks to stop."""
@@ -357,7 +334,7 @@ class _Run:
 
     def _evaluate(self) -> None:
         step = self.trained.step
-        with self._takes_long():
+        with self.dog.paused():
             metrics = held_out(self.task, unwrapped(self.trained.model), step)
         if not metrics:
             return
@@ -379,7 +356,7 @@ class _Run:
         self.folder.flush()
         record = {"task": self.task.name, **self.config.to_json()}
         self._finish_saving()
-        with self._takes_long():
+        with self.dog.paused():
             self._saving = checkpoint.save(
                 *(self.folder.checkpoints, self.trained, self.position, record),
                 wait=self.me.size == 1,
@@ -391,7 +368,7 @@ class _Run:
         """Wait for the checkpoint that is still being written; its error is that of all ranks."""
         saving, self._saving = self._saving, None
         if saving is not None:
-            with self._takes_long():
+            with self.dog.paused():
                 saving.wait()
 
     def _resume(self) -> None:
