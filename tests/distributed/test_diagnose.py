@@ -14,6 +14,10 @@ from torch import Tensor, nn
 
 import ampwise
 from ampwise import Task
+from ampwise.bench.arm import Settings
+from ampwise.numerics.diagnose import DiagnoseConfig, explore
+from ampwise.numerics.examine import Silent
+from ampwise.policy import PRESETS
 from tests.distributed.launched import run
 from tests.distributed.ranks import Ranks
 
@@ -41,6 +45,21 @@ def _seen(generator: str) -> list[int]:
 def test_a_task_that_shuffles_by_itself_is_dealt_out_whole(ranks: Ranks, generator: str) -> None:
     first, second = ranks(_seen, generator)
     assert sorted(first + second) == list(range(16))
+
+
+def _loss_of_a_ragged_epoch() -> float:
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        return (0 * model(batch) + batch).mean()
+
+    data = [torch.full((2, 4), value) for value in (0.0, 3.0, 6.0)]
+    task = Task(lambda: nn.Linear(4, 4), lambda: data, loss)
+    settings = Settings(torch.device("cpu"), accumulate=2)
+    arm, _, _ = explore(task, DiagnoseConfig(PRESETS["fp32"], settings, steps=1), Silent())
+    return arm.step.history[0].loss
+
+
+def test_a_batch_that_fills_the_last_turn_counts_nothing(ranks: Ranks) -> None:
+    assert ranks(_loss_of_a_ragged_epoch) == [pytest.approx(3.0)] * 2
 
 
 FAILS = """

@@ -33,7 +33,7 @@ from ampwise.step.recorder import Recorder, Stash, rehearsal
 from ampwise.tasks import Task
 from ampwise.tasks.checks import endless
 from ampwise.telemetry.ring import StepRecord
-from ampwise.training.share import DataRandom, turns
+from ampwise.training.share import DataRandom, Turn, turns
 
 STEPS = 50
 BUDGET_S = 60.0
@@ -103,7 +103,7 @@ def explore(task: Task, config: DiagnoseConfig, progress: Progress) -> tuple[Arm
     recorder = arm.step.recorder = Recorder()
     examiner = Examiner(arm.step, task.name or "task", progress)
     deadline = time.monotonic() + config.budget_s
-    batches = _batches(task)
+    mine = _turns(task)
     found: Diagnosis | None = None
     begun: StepRecord | None = None
     while True:
@@ -111,7 +111,7 @@ def explore(task: Task, config: DiagnoseConfig, progress: Progress) -> tuple[Arm
         late = everyone().first(lambda: time.monotonic() > deadline) and made >= _LEAST_STEPS
         last = late or made == config.steps - 1
         weights = stagnation.weights_of(arm.step) if last else {}
-        failure, window = _one_step(arm, examiner, batches)
+        failure, window = _one_step(arm, examiner, mine)
         if failure is None:
             record = arm.step.history[-1]
             begun = begun or (None if record.skipped else record)
@@ -153,14 +153,13 @@ class _Copies(Arm):
         return replicate(model, self._policy)
 
 
-def _batches(task: Task) -> Iterator[Any]:
+def _turns(task: Task) -> Iterator[Turn]:
     """Batches of epoch after epoch; with several processes, those of this one."""
     if not is_up():
-        yield from endless(task)
+        yield from (Turn(batch, counts=True, last=False) for batch in endless(task))
     source = DataRandom()
     while True:
-        for turn in turns(task.batches, dist.get_rank(), dist.get_world_size(), source):
-            yield turn.batch
+        yield from turns(task.batches, dist.get_rank(), dist.get_world_size(), source)
 
 
 def in_update(task: Task, config: DiagnoseConfig, steps: int, found: Diagnosis) -> None:
@@ -186,15 +185,15 @@ def in_update(task: Task, config: DiagnoseConfig, steps: int, found: Diagnosis) 
 
 
 def _one_step(
-    arm: Arm, examiner: Examiner, batches: Iterator[Any]
+    arm: Arm, examiner: Examiner, mine: Iterator[Turn]
 ) -> tuple[Diagnosis | None, list[Any]]:
     """Micro-batches until a step is made or skipped: what they raised, and the batches."""
     window: list[Any] = []
     while True:
-        batch = next(batches)
-        window.append(to_device(batch, arm.step.device))
+        turn = next(mine)
+        window.append(to_device(turn.batch, arm.step.device))
         try:
-            arm.run(batch)
+            arm.step(arm.loss, window[-1], weight=None if turn.counts else 0)
         except Exception as error:
             if is_lost(error):
                 raise
