@@ -16,6 +16,9 @@ from typing import Any
 
 from ampwise.errors import UsageError
 
+_ALIKE_S = 5.0
+"""How long a process that failed waits for the first one to fail in the same way."""
+
 _COLLECTIVE = re.compile(
     "gloo|nccl|connection (closed|reset|refused)|broken pipe|timed out waiting", re.IGNORECASE
 )
@@ -102,6 +105,8 @@ def is_lost(error: BaseException) -> bool:
 def joined(me: Launch, device: str, limit_s: float = LIMIT_S) -> Generator[Any]:
     """Context: this process belongs to the group; the store they met at, None if it is alone.
 
+    Errors that the first process has, too, are said by that one (`__ampwise_said__`).
+
     Raises
     ------
     UsageError
@@ -135,7 +140,27 @@ def joined(me: Launch, device: str, limit_s: float = LIMIT_S) -> Generator[Any]:
             "same --nnodes, --nproc-per-node and rendezvous endpoint"
         ) from None
     # After an error the group stays: to take it down waits for the others, who may be gone.
-    yield store
+    try:
+        yield store
+    except Exception as error:
+        if _first_has(store, me, f"{type(error).__name__}: {error}"):
+            error.__ampwise_said__ = True  # pyright: ignore[reportAttributeAccessIssue]
+        raise
     # torchrun ends the others as soon as one leaves with an exit code of its own.
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _first_has(store: Any, me: Launch, words: str) -> bool:
+    """Whether the first process, which is another one, has failed with the same words."""
+    from ampwise.distributed.roll import prefixed
+
+    errors = prefixed(store, "ampwise/error")
+    try:
+        if me.leads:
+            errors.set("first", words)
+            return False
+        errors.wait(["first"], timedelta(seconds=_ALIKE_S))
+        return errors.get("first") == words.encode()
+    except RuntimeError:  # it has not, or the store is gone
+        return False
