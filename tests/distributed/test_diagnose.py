@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.nn
 from torch import Tensor, nn
 
 import ampwise
@@ -60,6 +62,27 @@ def _loss_of_a_ragged_epoch() -> float:
 
 def test_a_batch_that_fills_the_last_turn_counts_nothing(ranks: Ranks) -> None:
     assert ranks(_loss_of_a_ragged_epoch) == [pytest.approx(3.0)] * 2
+
+
+def _gathers(steps: int, at: int | None) -> tuple[Any, ...]:
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        mine = model(batch * (1e6 if batch[0, 0] == at else 1))
+        everyones = torch.cat(list(dist.nn.functional.all_gather(mine)))
+        return (mine @ everyones.T).float().mean() / 1000
+
+    data = [torch.full((2, 4), float(value)) for value in range(10)]
+    found = ampwise.diagnose(Task(lambda: nn.Linear(4, 4), lambda: data, loss), steps=steps)
+    return found.status, found.rank, found.cause, found.step
+
+
+@pytest.mark.parametrize(
+    ("steps", "at", "expected"),
+    [(3, 5, ("fault", 1, "RANGE_OVERFLOW", 3)), (2, None, ("clean", None, None, 2))],
+)
+def test_a_loss_that_gathers_over_ranks(
+    ranks: Ranks, steps: int, at: int | None, expected: tuple[Any, ...]
+) -> None:
+    assert ranks(_gathers, steps, at) == [expected] * 2
 
 
 FAILS = """

@@ -80,16 +80,20 @@ class HostGroup:
         return [answer for answer, _ in answers]
 
 
+ALONE = HostGroup(None)
+"""This process, whoever else there is."""
+
+
 def everyone() -> HostGroup:
     """All processes that were started together."""
-    return HostGroup(dist.group.WORLD if is_up() else None)
+    return HostGroup(dist.group.WORLD) if is_up() else ALONE
 
 
 @cache
 def beside(group: ProcessGroup | None) -> HostGroup:
     """The ranks of a group on one of their own (gloo), made once; all of them call this."""
     if group is None:
-        return HostGroup(None)
+        return ALONE
     members = dist.get_process_group_ranks(group)
     own = dist.new_group(members, backend="gloo", use_local_synchronization=True)
     assert isinstance(own, ProcessGroup)

@@ -58,13 +58,15 @@ class Finding:
 
 def explain(step: TrainStep, stash: Stash, root: Root) -> Finding:
     """Cause of a root, by experiment."""
+    return of_itself(root) or _damaged_inputs(step, stash, root)
+
+
+def of_itself(root: Root) -> Finding | None:
+    """Cause of a root as far as its own inputs show it, without a replay."""
     if root.func is None:
         return _from_outside(root)
-    for experiment in (_empty, _masked_row, _fed, _beyond_range):
-        found = experiment(root)
-        if found is not None:
-            return found
-    return _damaged_inputs(step, stash, root)
+    experiments = (_empty, _masked_row, _fed, _beyond_range)
+    return next((found for each in experiments if (found := each(root)) is not None), None)
 
 
 def format_of(root: Root) -> formats.FloatFormat:

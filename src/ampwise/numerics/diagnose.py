@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ from ampwise.distributed.layout import is_up
 from ampwise.errors import UsageError
 from ampwise.numerics import stagnation
 from ampwise.numerics.examine import Examiner, Progress, Silent
-from ampwise.numerics.ranks import all_raised, first_at_fault
+from ampwise.numerics.ranks import all_raised, examined, first_at_fault, talks
 from ampwise.numerics.result import Diagnosis
 from ampwise.numerics.trace import watch_update
 from ampwise.numerics.values import origin_of
@@ -117,7 +117,8 @@ def explore(task: Task, config: DiagnoseConfig, progress: Progress) -> tuple[Arm
             begun = begun or (None if record.skipped else record)
             progress.step(record.step, config.steps, record.loss)
             if record.skipped or not math.isfinite(record.loss):
-                failure = first_at_fault(examiner.skipped(), arm.step.group)
+                assert recorder.closed is not None
+                failure = examined(examiner, recorder.closed, examiner.skipped)
         if failure is not None and failure.status != "benign":
             stash = recorder.open or recorder.closed
             assert stash is not None
@@ -129,10 +130,26 @@ def explore(task: Task, config: DiagnoseConfig, progress: Progress) -> tuple[Arm
             break
     progress.stage("no step failed; comparing the last one with float64")
     stash = rehearsal(arm.step, arm.loss, window)
-    quiet = everyone().first(
-        lambda: examiner.quiet(stash, stagnation.stagnant(arm.step, weights), begun)
+    quiet = _compared(
+        examiner,
+        stash,
+        lambda: examiner.quiet(stash, stagnation.stagnant(arm.step, weights), begun),
     )
     return arm, found if quiet.status == "clean" and found is not None else quiet, stash
+
+
+def _compared(examiner: Examiner, stash: Stash, alone: Callable[[], Diagnosis]) -> Diagnosis:
+    """The last step beside float64; by the first process alone, which replays it often."""
+    step = examiner.step
+    if step.ranks == 1 or not talks(step, stash):
+        return everyone().first(alone)
+    assert step.recorder is not None
+    assert step.recorder.closed is not None
+    found = examiner.empty(step.recorder.closed)
+    found.notes.append(
+        "Forward or loss talk to other ranks: the last step was not compared with float64."
+    )
+    return found
 
 
 def _arm(task: Task, config: DiagnoseConfig) -> Arm:

@@ -136,7 +136,12 @@ class Trace:
 
 
 def watch(
-    step: TrainStep, stash: Stash, *, scale: float | None = None, capture: int | None = None
+    step: TrainStep,
+    stash: Stash,
+    *,
+    scale: float | None = None,
+    capture: int | None = None,
+    once: bool = False,
 ) -> Trace:
     """Replay a window under watch.
 
@@ -144,6 +149,8 @@ def watch(
     ----------
     capture
         Index of a root whose inputs must be kept, beside the first ones.
+    once
+        Do not replay again for the inputs of an origin that were not kept.
     """
     with placing(step._models) as places:
         watcher = Watcher(places, capture)
@@ -154,9 +161,9 @@ def watch(
     if replayed.error is not None:
         trace.before_error = watcher.before_error()
     watcher.conclude(trace)
-    if trace.origin is not None and trace.origin.func is None and not trace.origin.source:
-        return watch(step, stash, scale=scale, capture=trace.origin.index)
-    return trace
+    if once or trace.origin is None or trace.origin.func is not None or trace.origin.source:
+        return trace
+    return watch(step, stash, scale=scale, capture=trace.origin.index)
 
 
 def watch_update(step: TrainStep) -> tuple[Root | None, str]:
@@ -194,6 +201,11 @@ def sources(models: Sequence[nn.Module], stash: Stash) -> Iterator[tuple[str, Te
 def hollow(tensor: Tensor) -> bool:
     """Whether a tensor has no values to look at: autograd's zeros, and shapes without memory."""
     return tensor._is_zerotensor() or tensor.is_meta
+
+
+def has_finite_inputs(root: Root) -> bool:
+    """Whether what an operation was given, as far as it was kept, is finite."""
+    return not any(map(bad_bits, _tensors((root.args, root.kwargs))))
 
 
 def bad_bits(tensor: Tensor) -> int:
