@@ -22,8 +22,6 @@ from ampwise.bench.scaling_report import Scaled
 from ampwise.cli.main import main
 from ampwise.distributed import shard
 from ampwise.distributed.launch import Launch
-from ampwise.distributed.lead import from_all
-from ampwise.errors import UsageError
 from ampwise.report.stored import load
 from ampwise.step import TrainStep
 from tests.distributed.launched import finish, run, start, workers
@@ -238,23 +236,6 @@ def test_a_turn_takes_as_long_as_its_slowest_rank(ranks: Ranks) -> None:
     assert 40 <= first[0] < 200 <= 240 <= first[1]  # whole windows, of two micro-batches each
     assert (first[2], second[2]) == (2, 0)
     assert (first[3], second[3]) == (2, 2)
-
-
-def _answers() -> tuple[list[int], str, bool]:
-    def fails() -> None:
-        if me():
-            raise UsageError("not here")
-
-    values = from_all(lambda: 10 * me())
-    try:
-        from_all(fails)
-    except UsageError as error:
-        return values, str(error), hasattr(error, "__ampwise_said__")
-    return values, "", False
-
-
-def test_what_each_rank_says_is_known_to_all(ranks: Ranks) -> None:
-    assert ranks(_answers) == [([0, 10], "not here", True), ([0, 10], "not here", False)]
 
 
 def _peak(steps: int) -> int:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ampwise import TrainStep
-from ampwise.distributed.host_group import host_group
+from ampwise.distributed.host_group import beside
 from ampwise.errors import CheckpointError, UsageError
 from ampwise.step import LossScale
 from ampwise.training import checkpoint
@@ -570,7 +570,7 @@ def test_a_damaged_file_on_several_ranks(ranks: Ranks, tmp_path: Path) -> None:
     _saved_midway(tmp_path, "alone", "fp32")
     damage(tmp_path / "step-00000005.pt")
     for said in ranks(_refused, tmp_path, "ddp"):
-        assert f"rank 0: checkpoint {tmp_path / 'step-00000005.pt'} is damaged" in said
+        assert f"checkpoint {tmp_path / 'step-00000005.pt'} is damaged" in said
 
 
 def _other_model(folder: Path, spread: Spread) -> str:
@@ -682,7 +682,7 @@ def _endless(rank: int, folder: Path, store: Path, spread: Spread, wait: bool) -
     trained = made(spread)
     if checkpoint.newest(folder) is not None:
         resumed(folder, trained)
-    host_group(trained.step.group)  # who dies while it is made is waited for by PyTorch
+    beside(trained.step.group)  # who dies while it is made is waited for by PyTorch
     store.with_suffix(f".{rank}").touch()
     while True:
         train(trained, trained.step.steps, trained.step.steps + 1)

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.nn
 from torch import Tensor, nn
 
 from ampwise import TrainStep
@@ -102,3 +104,44 @@ def _where_ddp_is_not_outermost(weight: float) -> tuple[Any, ...]:
 def test_ranks_replay_by_themselves_wherever_ddp_is(ranks: Ranks, weight: float) -> None:
     for found in ranks(_where_ddp_is_not_outermost, weight):
         assert found == (1, "RANGE_OVERFLOW", "fault")
+
+
+def _gathered(inputs: Tensor) -> Tensor:
+    return torch.cat(list(dist.nn.functional.all_gather(inputs)))
+
+
+def _contrastive(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Each rank's samples against those of all, as CLIP does."""
+    features = model(batch[0])
+    return (features @ _gathered(features).T).float().logsumexp(1).mean()
+
+
+def _contrasted(at: int | None, init_scale: float) -> tuple[Any, ...]:
+    model = small.spread_out(Squares(), "ddp")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    found: list[Any] = []
+    scale = LossScale(init_scale=init_scale)
+    step = TrainStep(model, optimizer, policy="fp16", loss_scale=scale, on_fault=found.append)
+    for index, (inputs, labels) in enumerate(small.batches(4)):
+        bad = index == 2 and small.me() == at
+        step(_contrastive, (inputs * 2000 if bad else inputs, labels))
+    skipped = [each.skipped for each in step.history]
+    if not found:
+        return (*skipped,)
+    one = found[0]
+    return (*skipped, one.rank, one.cause, one.origin.source, one.status, one.step)
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_loss_that_gathers_over_ranks_is_replayed_by_all_together(ranks: Ranks, at: int) -> None:
+    first, second = ranks(_contrasted, at, 16.0)
+    assert first == second
+    line = "hidden = hidden * hidden"
+    assert first == (False, False, True, False, at, "RANGE_OVERFLOW", line, "fault", 3)
+
+
+def test_a_loss_scale_that_settles_is_no_fault_of_a_loss_that_gathers(ranks: Ranks) -> None:
+    first, second = ranks(_contrasted, None, 2.0**20)
+    assert first == second
+    assert len(first) == 4
+    assert first[0]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from ampwise.step import TrainStep
-from ampwise.step.recorder import Recorder, replay
+from ampwise.step.recorder import Recorder, rehearsal, replay
 
 
 def recorded(accumulate=2):
@@ -39,3 +40,23 @@ def test_forwards_alone_leave_the_step_as_it_was():
     assert (step.position, step.boundary) == (0, True)
     assert step.recorder.closed is stash
     assert all(each.grad is None for each in step.model.parameters())
+
+
+class Refusing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+
+    def forward(self, x):
+        raise RuntimeError(f"no: {self.lin(x).shape}")
+
+
+def test_a_replay_that_raises_in_a_checkpointed_forward_leaves_no_hooks():
+    model = Refusing()
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.0), policy="fp32")
+    stash = rehearsal(
+        step, lambda m, x: checkpoint(m, x, use_reentrant=False).sum(), [torch.randn(2, 4)]
+    )
+    result = replay(step, stash)
+    assert isinstance(result.error, RuntimeError)  # alive, and its frames with it
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None

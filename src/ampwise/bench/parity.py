@@ -43,6 +43,7 @@ from ampwise.errors import TaskError, UsageError
 from ampwise.policy import Policy
 from ampwise.tasks import Task
 from ampwise.tasks.checks import endless, higher_is_better
+from ampwise.tasks.seeding import seed_all
 
 CURVE_POINTS = 200
 
@@ -257,7 +258,7 @@ def _train(
         for index in range(total):
             _set_rates(arm, rates, min(1.0, 2 * (total - index) / total))
             # Whatever a precision drew at random, the next step starts alike in all of them.
-            torch.manual_seed((settings.seed + seed) * 1_000_003 + index)
+            seed_all((settings.seed + seed) * 1_000_003 + index)
             arm.run(next(batches))
     except FAILURES as failure:
         if policy.name == "fp32":

@@ -51,12 +51,13 @@ from ampwise.bench.run import BASELINE, MEMORY_STEPS, Progress, choose
 from ampwise.bench.scaling_report import Scaled, ScalingReport
 from ampwise.bench.stats import Interval, paired_speedup, typical
 from ampwise.capability import probe
+from ampwise.distributed.host_group import everyone
 from ampwise.distributed.launch import Launch
-from ampwise.distributed.lead import from_all
 from ampwise.distributed.wrap import Parallel, spread
 from ampwise.policy import Policy
 from ampwise.tasks import Task
 from ampwise.tasks.checks import first_batch, samples_in, trained_on
+from ampwise.tasks.seeding import seed_all
 from ampwise.telemetry.environment import environment
 
 ALONE, APART = "alone", "apart"
@@ -102,7 +103,7 @@ def native(asked: Sequence[Policy] | None, device: str) -> tuple[list[Policy], d
 def begun(task: Task, config: ScalingConfig, me: Launch) -> ScalingReport:
     """A report in which nothing is measured yet."""
     device = config.settings.device
-    threads = from_all(torch.get_num_threads)
+    threads = everyone().all(torch.get_num_threads)
     report = ScalingReport(
         task=task.name or "task",
         device=str(device),
@@ -123,7 +124,7 @@ def run_scaling(
     """Fill `report`; all ranks call this, and what it holds stays valid when an error ends it."""
     settings = config.settings
     first_batch(task)
-    torch.manual_seed(settings.seed)
+    seed_all(settings.seed)
     batches = _same_size(task, itertools.islice(trained_on(task.batches), _BATCHES))
     report.samples_per_process = samples_in(task, batches[0]) * settings.accumulate
     for policy in config.policies:
@@ -175,8 +176,8 @@ def _measure(
 
     progress.stage(f"{policy.text}: first step")
     # Without communication, so that a rank that cannot make it keeps no other one waiting.
-    reasons = from_all(lambda: _first_step(makers[ALONE], batches[0], policy))
-    if why := next(filter(None, reasons), ""):
+    mine = _first_step(makers[ALONE], batches[0], policy)
+    if why := next(filter(None, everyone().all(lambda: mine)), ""):
         for each in found.values():
             each.reason = f"{policy.text}: {why}"
         return
@@ -196,7 +197,8 @@ def _measure(
             compare(rounds, list(found.values()), report.samples_per_process)
     report.notes += [f"while {policy.text} ran, {each}" for each in others.complaints(me)]
     for kind, each in found.items():
-        each.held_bytes = from_all(lambda kind=kind: held_bytes(arms[kind]))[: each.processes]
+        held = everyone().all(lambda kind=kind: held_bytes(arms[kind]))
+        each.held_bytes = held[: each.processes]
 
 
 def _race(
@@ -270,7 +272,7 @@ class _Others:
     def complaints(self, me: Launch) -> list[str]:
         """What is beyond its limit, and what to do about it."""
         found, wall_s = self._watch.read(), time.monotonic() - self._began
-        spent_s = from_all(lambda: _own_s() - self._own_s)
+        spent_s = everyone().all(lambda: _own_s() - self._own_s)
         if found.others is None:
             return []
         # The watch knows of its own process only. Nor does it know that what waits for a processor
@@ -332,9 +334,9 @@ def _first_step(make: Callable[[], Arm], batch: Any, policy: Policy) -> str:
 def _peaks(make: Callable[[], Arm], batches: Sequence[Any], settings: Settings) -> list[int]:
     """Peak memory of each rank over a few whole steps."""
     micro_batches = itertools.islice(itertools.cycle(batches), MEMORY_STEPS * settings.accumulate)
-    # Outside of `from_all`: a rank that fails in here leaves, and so tells those that wait for it.
+    # Outside of `all`: a rank that fails in here leaves, and so tells those that wait for it.
     peak = peak_bytes(make, list(micro_batches), settings.device)
-    return from_all(lambda: peak)
+    return everyone().all(lambda: peak)
 
 
 def _same_size(task: Task, batches: Iterator[Any]) -> list[Any]:

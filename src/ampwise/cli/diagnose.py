@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ampwise.cli.progress import Line
-    from ampwise.numerics.diagnose import DiagnoseConfig
+    from ampwise.distributed.watchdog import NoWatchdog
+    from ampwise.numerics.examine import Progress
     from ampwise.numerics.result import Diagnosis
     from ampwise.tasks import Task
     from ampwise.telemetry.run import RunFolder
@@ -40,10 +42,14 @@ class Options(Common):
     max_grad_norm: float | None = None
     """Clip the gradient norm to this."""
 
+    rank_timeout: float = 600.0
+    """Under torchrun: seconds after which a process that hangs ends all, and is named; the longest
+    step must fit in, the first one included. Replays have ten times as long."""
+
 
 def run(options: Options) -> int:
     """Train, examine, print, write ``diagnosis.json`` and ``report.html``; the exit code."""
-    for name in ("steps", "budget", "accumulate", "max_grad_norm"):
+    for name in ("steps", "budget", "accumulate", "max_grad_norm", "rank_timeout"):
         positive(name.replace("_", "-"), getattr(options, name))
 
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -52,6 +58,7 @@ def run(options: Options) -> int:
     from ampwise.bench.arm import Settings
     from ampwise.cli.bench import device_of
     from ampwise.distributed import launch as ranks
+    from ampwise.distributed.watchdog import watched
     from ampwise.numerics.diagnose import DiagnoseConfig, run_diagnosis
     from ampwise.numerics.examine import Silent
     from ampwise.policy import Policy
@@ -59,7 +66,7 @@ def run(options: Options) -> int:
 
     me, device = ranks.launch(), device_of(options.device)
     policy = Policy.parse(options.precision)
-    with ranks.joined(me, device.type):
+    with ranks.joined(me, device.type, options.rank_timeout) as met_at:
         settings = Settings(
             torch.device(ranks.device_of(me, str(device))),
             options.seed,
@@ -68,16 +75,20 @@ def run(options: Options) -> int:
         )
         config = DiagnoseConfig(policy, settings, options.steps, options.budget)
         task = load_task(options.task, options.settings())
-        found = _led(task, config, options) if me.leads else run_diagnosis(task, config, Silent())
+
+        def diagnosed(progress: Progress) -> Diagnosis:
+            with watched(met_at, me, options.rank_timeout) as dog:
+                return run_diagnosis(task, config, _Beating(progress, dog))
+
+        found = _led(task, diagnosed, options) if me.leads else diagnosed(Silent())
     return EXIT_GATE if found.status == "fault" else EXIT_OK
 
 
-def _led(task: Task, config: DiagnoseConfig, options: Options) -> Diagnosis:
+def _led(task: Task, diagnosed: Callable[[Progress], Diagnosis], options: Options) -> Diagnosis:
     """Diagnose, show it and store it; with several processes, the first one does this."""
     from rich.console import Console
 
     from ampwise.cli.progress import Line
-    from ampwise.numerics.diagnose import run_diagnosis
     from ampwise.telemetry.run import RunFolder
 
     console = None if options.json == "-" else Console()
@@ -86,7 +97,7 @@ def _led(task: Task, config: DiagnoseConfig, options: Options) -> Diagnosis:
         folder.write({"command": "diagnose", "task": task.name, "status": "running"})
         shown = _Shown(line, console, folder)
         try:
-            found = run_diagnosis(task, config, shown)
+            found = diagnosed(shown)
         except BaseException as error:
             interrupted = isinstance(error, KeyboardInterrupt)
             if interrupted or (folder.path / "diagnosis.json").exists():
@@ -119,6 +130,27 @@ def store(found: Diagnosis, folder: RunFolder) -> None:
 
 def _text(found: Diagnosis) -> str:
     return json.dumps(found.to_json(), indent=2, allow_nan=False)
+
+
+class _Beating:
+    """Passes progress on, and tells the watchdog of it; a stage may take longer than a step."""
+
+    def __init__(self, shown: Progress, dog: NoWatchdog) -> None:
+        self._shown, self._dog = shown, dog
+        self._stage = contextlib.ExitStack()
+
+    def step(self, number: int, planned: int, loss: float) -> None:
+        self._stage.close()
+        self._dog.beat(number + 1, "step")
+        self._shown.step(number, planned, loss)
+
+    def stage(self, what: str) -> None:
+        self._stage.close()
+        self._stage.enter_context(self._dog.paused())
+        self._shown.stage(what)
+
+    def found(self, diagnosis: Diagnosis) -> None:
+        self._shown.found(diagnosis)
 
 
 class _Shown:

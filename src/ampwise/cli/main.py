@@ -80,6 +80,8 @@ def _exit_code(arguments: list[str]) -> int:
         with _sigterm_interrupts():
             return _dispatch([each for each in arguments if each != "--debug"])
     except KeyboardInterrupt as interruption:
+        if not launch().leads:  # all are interrupted together, and the first one says it
+            return errors.EXIT_INTERRUPTED
         return _fail("interrupted" + _saved(interruption), errors.EXIT_INTERRUPTED)
     except SystemExit as leaving:
         return _fail(f"the task called sys.exit({leaving.code!r})", errors.EXIT_USAGE)
@@ -150,10 +152,19 @@ def _overview() -> str:
 def _explain(error: Exception, *, debug: bool) -> int:
     """One line about an error, and its exit code; one that left results behind is a failed run."""
     message, code = _words(error, debug=debug)
-    if hasattr(error, "__ampwise_said__"):  # by the process it happened in
+    if _said_elsewhere(error):
         return code
     saved = _saved(error)
     return _fail(message + saved, errors.EXIT_RUN if saved else code)
+
+
+def _said_elsewhere(error: Exception) -> bool:
+    """Whether another process has the same error, and says it.
+
+    The first one; before they have met, the first on each machine, whose files they all see.
+    """
+    met = hasattr(error, "__ampwise_said__")
+    return met or (isinstance(error, UsageError) and not _in_a_group() and launch().local_rank > 0)
 
 
 def _saved(error: BaseException) -> str:
@@ -168,7 +179,7 @@ def _words(error: Exception, *, debug: bool) -> tuple[str, int]:
     if _out_of_memory(error):
         remedy = "use smaller batches with --accumulate, or a lower precision"
         return f"out of memory: {remedy} ({_first_line(error)})", errors.EXIT_RUN
-    if is_lost(error):
+    if _in_a_group() and is_lost(error):
         return "another process of this run is gone; it says why", errors.EXIT_RUN
     if hasattr(error, "__ampwise_user__"):
         return _users_words(error, debug=debug), errors.EXIT_USAGE

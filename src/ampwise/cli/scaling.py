@@ -34,14 +34,14 @@ def run(options: Options, me: Launch) -> int:
     from ampwise.bench.race import in_one_line
     from ampwise.bench.scaling import begun, native, run_scaling
     from ampwise.cli.progress import bench_progress
+    from ampwise.distributed.host_group import everyone
     from ampwise.distributed.launch import is_lost, joined
-    from ampwise.distributed.lead import from_lead
     from ampwise.tasks import load_task
 
     device = _device(options.device, me)
     quiet = options.quiet or not me.leads
     with joined(me, device, options.rank_timeout), bench_progress(quiet=quiet) as progress:
-        chosen, left_out = from_lead(lambda: native(policies(options.precisions), device))
+        chosen, left_out = everyone().first(lambda: native(policies(options.precisions), device))
         task = load_task(options.task, options.settings())
         config = _config(options, device, chosen, parallel)
         with _folder(options, task.name, me) as folder:
@@ -116,7 +116,7 @@ def _config(
 
 def _folder(options: Options, task: str, me: Launch) -> RunFolder:
     """The run's folder: the first process makes it, the others look on."""
-    from ampwise.distributed.lead import from_lead
+    from ampwise.distributed.host_group import everyone
     from ampwise.telemetry.run import RunFolder
 
     made: list[RunFolder] = []
@@ -126,7 +126,7 @@ def _folder(options: Options, task: str, me: Launch) -> RunFolder:
         made.append(RunFolder.create(options.out, name, say))
         return str(made[0].path)
 
-    path = Path(from_lead(make))
+    path = Path(everyone().first(make))
     return made[0] if me.leads else RunFolder.observe(path)
 
 

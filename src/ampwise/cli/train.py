@@ -130,11 +130,11 @@ def run(options: Options) -> int:
 
 def _resolved(options: Options, me: Launch) -> Resolution:
     """What the precision becomes, by the first process's measurement: the same for all."""
+    from ampwise.distributed.host_group import everyone
     from ampwise.distributed.launch import device_of
-    from ampwise.distributed.lead import from_lead
     from ampwise.policy import resolve
 
-    found = from_lead(
+    found = everyone().first(
         lambda: resolve(
             options.precision,
             options.device,

@@ -1,8 +1,8 @@
-"""What ranks tell each other from host to host, beside training: paths, and who failed at what.
+"""What ranks tell each other from host to host: results, decisions, and who failed at what.
 
-Files are written while training goes on, so these words go over a group of their own (gloo): on the
-group that sums gradients they would meet the sums of another rank. A rank that fails at its part
-still takes part in the exchange, so all ranks raise the same error and none waits for ever.
+A rank that fails at its part still takes part in the exchange, so all ranks raise the same error
+and none waits for ever. Files are written while training goes on: words about them go over a group
+of their own (`beside`), since on the group that sums gradients they would meet other ranks' sums.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from ampwise.distributed.layout import is_up
+from ampwise.errors import AmpwiseError
+
 Result = TypeVar("Result")
 
 
@@ -22,7 +25,11 @@ class RankError(RuntimeError):
 
 
 class HostGroup:
-    """The processes that train together, or this one alone.
+    """Processes that tell each other things, or this one alone.
+
+    When a work fails, all ranks raise the same error: that of the first rank where it did, with its
+    number before the words unless all ranks failed alike. An `AmpwiseError` keeps its kind; any
+    other becomes a `RankError`. Alone, the work's own error is raised.
 
     Attributes
     ----------
@@ -33,64 +40,81 @@ class HostGroup:
     """
 
     def __init__(self, group: ProcessGroup | None) -> None:
-        self.rank, self.size = 0, 1
-        self.process_group: ProcessGroup | None = None
-        if group is not None:
-            members = dist.get_process_group_ranks(group)
-            own = dist.new_group(members, backend="gloo", use_local_synchronization=True)
-            assert isinstance(own, ProcessGroup)
-            self.process_group = own
-            self.rank, self.size = dist.get_rank(own), dist.get_world_size(own)
+        self.process_group = group
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.size = 1 if group is None else dist.get_world_size(group)
+
+    def all(self, work: Callable[[], Result]) -> list[Result]:
+        """What each rank's part of a work returns, by rank; on all ranks."""
+        if self.process_group is None:
+            return [work()]
+        return self._told(*_done(work), by=self.size)
 
     def agree(self, work: Callable[[], Result]) -> Result:
-        """Do this rank's part of a work, and wait for the others; what this rank's part returns.
-
-        Raises
-        ------
-        RankError
-            On all ranks, when the work failed on any. Alone, the work's own error is raised.
-        """
+        """Do this rank's part of a work, and wait for the others; what this rank's part returns."""
         if self.process_group is None:
             return work()
-        return self._exchanged(work)[0]
+        result, error = _done(work)
+        self._told(None, error, by=self.size)
+        return result
 
     def first(self, work: Callable[[], Result]) -> Result:
-        """What a work returns that the first rank alone does; on all ranks.
-
-        Raises
-        ------
-        RankError
-            As `agree`.
-        """
+        """What a work returns that the first rank alone does; on all ranks."""
         if self.process_group is None:
             return work()
-        return self._exchanged(work if self.rank == 0 else _nothing, share=self.rank == 0)[1]
+        return self._told(*_done(work if self.rank == 0 else _nothing), by=1)[0]
 
-    def _exchanged(self, work: Callable[[], Any], *, share: bool = False) -> tuple[Any, Any]:
-        """Result of this rank, and the first rank's where that is shared."""
-        result, failure, cause = None, "", None
-        try:
-            result = work()
-        except Exception as error:  # noqa: BLE001 - the others wait, whatever it is
-            words = " ".join(str(error).split())[:300] or type(error).__name__
-            failure = words if isinstance(error, RankError) else f"rank {self.rank}: {words}"
-            cause = error
+    def _told(self, result: Any, error: Exception | None, by: int) -> list[Any]:
+        """Everyone's result, of a work that was for the first so many ranks."""
         answers: list[Any] = [None] * self.size
         try:
-            mine = (failure, result if share else None)
-            dist.all_gather_object(answers, mine, group=self.process_group)
-        except RuntimeError as error:
-            raise RankError(failure or f"another rank is gone ({error})") from error
-        for failed, _ in answers:
-            if failed:
-                raise RankError(failed) from cause
-        return result, answers[0][1]
+            dist.all_gather_object(answers, (result, _words(error)), group=self.process_group)
+        except RuntimeError as gone:  # with another rank
+            raise error or gone from None
+        failures = [failure for _, failure in answers[:by]]
+        for rank, failure in enumerate(failures):
+            if failure is not None:
+                kind, words = failure
+                alike = all(each == failure for each in failures)
+                raise kind(words if alike else f"rank {rank}: {words}") from error
+        return [answer for answer, _ in answers]
+
+
+ALONE = HostGroup(None)
+"""This process, whoever else there is."""
+
+
+def everyone() -> HostGroup:
+    """All processes that were started together."""
+    return HostGroup(dist.group.WORLD) if is_up() else ALONE
 
 
 @cache
-def host_group(group: ProcessGroup | None) -> HostGroup:
-    """The `HostGroup` of the ranks of a group, made once; all of them call this together."""
-    return HostGroup(group)
+def beside(group: ProcessGroup | None) -> HostGroup:
+    """The ranks of a group on one of their own (gloo), made once; all of them call this."""
+    if group is None:
+        return ALONE
+    members = dist.get_process_group_ranks(group)
+    own = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+    assert isinstance(own, ProcessGroup)
+    return HostGroup(own)
+
+
+def _done(work: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    """What a work returns, or raises: the others wait for this rank, whatever it is."""
+    try:
+        return work(), None
+    except Exception as error:  # noqa: BLE001 - all ranks raise it
+        return None, error
+
+
+def _words(error: Exception | None) -> tuple[type[Exception], str] | None:
+    """An error as it is told: its kind, if it is ours, and its words."""
+    if error is None:
+        return None
+    if isinstance(error, AmpwiseError):
+        return type(error), str(error)
+    return RankError, " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def _nothing() -> None:

@@ -7,6 +7,7 @@ is gloo on CPUs and NCCL on CUDA, with gloo beside it for what concerns the host
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,13 @@ from datetime import timedelta
 from typing import Any
 
 from ampwise.errors import UsageError
+
+_ALIKE_S = 5.0
+"""How long a process that failed waits for the first one to fail in the same way."""
+
+_COLLECTIVE = re.compile(
+    "gloo|nccl|connection (closed|reset|refused)|broken pipe|timed out waiting", re.IGNORECASE
+)
 
 LIMIT_S = 600.0
 """Seconds after which ranks that wait for another one give up, unless told otherwise."""
@@ -87,13 +95,17 @@ def device_of(me: Launch, device: str) -> str:
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether an error only says that another rank no longer answers."""
-    return "gloo/transport" in str(error) or type(error).__name__ == "DistBackendError"
+    """Whether an error is what a rank sees when another one has left a collective."""
+    if any(kind.__name__ == "DistError" for kind in type(error).__mro__):  # without loading torch
+        return True
+    return isinstance(error, RuntimeError) and _COLLECTIVE.search(str(error)) is not None
 
 
 @contextmanager
 def joined(me: Launch, device: str, limit_s: float = LIMIT_S) -> Generator[Any]:
     """Context: this process belongs to the group; the store they met at, None if it is alone.
+
+    Errors that the first process has, too, are said by that one (`__ampwise_said__`).
 
     Raises
     ------
@@ -128,7 +140,27 @@ def joined(me: Launch, device: str, limit_s: float = LIMIT_S) -> Generator[Any]:
             "same --nnodes, --nproc-per-node and rendezvous endpoint"
         ) from None
     # After an error the group stays: to take it down waits for the others, who may be gone.
-    yield store
+    try:
+        yield store
+    except Exception as error:
+        if _first_has(store, me, f"{type(error).__name__}: {error}"):
+            error.__ampwise_said__ = True  # pyright: ignore[reportAttributeAccessIssue]
+        raise
     # torchrun ends the others as soon as one leaves with an exit code of its own.
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _first_has(store: Any, me: Launch, words: str) -> bool:
+    """Whether the first process, which is another one, has failed with the same words."""
+    from ampwise.distributed.roll import prefixed
+
+    errors = prefixed(store, "ampwise/error")
+    try:
+        if me.leads:
+            errors.set("first", words)
+            return False
+        errors.wait(["first"], timedelta(seconds=_ALIKE_S))
+        return errors.get("first") == words.encode()
+    except RuntimeError:  # it has not, or the store is gone
+        return False

@@ -36,18 +36,19 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import re
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
 import torch.distributed as dist
 
+from ampwise.distributed.launch import Launch, is_lost
 from ampwise.distributed.roll import ENDED, FOLLOWED, Missing, Roll, hung, lost, prefixed
 from ampwise.distributed.whereabouts import Place, place_of
 from ampwise.errors import EXIT_RUN, LostRankError, UsageError
@@ -56,16 +57,24 @@ MOST_TICK_S = 2.0
 _LAST_WORDS_S = 5.0
 _PAUSE = 10
 _LOOK_S = 0.1
-_COLLECTIVE = re.compile(
-    r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed out", re.IGNORECASE
-)
 _NO_STORE = (
     "the store does not answer: the process that holds it (rank 0, or torchrun) is gone or frozen"
 )
 _number = itertools.count()
 
 
-class Watchdog:
+class NoWatchdog:
+    """The watchdog of a process alone, which nobody waits for."""
+
+    def beat(self, step: int, doing: str = "") -> None:
+        """The process goes on."""
+
+    def paused(self) -> AbstractContextManager[None]:
+        """A phase that may take longer."""
+        return nullcontext()
+
+
+class Watchdog(NoWatchdog):
     """Watches the thread that enters it, on each of several ranks.
 
     Parameters
@@ -126,7 +135,7 @@ class Watchdog:
         end = ENDED
         if error is not None:
             end = f"failed: {type(error).__name__}: {_one_line(error)}".rstrip(": ")
-            if isinstance(error, LostRankError) or _of_a_collective(error):
+            if isinstance(error, LostRankError) or is_lost(error):
                 end = FOLLOWED
         step, doing = self._beat
         self._roll.leave(replace(self._roll.mine, step=step, doing=doing, end=end))
@@ -168,7 +177,7 @@ class Watchdog:
         (at once for a process on this machine), and does not return when a verdict is reached
         meanwhile, which ends the process.
         """
-        if not _of_a_collective(error):
+        if not is_lost(error):
             return None
         self._explaining = True
         self._roll.look_now()
@@ -278,11 +287,50 @@ class Watchdog:
             sys.stdout.flush()
 
 
-def _of_a_collective(error: BaseException) -> bool:
-    """Whether an error is what a rank sees when another one has left a collective."""
-    if isinstance(error, dist.DistError):
-        return True
-    return isinstance(error, RuntimeError) and _COLLECTIVE.search(str(error)) is not None
+@contextmanager
+def watched(
+    store: dist.Store | None,
+    me: Launch,
+    limit_s: float,
+    last_words: Callable[[str], object] = lambda _text: None,
+) -> Generator[NoWatchdog]:
+    """Context: a process that hangs or is lost ends all, and is named; see `Watchdog`.
+
+    Parameters
+    ----------
+    store
+        Where the processes met; None alone.
+
+    Raises
+    ------
+    LostRankError
+        Instead of the error of a collective that another rank has left.
+    """
+    if store is None:
+        yield NoWatchdog()
+        return
+    with Watchdog(store, me.rank, me.size, limit_s, last_words) as dog:
+        try:
+            yield dog
+        except Exception as error:
+            with _deaf():
+                lost = dog.explain(error)
+            if lost is None:
+                raise
+            raise lost from error
+
+
+@contextmanager
+def _deaf() -> Generator[None]:
+    """Context in which SIGTERM does nothing: torchrun sends it once one process has left."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _one_line(error: BaseException) -> str:

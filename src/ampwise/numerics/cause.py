@@ -62,17 +62,21 @@ class Finding:
 
 def explain(step: TrainStep, stash: Stash, root: Root) -> Finding:
     """Cause of a root, by experiment."""
+    return of_itself(root) or _damaged_inputs(step, stash, root)
+
+
+def of_itself(root: Root) -> Finding | None:
+    """Cause of a root as far as its own inputs show it, without a replay."""
     if root.func is None:
         return _from_outside(root)
     inner = inside(root)
     if inner is not None and (found := _by_itself(inner)) is not None:
         words = f"Inside {root.name}, computed in float32: {found.explanation}"
         return replace(found, explanation=words, inside=inner.name)
-    return _by_itself(root) or _damaged_inputs(step, stash, root)
+    return _by_itself(root)
 
 
 def _by_itself(root: Root) -> Finding | None:
-    """Cause that an operation and its inputs show; None where the inputs were damaged before."""
     experiments = (_empty, _masked_row, _fed, _beyond_range)
     return next((found for each in experiments if (found := each(root)) is not None), None)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,12 +18,13 @@ from torch import nn
 from ampwise.bench.arm import Arm, Settings
 from ampwise.data import to_device
 from ampwise.distributed import replicate
+from ampwise.distributed.host_group import beside, everyone
+from ampwise.distributed.launch import is_lost
 from ampwise.distributed.layout import is_up
-from ampwise.distributed.lead import from_lead
 from ampwise.errors import UsageError
 from ampwise.numerics import stagnation
 from ampwise.numerics.examine import Examiner, Progress, Silent
-from ampwise.numerics.ranks import first_at_fault
+from ampwise.numerics.ranks import all_raised, examined, first_at_fault, talks
 from ampwise.numerics.result import Diagnosis
 from ampwise.numerics.trace import watch_update
 from ampwise.numerics.values import origin_of
@@ -32,7 +33,7 @@ from ampwise.step.recorder import NonFiniteLossError, Recorder, Stash, UntilBad,
 from ampwise.tasks import Task
 from ampwise.tasks.checks import endless
 from ampwise.telemetry.ring import StepRecord
-from ampwise.training.share import DataRandom, turns
+from ampwise.training.share import DataRandom, Turn, turns
 
 STEPS = 50
 BUDGET_S = 60.0
@@ -103,21 +104,22 @@ def explore(task: Task, config: DiagnoseConfig, progress: Progress) -> tuple[Arm
     recorder = arm.step.recorder = Recorder() if is_up() else UntilBad()
     examiner = Examiner(arm.step, task.name or "task", progress)
     deadline = time.monotonic() + config.budget_s
-    batches = _batches(task)
+    mine = _turns(task)
     found: Diagnosis | None = None
     begun: StepRecord | None = None
     while True:
         made = arm.step.steps
-        late = from_lead(lambda: time.monotonic() > deadline) and made >= _LEAST_STEPS
+        late = everyone().first(lambda: time.monotonic() > deadline) and made >= _LEAST_STEPS
         last = late or made == config.steps - 1
         weights = stagnation.weights_of(arm.step) if last else {}
-        failure, window = _one_step(arm, examiner, batches)
+        failure, window = _one_step(arm, examiner, mine)
         if failure is None:
             record = arm.step.history[-1]
             begun = begun or (None if record.skipped else record)
             progress.step(record.step, config.steps, record.loss)
             if record.skipped or not math.isfinite(record.loss):
-                failure = first_at_fault(examiner.skipped())
+                assert recorder.closed is not None
+                failure = examined(examiner, recorder.closed, examiner.skipped)
         if failure is not None and failure.status != "benign":
             stash = recorder.open or recorder.closed
             assert stash is not None
@@ -129,8 +131,26 @@ def explore(task: Task, config: DiagnoseConfig, progress: Progress) -> tuple[Arm
             break
     progress.stage("no step failed; comparing the last one with float64")
     stash = rehearsal(arm.step, arm.loss, window)
-    quiet = from_lead(lambda: examiner.quiet(stash, stagnation.stagnant(arm.step, weights), begun))
+    quiet = _compared(
+        examiner,
+        stash,
+        lambda: examiner.quiet(stash, stagnation.stagnant(arm.step, weights), begun),
+    )
     return arm, found if quiet.status == "clean" and found is not None else quiet, stash
+
+
+def _compared(examiner: Examiner, stash: Stash, alone: Callable[[], Diagnosis]) -> Diagnosis:
+    """The last step beside float64; by the first process alone, which replays it often."""
+    step = examiner.step
+    if step.ranks == 1 or not talks(step, stash):
+        return everyone().first(alone)
+    assert step.recorder is not None
+    assert step.recorder.closed is not None
+    found = examiner.empty(step.recorder.closed)
+    found.notes.append(
+        "Forward or loss talk to other ranks: the last step was not compared with float64."
+    )
+    return found
 
 
 def _arm(task: Task, config: DiagnoseConfig) -> Arm:
@@ -144,20 +164,20 @@ class _Copies(Arm):
     def __init__(self, task: Task, policy: Policy, settings: Settings) -> None:
         self._policy = policy
         super().__init__(task, policy, settings)
+        beside(self.step.group)  # while all ranks are here
 
     def prepared(self, model: nn.Module) -> nn.Module:
         """The model in DDP."""
         return replicate(model, self._policy)
 
 
-def _batches(task: Task) -> Iterator[Any]:
+def _turns(task: Task) -> Iterator[Turn]:
     """Batches of epoch after epoch; with several processes, those of this one."""
     if not is_up():
-        yield from endless(task)
+        yield from (Turn(batch, counts=True, last=False) for batch in endless(task))
     source = DataRandom()
     while True:
-        for turn in turns(task.batches, dist.get_rank(), dist.get_world_size(), source):
-            yield turn.batch
+        yield from turns(task.batches, dist.get_rank(), dist.get_world_size(), source)
 
 
 def in_update(task: Task, config: DiagnoseConfig, steps: int, found: Diagnosis) -> None:
@@ -183,20 +203,27 @@ def in_update(task: Task, config: DiagnoseConfig, steps: int, found: Diagnosis) 
 
 
 def _one_step(
-    arm: Arm, examiner: Examiner, batches: Iterator[Any]
+    arm: Arm, examiner: Examiner, mine: Iterator[Turn]
 ) -> tuple[Diagnosis | None, list[Any]]:
     """Micro-batches until a step is made or skipped: what they raised, and the batches."""
     window: list[Any] = []
     while True:
-        batch = next(batches)
-        window.append(to_device(batch, arm.step.device))
+        turn = next(mine)
+        window.append(to_device(turn.batch, arm.step.device))
         try:
-            arm.run(batch)
+            arm.step(arm.loss, window[-1], weight=None if turn.counts else 0)
         except NonFiniteLossError:
             return examiner.failed(), window
         except Exception as error:
-            found = examiner.raised(error)
+            if is_lost(error):
+                raise
+            alike, found = all_raised(arm.step), examiner.raised(error)
+            if alike:
+                found = first_at_fault(found, arm.step.group)
             if found is None:
+                raise
+            if not alike:  # the others learn of it by this rank's end, and of nothing else
+                error.add_note(found.explanation)
                 raise
             return found, window
         if arm.step.boundary:

@@ -13,27 +13,28 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ampwise import formats
+from ampwise.distributed.host_group import ALONE, HostGroup
 from ampwise.numerics import compiled, fix, stagnation
 from ampwise.numerics.candidates import FLOAT32_CAUSES, Candidate, candidates
 from ampwise.numerics.cause import Finding as Cause
-from ampwise.numerics.cause import constant_beyond, explain
+from ampwise.numerics.cause import constant_beyond, explain, of_itself
 from ampwise.numerics.places import NOWHERE, Phase, Place, is_internal
 from ampwise.numerics.result import Diagnosis, Finding, Fix, OpError, Origin
 from ampwise.numerics.shadow import ShadowRun
 from ampwise.numerics.silent import Lost, silent_faults
 from ampwise.numerics.stagnation import Stagnant
-from ampwise.numerics.trace import Root, Trace, watch
+from ampwise.numerics.trace import Root, Trace, has_finite_inputs, watch
 from ampwise.numerics.values import at, exponents, loss_of, origin_of
 from ampwise.policy import PRESETS
 from ampwise.step.compiled import is_compiled
-from ampwise.step.recorder import Stash, finite, replay
+from ampwise.step.recorder import Stash, finite, let_go, replay
 from ampwise.step.train_step import TrainStep
 from ampwise.telemetry.environment import environment
 from ampwise.telemetry.ring import StepRecord
@@ -131,7 +132,7 @@ class Examiner:
         if isinstance(cause.made_by, Root):
             root = cause.made_by
         found.status = "fault"
-        found.phase = "data" if root.func is None and root.name == "batch" else root.place.phase
+        found.phase = _phase_of(root)
         made_by = cause.made_by or root
         place = made_by.place
         found.origin = _origin(root, cause)
@@ -147,14 +148,53 @@ class Examiner:
             found.notes += _beyond_fixes(found.fixes, wanted, step)
         return found
 
-    def _only_the_scale(self, stash: Stash, losses: Sequence[Tensor]) -> bool:
-        """Whether the same window is clean under a lower loss scale, of at least 1."""
-        if not self.step.loss_scale.enabled or loss_of(list(losses)) is None:
+    def together(self, stash: Stash, ranks: HostGroup) -> Diagnosis:
+        """A skipped window with collectives in it, which all ranks replay at the same time.
+
+        Whatever they find, they make the same replays; so the cause is what the operation itself
+        shows, and no fix is tried.
+        """
+        self._progress.stage(f"step {stash.step} is not finite; replaying it on all ranks")
+        found = self.empty(stash)
+        found.notes.append(
+            "Forward or loss talk to other ranks: all replayed the step together, and no fix was "
+            "tried."
+        )
+        if self._only_the_scale(stash, stash.losses, ranks):
+            found.status, found.cause = "benign", "SCALE_TOO_HIGH"
+            found.explanation = _scale_in_words(found)
+            return found
+        trace = watch(self.step, stash, once=True)
+        root = trace.origin
+        if root is None or not has_finite_inputs(root):  # what is bad here came from another rank
+            found.status = "not_reproduced"
+            found.explanation = "No operation on this rank made inf or NaN of finite values."
+            return found
+        cause = of_itself(root)
+        found.status, found.phase = "fault", _phase_of(root)
+        found.path, found.target = trace.path, trace.target
+        found.origin = origin_of(root)
+        found.explanation = f"{root.name} makes inf or NaN of finite values."
+        if cause is not None:
+            found.origin = _origin(root, cause)
+            found.cause, found.explanation = cause.cause, cause.explanation
+        return found
+
+    def _only_the_scale(
+        self, stash: Stash, losses: Sequence[Tensor], ranks: HostGroup = ALONE
+    ) -> bool:
+        """Whether the same window is clean, on all of some ranks, under a loss scale of 1 or more.
+
+        They make the same replays at the same time.
+        """
+        finite = ranks.all(lambda: loss_of(list(losses)) is not None)
+        if not self.step.loss_scale.enabled or not all(finite):
             return False
         scale = float(stash.scale)
         while scale > 1.0:
             scale = max(1.0, scale / 16)
-            if replay(self.step, stash, scale=scale).clean:
+            lower = scale
+            if all(ranks.all(lambda lower=lower: replay(self.step, stash, scale=lower).clean)):
                 return True
         return False
 
@@ -167,11 +207,7 @@ class Examiner:
         place = NOWHERE if trace.origin is None else trace.origin.place
         mends = candidates(self.step, stash, "SCALE_TOO_HIGH", place)
         found.fixes = fix.tried(self.step, stash, mends, None)
-        found.explanation = (
-            f"Only the loss scale of {found.loss_scale:g} was too high: the gradients of this step "
-            f"are finite under a lower one. The scale settles by itself, at the price of the "
-            "skipped step."
-        )
+        found.explanation = _scale_in_words(found)
         return found
 
     # -- a step that raised ------------------------------------------------------------------------
@@ -182,6 +218,7 @@ class Examiner:
         stash = None if recorder is None else recorder.open
         if stash is None or not self.step.policy.autocast:
             return None
+        let_go(error)
         if replay(self.step, stash, policy=PRESETS["fp32"], scale=1.0).error is not None:
             return None
         trace = watch(self.step, stash)
@@ -373,6 +410,17 @@ def _not_reproduced(found: Diagnosis, trace: Trace) -> Diagnosis:
         "outside the model."
     )
     return found
+
+
+def _scale_in_words(found: Diagnosis) -> str:
+    return (
+        f"Only the loss scale of {found.loss_scale:g} was too high: the gradients of this step are "
+        "finite under a lower one. The scale settles by itself, at the price of the skipped step."
+    )
+
+
+def _phase_of(root: Root) -> Phase | Literal["data"]:
+    return "data" if root.func is None and root.name == "batch" else root.place.phase
 
 
 def _origin(root: Root, cause: Cause) -> Origin:

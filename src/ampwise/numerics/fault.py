@@ -27,10 +27,10 @@ def examine(step: TrainStep) -> Diagnosis | None:
             "step(loss_fn, batch)"
         )
     examiner = Examiner(step, "training")
-    if not step.can_replay:
-        return ranks.first_at_fault(ranks.by_what_went_in(examiner.empty(stash), stash), step.group)
-    mine = None if examiner.settling(stash) else examiner.failure(stash)
-    return ranks.first_at_fault(mine, step.group) if step.ranks > 1 else mine
+    found = ranks.examined(
+        examiner, stash, lambda: None if examiner.settling(stash) else examiner.failure(stash)
+    )
+    return None if found is not None and found.status == "benign" else found
 
 
 def summary(found: Diagnosis) -> str:

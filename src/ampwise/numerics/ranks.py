@@ -1,26 +1,92 @@
 """One answer for all ranks: that of the first one whose own part of the window is at fault.
 
 Gradients are summed over ranks, so after a backward all of them are bad wherever it came from. Each
-rank therefore replays its own micro-batches by itself, without summing, and they compare notes. The
-parts of a model under FSDP2 cannot be run by one rank alone; then what a rank was given, and the
-loss that came of it, is all there is to go by.
+rank therefore replays its own micro-batches by itself, without summing, and they compare notes.
+Where forward or loss contain collectives, all ranks replay them together, each as often as the
+others. The parts of a model under FSDP2 cannot be run by one rank alone; then what a rank was
+given, and the loss that came of it, is all there is to go by.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampwise.data import leaves
-from ampwise.distributed.lead import from_all
+from ampwise.distributed.host_group import HostGroup, beside
+from ampwise.numerics.examine import Examiner
 from ampwise.numerics.result import Diagnosis
-from ampwise.step.recorder import Stash, finite
+from ampwise.step.compiled import eager
+from ampwise.step.recorder import Stash, finite, replay
+from ampwise.step.train_step import TrainStep
+
+_ALIKE_S = 10.0
+"""How long a rank whose step raised waits for others whose steps do, too."""
 
 _WORST_FIRST = ("fault", "benign", "not_reproduced", "clean")
 
 
-def first_at_fault(mine: Diagnosis | None, group: ProcessGroup | None = None) -> Diagnosis | None:
+def examined(
+    examiner: Examiner, stash: Stash, alone: Callable[[], Diagnosis | None]
+) -> Diagnosis | None:
+    """Why a window was skipped, the same on all ranks.
+
+    Parameters
+    ----------
+    alone
+        Examines this rank's part of it, by replays that no other rank takes part in.
+    """
+    step = examiner.step
+    if step.ranks == 1:
+        return alone()
+    if not step.can_replay:
+        mine = by_what_went_in(examiner.empty(stash), stash)
+    elif talks(step, stash):
+        mine = examiner.together(stash, HostGroup(step.group))
+    else:
+        mine = alone()
+    return first_at_fault(mine, step.group)
+
+
+def talks(step: TrainStep, stash: Stash) -> bool:
+    """Whether a window has collectives in it beside those of DDP; all ranks replay it to see.
+
+    A loss that gathers over ranks has, and so has SyncBatchNorm.
+    """
+    collectives = _Collectives()
+
+    @contextmanager
+    def around() -> Generator[None]:
+        with eager(step._models), collectives:
+            yield
+
+    replay(step, stash, around=around)
+    return any(HostGroup(step.group).all(lambda: collectives.seen))
+
+
+class _Collectives(TorchDispatchMode):
+    """Sees whether there are any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.seen |= func.namespace in ("c10d", "_c10d_functional")
+        return func(*args, **(kwargs or {}))
+
+
+def first_at_fault(mine: Diagnosis | None, group: ProcessGroup | None) -> Diagnosis | None:
     """The same diagnosis on all ranks: of those that found a fault, the first one's."""
-    answers = from_all(lambda: mine, group)
+    answers = HostGroup(group).all(lambda: mine)
     if len(answers) == 1:
         return mine
     known = [(rank, each) for rank, each in enumerate(answers) if each is not None]
@@ -37,6 +103,18 @@ def first_at_fault(mine: Diagnosis | None, group: ProcessGroup | None = None) ->
     else:
         found.notes.append("The other ranks' parts of this step are finite by themselves.")
     return found
+
+
+def all_raised(step: TrainStep) -> bool:
+    """Whether the steps of all ranks raised; else the others wait for this one in a collective."""
+    if step.ranks == 1:
+        return True
+    met: Any = dist.barrier(beside(step.group).process_group, async_op=True)
+    try:
+        met.wait(timedelta(seconds=_ALIKE_S))
+    except RuntimeError:
+        return False
+    return True
 
 
 def by_what_went_in(found: Diagnosis, stash: Stash) -> Diagnosis | None:

@@ -142,6 +142,7 @@ def watch(
     scale: float | None = None,
     capture: int | None = None,
     backward: bool = True,
+    once: bool = False,
 ) -> Trace:
     """Replay a window under watch.
 
@@ -151,6 +152,8 @@ def watch(
         Index of a root whose inputs must be kept, beside the first ones.
     scale, backward
         As for `replay`.
+    once
+        Do not replay again for the inputs of an origin that were not kept.
     """
     with placing(step._models) as places:
         watcher = Watcher(places, capture)
@@ -161,9 +164,9 @@ def watch(
     if replayed.error is not None:
         trace.before_error = watcher.before_error()
     watcher.conclude(trace)
-    if trace.origin is not None and trace.origin.func is None and not trace.origin.source:
-        return watch(step, stash, scale=scale, capture=trace.origin.index, backward=backward)
-    return trace
+    if once or trace.origin is None or trace.origin.func is not None or trace.origin.source:
+        return trace
+    return watch(step, stash, scale=scale, capture=trace.origin.index, backward=backward)
 
 
 def watch_update(step: TrainStep) -> tuple[Root | None, str]:
@@ -201,6 +204,11 @@ def sources(models: Sequence[nn.Module], stash: Stash) -> Iterator[tuple[str, Te
 def hollow(tensor: Tensor) -> bool:
     """Whether a tensor has no values to look at: autograd's zeros, and shapes without memory."""
     return tensor._is_zerotensor() or tensor.is_meta
+
+
+def has_finite_inputs(root: Root) -> bool:
+    """Whether what an operation was given, as far as it was kept, is finite."""
+    return not any(map(bad_bits, _tensors((root.args, root.kwargs))))
 
 
 def bad_bits(tensor: Tensor) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 import time
+import traceback
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -255,6 +256,7 @@ def replay(
                     with suppress(_ForwardDoneError):
                         step._micro_batch(each.loss_fn, batch, each.weight)
         except Exception as error:  # noqa: BLE001 - the caller wants to know what it is
+            let_go(error)
             result.error = error
         result.losses = [] if listener.open is None else listener.open.losses
         result.forward_s = listener.forward_s
@@ -262,6 +264,15 @@ def replay(
         result.gradients = {name: each.grad for name, each in held if each.grad is not None}
         result.poisoned = [name for name, buffer in good if not finite(buffer)]
     return result
+
+
+def let_go(error: Exception) -> None:
+    """Drop what the frames of an error hold; where it was raised stays known.
+
+    Before torch 2.13 a checkpointed forward that raises leaves its saved-tensor hooks in place for
+    as long as its frames live, and the next forward would save into the graph that failed.
+    """
+    traceback.clear_frames(error.__traceback__)
 
 
 _UNWATCHED = Activity({}, {}, loss_scale_live=False, watched=False)

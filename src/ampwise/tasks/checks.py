@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from ampwise.data import leaves
 from ampwise.errors import AmpwiseError, TaskError
 from ampwise.step.samples import samples_in as leading_dimension
+from ampwise.tasks.seeding import seed_all
 from ampwise.tasks.task import Task
 
 _built: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -56,14 +57,15 @@ def build(
 ) -> tuple[nn.Module, Optimizer]:
     """A fresh model on `device`, initialised under `seed` on the CPU, and its optimizer.
 
-    `spread` puts the model on several ranks before the optimizer is built over its parameters.
+    All generators are seeded, so that what is drawn next, such as an order of data, is the same in
+    every process. `spread` puts the model on several ranks before the optimizer is built.
 
     Raises
     ------
     TaskError
         When the model is on another device already, or the optimizer is over other parameters.
     """
-    torch.manual_seed(seed)
+    seed_all(seed)
     with user_code("the task's model()"):
         model = task.model()
     _check_model(model, device)

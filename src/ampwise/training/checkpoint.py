@@ -34,11 +34,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ampwise.distributed.host_group import HostGroup, RankError, host_group
+from ampwise.distributed.host_group import HostGroup, RankError, beside
 from ampwise.distributed.layout import is_sharded, on_host, spread_as, unwrapped, whole
 from ampwise.errors import CheckpointError, UsageError
 from ampwise.step import TrainStep
 from ampwise.step.warn import warn_user
+from ampwise.tasks.seeding import seed_all
 from ampwise.telemetry.files import atomic_write
 from ampwise.training.content import SPREAD, DamageError, Like, load_file, mapped
 
@@ -168,7 +169,7 @@ def save(
     UsageError
         When several ranks are in the middle of an accumulation window.
     """
-    host = host_group(trained.step.group)
+    host = beside(trained.step.group)
     if host.size > 1 and trained.step.position:
         raise UsageError(
             "checkpoint in the middle of an accumulation window: with several ranks each has "
@@ -306,12 +307,9 @@ def load(
     CheckpointError
         When it is missing, damaged, not a checkpoint, or of another version, on any rank.
     """
-    host = host_group(None if trained is None else trained.step.group)
-    try:
-        path = host.first(lambda: path)
-        content = host.agree(lambda: _content(path, trained, host))
-    except RankError as failure:
-        raise CheckpointError(str(failure)) from None
+    host = beside(None if trained is None else trained.step.group)
+    path = host.first(lambda: path)
+    content = host.agree(lambda: _content(path, trained, host))
     before = content["world_size"]
     if trained is not None and before != host.size:
         seed, step = content["config"].get("seed") or 0, content["step"]["steps"]
@@ -438,9 +436,7 @@ def _seeded_state(*words: int) -> dict[str, Any]:
     """A `random_state` drawn from a few integers; the generators stay as they are."""
     before = random_state()
     seed = int(np.random.SeedSequence([word % 2**64 for word in words]).generate_state(1)[0])
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
+    seed_all(seed)
     state = random_state()
     set_random_state(before)
     return state

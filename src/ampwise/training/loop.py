@@ -9,25 +9,22 @@ were already used are skipped, and the generators are set to what they were at t
 from __future__ import annotations
 
 import math
-import random
 import time
-from collections.abc import Generator, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch.distributed import Store
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from ampwise.data import Feed
+from ampwise.distributed.host_group import everyone
 from ampwise.distributed.launch import Launch
 from ampwise.distributed.layout import unwrapped
-from ampwise.distributed.lead import from_lead
-from ampwise.distributed.watchdog import Watchdog
+from ampwise.distributed.watchdog import NoWatchdog, watched
 from ampwise.distributed.wrap import spread
 from ampwise.errors import UsageError
 from ampwise.step import StepRecord, TrainStep
@@ -42,6 +39,7 @@ from ampwise.tasks.checks import (
     user_code,
 )
 from ampwise.tasks.evaluation import held_out
+from ampwise.tasks.seeding import seed_all
 from ampwise.telemetry import names
 from ampwise.telemetry.environment import environment
 from ampwise.telemetry.run import RunFolder
@@ -94,7 +92,8 @@ def train(
     first_batch(task)
     run = _Run(task, config, progress, me or Launch())
     try:
-        with StopSignals() as stop, run.watched(store):
+        limit_s = config.rank_timeout_s
+        with StopSignals() as stop, watched(store, run.me, limit_s, run.last_words) as run.dog:
             run.train(stop)
     except BaseException as error:
         words = " ".join(str(error).split())[:300] or type(error).__name__
@@ -132,7 +131,6 @@ class _Run:
     def __init__(self, task: Task, config: TrainConfig, progress: Progress, me: Launch) -> None:
         self.task, self.config, self.progress, self.me = task, config, progress, me
         policy = config.resolution.policy
-        _seed(config.seed)
         self.device = torch.device(config.resolution.device)
         on_ranks = None if me.size == 1 else lambda model: spread(model, config.parallel, policy)
         model, optimizer = build(task, self.device, config.seed, on_ranks)
@@ -158,7 +156,7 @@ class _Run:
         self._waits_s = self._total_s = 0.0
         self._saved_at = -1
         self._saving: checkpoint.Saving | None = None
-        self._dog: Watchdog | None = None
+        self.dog = NoWatchdog()
         self._state: dict[str, Any] | None = None
         self.folder, resumes = self._open_folder(f"{task.name or 'task'}-{policy.name}")
         self.result = TrainResult(task.name or "task", policy.text, self.folder.path)
@@ -193,7 +191,7 @@ class _Run:
                 opened.append(RunFolder.create(out, name, self.say, trains=True))
             return str(opened[0].path), resumes
 
-        path, resumes = from_lead(open_it)
+        path, resumes = everyone().first(open_it)
         return opened[0] if opened else RunFolder.observe(Path(path)), resumes
 
     def say(self, text: str) -> None:
@@ -209,37 +207,14 @@ class _Run:
 
     # -- the loop ----------------------------------------------------------------------------------
 
-    @contextmanager
-    def watched(self, store: Store | None) -> Generator[None]:
-        """Context: a process that hangs or is lost ends the run, and is named."""
-        if store is None:
-            yield
-            return
-        limit_s = self.config.rank_timeout_s
-        with Watchdog(store, self.me.rank, self.me.size, limit_s, self._last_words) as dog:
-            self._dog = dog
-            try:
-                yield
-            except Exception as error:
-                lost = dog.explain(error)
-                if lost is None:
-                    raise
-                raise lost from error
-            finally:
-                self._dog = None
-
-    def _last_words(self, verdict: str) -> None:
+    def last_words(self, verdict: str) -> None:
+        """Write down what ends the run."""
         self.result.status = f"failed: {verdict}"
         self.result.steps = self.trained.step.steps
         self._describe()
 
     def _beat(self, doing: str) -> None:
-        if self._dog is not None:
-            self._dog.beat(self.trained.step.steps + 1, doing)
-
-    def _takes_long(self) -> AbstractContextManager[None]:
-        """Context: an evaluation or a checkpoint, for which others wait longer."""
-        return nullcontext() if self._dog is None else self._dog.paused()
+        self.dog.beat(self.trained.step.steps + 1, doing)
 
     def train(self, stop: StopSignals) -> None:
         """Epochs until the end, or until a signal asks to stop."""
@@ -359,7 +334,7 @@ class _Run:
 
     def _evaluate(self) -> None:
         step = self.trained.step
-        with self._takes_long():
+        with self.dog.paused():
             metrics = held_out(self.task, unwrapped(self.trained.model), step)
         if not metrics:
             return
@@ -381,7 +356,7 @@ class _Run:
         self.folder.flush()
         record = {"task": self.task.name, **self.config.to_json()}
         self._finish_saving()
-        with self._takes_long():
+        with self.dog.paused():
             self._saving = checkpoint.save(
                 *(self.folder.checkpoints, self.trained, self.position, record),
                 wait=self.me.size == 1,
@@ -393,11 +368,11 @@ class _Run:
         """Wait for the checkpoint that is still being written; its error is that of all ranks."""
         saving, self._saving = self._saving, None
         if saving is not None:
-            with self._takes_long():
+            with self.dog.paused():
                 saving.wait()
 
     def _resume(self) -> None:
-        path = from_lead(lambda: checkpoint.newest(self.folder.checkpoints))
+        path = everyone().first(lambda: checkpoint.newest(self.folder.checkpoints))
         if path is None and self.me.may_restart:
             self.folder.continue_after(0)
             self.say("started anew after a process died; there was no checkpoint yet")
@@ -468,15 +443,7 @@ class _Run:
 def _part_ways(seed: int, rank: int) -> None:
     """Random numbers of its own for each rank but the first, which is as one process alone."""
     if rank:
-        own = (seed + 0x9E3779B1 * rank) % 2**32
-        _seed(own)
-        torch.manual_seed(own)
-
-
-def _seed(seed: int) -> None:
-    """Seed what tasks draw from beside torch, which `build` seeds."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
+        seed_all((seed + 0x9E3779B1 * rank) % 2**32)
 
 
 def _due(every: int | None, steps: int, epoch_end: bool) -> bool:

@@ -30,6 +30,7 @@ from ampwise.policy import PRESETS, Policy, Resolution, resolve
 from ampwise.step import LossScale, StepRecord, TrainStep
 from ampwise.tasks import Task
 from ampwise.tasks.checks import build, checked_loss, endless
+from ampwise.tasks.seeding import seed_all
 from ampwise.telemetry.names import LOSS_SCALE
 from ampwise.telemetry.run import read_steps
 from ampwise.training import checkpoint
@@ -80,7 +81,7 @@ class Subject:
 
     def batches(self) -> Iterator[Any]:
         """Batches on the device, epoch after epoch, the same ones each time."""
-        torch.manual_seed(self.settings.seed)
+        seed_all(self.settings.seed)
         for batch in endless(self.task):
             yield to_device(batch, self.settings.device)
 
