@@ -150,6 +150,35 @@ def test_what_cannot_work_is_refused_and_says_what_to_do(ranks: Ranks) -> None:
     assert "reduce=bf16" in ranks(_refused, "fp16:reduce=fp16")[0]
 
 
+def _head_only(spread: Spread, policy: str, frozen: bool) -> Any:
+    """Fine-tune the head: dtypes by name, or what was said."""
+    model = Blocks()
+    if frozen:
+        model.blocks.requires_grad_(False)
+    trained = replicate(model, "bf16-master") if spread == "ddp" else model
+    optimizer = torch.optim.AdamW(model.head.parameters(), lr=1e-3)
+    try:
+        step = TrainStep(trained, optimizer, policy=policy)
+    except UsageError as error:
+        return str(error)
+    step(small.loss, small.batches(1)[0])
+    return {name: str(each.dtype) for name, each in model.named_parameters()}
+
+
+def test_what_no_optimizer_holds_keeps_its_precision_or_is_named(ranks: Ranks) -> None:
+    alone = _head_only("alone", "bf16-master", False)
+    lowered = [name for name, dtype in alone.items() if dtype == "torch.bfloat16"]
+    assert lowered == ["head.weight", "head.bias"]
+    assert ranks(_head_only, "ddp", "bf16-master", True)[0] == alone
+    said = ranks(_head_only, "ddp", "bf16-master", False)[0]
+    assert said.startswith("parameters blocks.0.weight, blocks.0.bias, blocks.1.weight, ")
+    assert "requires_grad_(False) before replicate()" in said
+
+
+def test_lowered_parameters_are_not_trained_without_masters(ranks: Ranks) -> None:
+    assert "head.bias: replicate(model, 'bf16-master') made" in ranks(_head_only, "ddp", "bf16", False)[0]
+
+
 class Nested(nn.Module):
     """Blocks in blocks, one used twice, and two that share a weight."""
 
