@@ -79,6 +79,9 @@ class GradientSync:
         layers = [layer for model in models for layer in model.modules()]
         self._copied = [each for each in layers if isinstance(each, DistributedDataParallel)]
         self._sharded = [each for each in layers if isinstance(each, FSDPModule)]
+        # DDP records a static graph in its first backward, and fails in it if that does not sum.
+        # To sum once more changes nothing: the mean over ranks of what is the same on all.
+        self._records = any(each.static_graph for each in self._copied)
         self.on = True
 
     def master_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -114,6 +117,7 @@ class GradientSync:
 
     def switch(self, on: bool) -> None:
         """Sum gradients in the backwards from now on, or only collect them on each rank."""
+        on, self._records = on or self._records, False
         if on == self.on:
             return
         self.on = on
