@@ -176,7 +176,30 @@ def test_what_no_optimizer_holds_keeps_its_precision_or_is_named(ranks: Ranks) -
 
 
 def test_lowered_parameters_are_not_trained_without_masters(ranks: Ranks) -> None:
-    assert "head.bias: replicate(model, 'bf16-master') made" in ranks(_head_only, "ddp", "bf16", False)[0]
+    assert (
+        "head.bias: replicate(model, 'bf16-master') made"
+        in ranks(_head_only, "ddp", "bf16", False)[0]
+    )
+
+
+def _sharded_with(extra: Tensor) -> str:
+    """What is said to a model with one more parameter, which is used."""
+    model = small.network()
+    model.extra = nn.Parameter(extra)
+    try:
+        model = shard(model, "bf16")
+    except UsageError as error:
+        return str(error)
+    step = TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-3), policy="bf16")
+    step(lambda m, batch: small.loss(lambda x: m(x) * m.extra.sum(), batch), small.batches(1)[0])
+    return "" if step.history[-1].grad_norm > 0 else "no gradient"
+
+
+def test_parameters_that_cannot_be_split_are_named(ranks: Ranks) -> None:
+    assert ranks(_sharded_with, torch.ones(1)) == ["", ""]  # all of it on the first rank
+    for extra in (torch.tensor(1.0), torch.ones(0, 3), torch.ones(3, 2).t()):
+        for said in ranks(_sharded_with, extra):
+            assert said.startswith(f"shard: extra of shape {tuple(extra.shape)}: FSDP2 splits no")
 
 
 class Nested(nn.Module):
