@@ -84,6 +84,11 @@ class GradientSync:
         self._records = any(each.static_graph for each in self._copied)
         self.on = True
 
+    @property
+    def shards(self) -> bool:
+        """Whether parameters are gathered for forward and backward."""
+        return bool(self._sharded)
+
     def master_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype parameters are lowered to: shards stay float32, FSDP2 lowers what it gathers.
 
