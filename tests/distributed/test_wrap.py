@@ -73,6 +73,53 @@ def test_bf16_master_trains_as_one_process_does(
         assert found["losses"] == pytest.approx(alone["losses"], abs=5e-3)
 
 
+def _in_parts(spread: Spread) -> Tensor:
+    """Parameters after a window of eight losses, the same ones on all ranks."""
+    model = _made(spread, "bf16-master")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    step = TrainStep(model, optimizer, policy="bf16-master", accumulate=8)
+    for batch in small.batches(8):
+        with step.autocast():
+            loss = small.loss(model, batch)
+        step.backward(loss)
+    step.update()
+    return torch.cat([each.flatten() for each in model.state_dict().values()])
+
+
+def test_the_parts_of_a_window_are_collected_in_float32(ranks: Ranks) -> None:
+    # The mean over two ranks of the same bfloat16 numbers is exact.
+    alone = ranks(_in_parts, "alone")[0]
+    for found in ranks(_in_parts, "ddp"):
+        assert torch.equal(found, alone)
+
+
+def _in_windows_of_two() -> tuple[nn.Module, TrainStep]:
+    model = _made("ddp", "bf16-master")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    return model, TrainStep(model, optimizer, policy="bf16-master", accumulate=2)
+
+
+def _through_a_window(interrupted: bool) -> tuple[float, Tensor]:
+    """Norm and outcome of a window, saved and loaded in its middle or not."""
+    first, last = small.batches(4)[small.me() :: 2]
+    model, step = _in_windows_of_two()
+    step(small.loss, first)
+    if interrupted:
+        state = step.state_dict()
+        model, step = _in_windows_of_two()
+        step.load_state_dict(state)
+    step(small.loss, last)
+    parameters = torch.cat([each.flatten() for each in model.state_dict().values()])
+    return step.history[-1].grad_norm, parameters
+
+
+def test_what_was_collected_before_an_interruption_is_summed_after_it(ranks: Ranks) -> None:
+    whole, parts = ranks(_through_a_window, False), ranks(_through_a_window, True)
+    for (norm, expected), (found_norm, found) in zip(whole, parts, strict=True):
+        assert found_norm == norm > 0
+        assert torch.equal(found, expected)
+
+
 def _mean_of(dtype: str, parameters: str) -> tuple[float, list[str]]:
     """Relative error of a gradient that DDP averaged, and the dtypes that went over the wire."""
     model = nn.Linear(512, 1, bias=False)

@@ -369,8 +369,9 @@ class TrainStep:
         is_one = seed is self.loss_scale.scale and not self.loss_scale.enabled
         leaves = (each for index in chosen for each in self._owned[index] if each.requires_grad)
         inputs = None if optimizers is None else list(leaves)
-        if self._sync is not None and self._sync.on:
+        if self._sync is not None and self._sync.on and self._sync.owes:
             self._master.give_back_gradients()
+            self._sync.owes = False
         with self._float32_mode, true_gradients(inputs or leaves, self.loss_scale.divisor):
             # A seed of 1 is what backward starts from by itself, with less ceremony.
             seed = None if is_one else seed.to(loss.dtype)
@@ -540,6 +541,8 @@ class TrainStep:
         if "window" in state:
             self._window.load_state_dict(state["window"])
             self._true = set(state["true"])
+            if self._sync is not None:
+                self._sync.owes = True
             for name, gradient in state["gradients"].items():
                 tensor = self._master.of(self._names[name])
                 tensor.grad = gradient.to(tensor.device).clone()
