@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 
 ROOT = Path(__file__).parent.parent
 DOCS = (ROOT / "docs" / "scale.md").read_text()
@@ -20,6 +21,7 @@ DOCS = (ROOT / "docs" / "scale.md").read_text()
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import _collectives as simulated  # noqa: E402
 import _growth as growth  # noqa: E402
+import reduce  # noqa: E402
 import scale  # noqa: E402
 from _collectives import Disturbance, Fabric, Link  # noqa: E402
 
@@ -124,6 +126,18 @@ def test_the_page_has_the_figures_of_the_results(results):
     flat = " ".join(DOCS.split())
     for name, text in scale.tables(results).items():
         assert " ".join(text.split()) in flat, name
+
+
+def test_the_page_has_the_figures_of_training_with_sums_in_bfloat16():
+    stored = json.loads((ROOT / "benchmarks" / "results" / "reduce-cpu.json").read_text())
+    assert reduce.table(stored) in DOCS
+    for metrics in stored["tasks"].values():
+        for found in metrics["loss"].values():
+            exact, summed = np.array(found["reduce_fp32"]), np.array(found["reduce_bf16"])
+            relative, judged = summed / exact - 1, found["difference"]
+            assert judged["difference"] == pytest.approx(relative.mean())
+            expected = stats.ttest_1samp(relative, 0).confidence_interval(0.95)
+            assert (judged["low"], judged["high"]) == pytest.approx(expected)
 
 
 def test_stored_estimates_are_those_of_the_formulas_and_of_the_simulation(results):

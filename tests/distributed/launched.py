@@ -22,20 +22,9 @@ def start(
     variables: Mapping[str, str] = {},
 ) -> subprocess.Popen[str]:
     """Start ``torchrun -m ampwise ...`` in a folder."""
-    return _start(
-        folder, "-m", "torch.distributed.run", *launcher, "-m", "ampwise", *arguments, **variables
-    )
-
-
-def alone(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    """Start ``ampwise ...`` in a folder, as one process."""
-    return _start(folder, "-m", "ampwise", *arguments)
-
-
-def _start(folder: Path, *arguments: str, **variables: str) -> subprocess.Popen[str]:
     path = f"{REPOSITORY / 'src'}:{folder}"
     return subprocess.Popen(
-        [sys.executable, *arguments],
+        [sys.executable, "-m", "torch.distributed.run", *launcher, "-m", "ampwise", *arguments],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables},
         stdout=subprocess.PIPE,

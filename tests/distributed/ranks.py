@@ -6,13 +6,15 @@ return. Ranks that do not answer in time are killed, and a fresh pair serves the
 
 from __future__ import annotations
 
-import multiprocessing
 import tempfile
 import traceback
 from collections.abc import Callable
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from tests.distributed.forked import fork
 
 SIZE = 2
 SECONDS = 60.0
@@ -22,17 +24,14 @@ class Ranks:
     """A group of processes."""
 
     def __init__(self, size: int = SIZE) -> None:
-        context = multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory()
         store = str(Path(self._folder.name) / "store")
         self._pipes: list[Connection] = []
         self.processes: list[Any] = []
         for rank in range(size):
-            here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, rank, size, store), daemon=True)
-            process.start()
+            here, there = Pipe()
+            self.processes.append(fork(_serve, there, rank, size, store))
             self._pipes.append(here)
-            self.processes.append(process)
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """What a function returns on each rank; the first error on any of them is raised."""
@@ -62,10 +61,8 @@ class Ranks:
 
 
 def _serve(pipe: Connection, rank: int, size: int, store: str) -> None:
-    import torch
     import torch.distributed as dist
 
-    torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
     while True:
         try:

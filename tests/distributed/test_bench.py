@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import time
 from pathlib import Path
@@ -24,7 +23,8 @@ from ampwise.distributed import shard
 from ampwise.distributed.launch import Launch
 from ampwise.report.stored import load
 from ampwise.step import TrainStep
-from tests.distributed.launched import finish, run, start, workers
+from tests.distributed.commands import Command
+from tests.distributed.launched import run, wait_until
 from tests.distributed.ranks import Ranks
 from tests.distributed.small import me
 
@@ -61,15 +61,14 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_bench_of_two_processes_as_the_readme_says(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, out, err = run(
+def test_bench_of_two_processes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = Command(
         folder,
         *("bench", "wide.py", "--parallel", "ddp,fsdp", "--precisions", "bf16", "--steps", "6"),
         *("--out", "run", "--json", "found.json"),
     )
-    assert code == 0, err
+    assert command.finish() == [0, 0], command.err
+    out = command.out
     assert out.count("2 processes, threads each: 1") == 1  # one process speaks for both
     assert max(map(len, out.splitlines())) <= 80
     found = json.loads((folder / "found.json").read_text())
@@ -125,19 +124,12 @@ def test_an_error_on_one_rank_ends_all_and_keeps_what_there_was(folder: Path) ->
 
 
 def test_sigterm_to_all_ends_with_130_and_what_there_was(folder: Path) -> None:
-    process = start(folder, "bench", "wide.py", "--precisions", "fp32", "--out", "run",
-                    "--steps", "100000")  # fmt: skip
-    said = ""
-    while "round" not in said:
-        assert process.stderr is not None
-        line = process.stderr.readline()
-        assert line, said
-        said += line
-    pids = workers(process)
-    for pid in pids.values():
-        os.kill(pid, signal.SIGTERM)
-    _, _, err = finish(process)
-    assert "exitcode  : 130" in err or "exitcode: 130" in err, err
+    command = Command(
+        folder, *("bench", "wide.py", "--precisions", "fp32", "--out", "run", "--steps", "100000")
+    )
+    wait_until(lambda: "round" in command.err)
+    command.signal(signal.SIGTERM)
+    assert command.finish() == [130, 130], command.err
     record = json.loads((folder / "run" / "run.json").read_text())
     assert record["status"] == "interrupted"
     assert record["result"]["results"][1]["efficiency"]["median"] > 0
@@ -154,10 +146,10 @@ def test_lint_is_done_by_one_process(folder: Path) -> None:
         "        scaler.step(optimizer)\n"
         "        scaler.update()\n"
     )
-    code, out, err = run(folder, "lint", "train.py")
-    assert code == 1
-    assert out.count("AMP101") == 1
-    assert err.count("one process does this") == 1
+    command = Command(folder, "lint", "train.py")
+    assert command.finish() == [1, 0]
+    assert command.out.count("AMP101") == 1
+    assert command.err.count("one process does this") == 1
 
 
 def test_the_other_ranks_leave_at_once(

@@ -435,6 +435,25 @@ def test_gradients_are_summed_once_a_window_and_all_else_in_one_more_sum(
     assert same(ranks(_collectives, accumulate)) == (3, 3, 0)
 
 
+def _of_a_static_graph(static: bool, precision: str) -> tuple[Tensor, list[float]]:
+    """A short first window of several micro-batches of different sizes, and two full ones."""
+    model = nn.parallel.DistributedDataParallel(small.network(), static_graph=static)
+    step = TrainStep(model, adamw(model), policy=precision, accumulate=3, max_grad_norm=0.5)
+    for index in range(8):
+        (batch,) = small.batches(1, 2 + index + small.me())
+        step(small.loss, batch, last=index == 1)
+    return small.parameters(model), [each.grad_norm for each in step.history]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_windows_of_a_static_graph(ranks: Ranks, precision: str) -> None:
+    expected, norms = ranks(_of_a_static_graph, False, precision)[0]
+    for found, history in ranks(_of_a_static_graph, True, precision):
+        assert len(history) == 3
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+        assert history == pytest.approx(norms, rel=1e-6)
+
+
 def _held_gradients() -> list[bool]:
     model = small.network("fsdp")
     step = TrainStep(model, adamw(model), policy="bf16", accumulate=3)

@@ -1,4 +1,4 @@
-"""``ampwise train`` under torchrun: real launchers, real processes."""
+"""``ampwise train`` on several ranks: real processes, and real launchers where they matter."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import torch
 
 from ampwise.telemetry.run import read_steps
 from ampwise.training import checkpoint
-from tests.distributed.launched import alone, finish, free_port, run, start, wait_until, workers
+from tests.distributed.commands import Command
+from tests.distributed.launched import finish, free_port, run, start, wait_until, workers
 
 TASK = """
 import time, torch, torch.nn.functional as F
@@ -50,14 +51,22 @@ def result(folder: Path, name: str = "run") -> dict[str, Any]:
     return json.loads((folder / name / "run.json").read_text())["result"]
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_train_as_the_readme_says(folder: Path, parallel: str) -> None:
-    code, out, err = run(
-        folder,
-        *("train", "little.py", "--precision", "fp16", "--allow-emulated", "--epochs", "2"),
-        *("--parallel", parallel, "--out", "run"),
-    )
+TRAIN = ("train", "little.py", "--precision", "fp16", "--allow-emulated", "--epochs", "2")
+
+
+def test_train_as_the_readme_says(folder: Path) -> None:
+    code, out, err = run(folder, *TRAIN, "--parallel", "ddp", "--out", "run")
     assert code == 0, err
+    trained_eight_steps(folder, "ddp", out, err)
+
+
+def test_train_under_fsdp(folder: Path) -> None:
+    command = Command(folder, *TRAIN, "--parallel", "fsdp", "--out", "run")
+    assert command.finish() == [0, 0], command.err
+    trained_eight_steps(folder, "fsdp", command.out, command.err)
+
+
+def trained_eight_steps(folder: Path, parallel: str, out: str, err: str) -> None:
     assert out.count("finished") == 1  # one process speaks for both
     assert f"2 processes, {parallel}" in err
     found = result(folder)
@@ -89,8 +98,8 @@ def task():
 
 def test_a_task_that_shuffles_by_itself_is_dealt_out_whole(tmp_path: Path) -> None:
     (tmp_path / "shuffles.py").write_text(SHUFFLES)
-    code, _, err = run(tmp_path, "train", "shuffles.py", "--epochs", "1", "--precision", "fp32")
-    assert code == 0, err
+    command = Command(tmp_path, "train", "shuffles.py", "--epochs", "1", "--precision", "fp32")
+    assert command.finish() == [0, 0], command.err
     seen = [(tmp_path / f"seen-{rank}").read_text().split() for rank in range(2)]
     assert len(seen[0]) == len(seen[1]) == 8
     assert {int(each) for rank in seen for each in rank} == set(range(16))
@@ -103,6 +112,7 @@ def test_two_machines_by_two_agents_on_loopback(folder: Path) -> None:
         start(
             folder,
             *("train", "little.py", "--precision", "bf16", "--allow-emulated", "--out", "run"),
+            *("--parallel", "fsdp"),
             launcher=(*common, "--rdzv-backend=c10d", "--rdzv-id=7", f"--node-rank={node}"),
         )
         for node in range(2)
@@ -113,18 +123,14 @@ def test_two_machines_by_two_agents_on_loopback(folder: Path) -> None:
 
 
 def test_sigterm_to_all_saves_and_ends_with_130(folder: Path) -> None:
-    process = start(
+    command = Command(
         folder,
         *("train", "little.py", "--precision", "fp32", "--steps", "1000", "--out", "run"),
         *("--set", "pause=0.05"),
     )
     wait_until(lambda: read_steps(folder / "run"))
-    pids = workers(process)
-    assert sorted(pids) == [0, 1]
-    for pid in pids.values():
-        os.kill(pid, signal.SIGTERM)
-    _, _, err = finish(process)
-    assert "exitcode  : 130" in err or "exitcode: 130" in err, err
+    command.signal(signal.SIGTERM)
+    assert command.finish() == [130, 130], command.err
     found = result(folder)
     assert found["status"] == "interrupted"
     assert 0 < found["steps"] < 1000
@@ -168,13 +174,13 @@ def task():
 
 def test_diagnose_names_the_first_bad_rank_and_the_operation(tmp_path: Path) -> None:
     (tmp_path / "over.py").write_text(OVERFLOWS)
-    code, out, err = run(tmp_path, "diagnose", "over.py", "--out", "run", "--steps", "4")
-    assert out.count("RANGE_OVERFLOW") == 1, err
+    command = Command(tmp_path, "diagnose", "over.py", "--out", "run", "--steps", "4")
+    assert command.finish() == [1, 1], command.err
+    assert command.out.count("RANGE_OVERFLOW") == 1
     found = json.loads((tmp_path / "run" / "diagnosis.json").read_text())
     assert (found["rank"], found["cause"], found["step"]) == (1, "RANGE_OVERFLOW", 2)
     assert found["origin"]["source"] == "hidden = hidden * hidden"
     assert any(each["verified"] for each in found["fixes"])
-    assert code
 
 
 def _states(run: Path) -> tuple[dict[str, Any], list[float]]:
@@ -193,7 +199,7 @@ def test_a_killed_worker_is_restarted_and_goes_on_bit_for_bit(folder: Path, para
         *("--nnodes=1", "--nproc-per-node=2", "--max-restarts=2", "--rdzv-backend=c10d"),
         f"--rdzv-endpoint=127.0.0.1:{free_port()}",
     )
-    assert run(folder, *arguments, "--out", "whole")[0] == 0
+    assert Command(folder, *arguments, "--out", "whole").finish() == [0, 0]
     process = start(
         folder,
         *(*arguments, "--out", "run"),
@@ -213,14 +219,14 @@ def test_a_killed_worker_is_restarted_and_goes_on_bit_for_bit(folder: Path, para
 
 def test_a_run_goes_on_with_fewer_and_more_processes(folder: Path) -> None:
     common = ("train", "little.py", "--precision", "fp16", "--allow-emulated", "--out", "run")
-    steps = iter(("4", "8", "12"))
-    assert run(folder, *common, "--steps", next(steps), "--parallel", "fsdp")[0] == 0
-    code, _, err = finish(alone(folder, *common, "--steps", next(steps), "--resume"))
-    assert code == 0, err
-    assert "from 2 ranks, now there are 1" in err
-    code, _, err = run(folder, *common, "--steps", next(steps), "--resume")
-    assert code == 0, err
-    assert "resumed at step 8" in err
+    first = Command(folder, *common, "--steps", "4", "--parallel", "fsdp")
+    assert first.finish() == [0, 0], first.err
+    alone = Command(folder, *common, "--steps", "8", "--resume", ranks=1)
+    assert alone.finish() == [0], alone.err
+    assert "from 2 ranks, now there are 1" in alone.err
+    again = Command(folder, *common, "--steps", "12", "--resume")
+    assert again.finish() == [0, 0], again.err
+    assert "resumed at step 8" in again.err
     assert [line["step"] for line in read_steps(folder / "run") if "train/loss" in line] == [
         *range(1, 13)
     ]
@@ -247,14 +253,14 @@ def task():
 
 def test_a_rank_that_hangs_is_named_with_its_line(folder: Path) -> None:
     (folder / "hangs.py").write_text(HANGS)
-    code, _, err = run(
+    command = Command(
         folder,
         *("train", "hangs.py", "--precision", "fp32", "--steps", "50", "--out", "run"),
-        *("--rank-timeout", "6"),
+        *("--rank-timeout", "4"),
     )
-    assert code
-    said = [line for line in err.splitlines() if "rank 1 " in line and "hangs.py" in line]
-    assert said, err
+    assert command.finish() == [3, 3], command.err
+    said = [line for line in command.err.splitlines() if "rank 1 " in line and "hangs.py" in line]
+    assert said, command.err
     assert "time.sleep(1)" in said[0]
     assert "rank 1 " in result(folder)["status"]
     assert result(folder)["status"].startswith("failed: ")

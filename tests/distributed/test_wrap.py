@@ -73,6 +73,53 @@ def test_bf16_master_trains_as_one_process_does(
         assert found["losses"] == pytest.approx(alone["losses"], abs=5e-3)
 
 
+def _in_parts(spread: Spread) -> Tensor:
+    """Parameters after a window of eight losses, the same ones on all ranks."""
+    model = _made(spread, "bf16-master")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    step = TrainStep(model, optimizer, policy="bf16-master", accumulate=8)
+    for batch in small.batches(8):
+        with step.autocast():
+            loss = small.loss(model, batch)
+        step.backward(loss)
+    step.update()
+    return torch.cat([each.flatten() for each in model.state_dict().values()])
+
+
+def test_the_parts_of_a_window_are_collected_in_float32(ranks: Ranks) -> None:
+    # The mean over two ranks of the same bfloat16 numbers is exact.
+    alone = ranks(_in_parts, "alone")[0]
+    for found in ranks(_in_parts, "ddp"):
+        assert torch.equal(found, alone)
+
+
+def _in_windows_of_two() -> tuple[nn.Module, TrainStep]:
+    model = _made("ddp", "bf16-master")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    return model, TrainStep(model, optimizer, policy="bf16-master", accumulate=2)
+
+
+def _through_a_window(interrupted: bool) -> tuple[float, Tensor]:
+    """Norm and outcome of a window, saved and loaded in its middle or not."""
+    first, last = small.batches(4)[small.me() :: 2]
+    model, step = _in_windows_of_two()
+    step(small.loss, first)
+    if interrupted:
+        state = step.state_dict()
+        model, step = _in_windows_of_two()
+        step.load_state_dict(state)
+    step(small.loss, last)
+    parameters = torch.cat([each.flatten() for each in model.state_dict().values()])
+    return step.history[-1].grad_norm, parameters
+
+
+def test_what_was_collected_before_an_interruption_is_summed_after_it(ranks: Ranks) -> None:
+    whole, parts = ranks(_through_a_window, False), ranks(_through_a_window, True)
+    for (norm, expected), (found_norm, found) in zip(whole, parts, strict=True):
+        assert found_norm == norm > 0
+        assert torch.equal(found, expected)
+
+
 def _mean_of(dtype: str, parameters: str) -> tuple[float, list[str]]:
     """Relative error of a gradient that DDP averaged, and the dtypes that went over the wire."""
     model = nn.Linear(512, 1, bias=False)
@@ -148,6 +195,58 @@ def _refused(policy: str) -> str:
 def test_what_cannot_work_is_refused_and_says_what_to_do(ranks: Ranks) -> None:
     assert "replicate(model, 'bf16-master')" in ranks(_refused, "bf16-master")[0]
     assert "reduce=bf16" in ranks(_refused, "fp16:reduce=fp16")[0]
+
+
+def _head_only(spread: Spread, policy: str, frozen: bool) -> Any:
+    """Fine-tune the head: dtypes by name, or what was said."""
+    model = Blocks()
+    if frozen:
+        model.blocks.requires_grad_(False)
+    trained = replicate(model, "bf16-master") if spread == "ddp" else model
+    optimizer = torch.optim.AdamW(model.head.parameters(), lr=1e-3)
+    try:
+        step = TrainStep(trained, optimizer, policy=policy)
+    except UsageError as error:
+        return str(error)
+    step(small.loss, small.batches(1)[0])
+    return {name: str(each.dtype) for name, each in model.named_parameters()}
+
+
+def test_what_no_optimizer_holds_keeps_its_precision_or_is_named(ranks: Ranks) -> None:
+    alone = _head_only("alone", "bf16-master", False)
+    lowered = [name for name, dtype in alone.items() if dtype == "torch.bfloat16"]
+    assert lowered == ["head.weight", "head.bias"]
+    assert ranks(_head_only, "ddp", "bf16-master", True)[0] == alone
+    said = ranks(_head_only, "ddp", "bf16-master", False)[0]
+    assert said.startswith("parameters blocks.0.weight, blocks.0.bias, blocks.1.weight, ")
+    assert "requires_grad_(False) before replicate()" in said
+
+
+def test_lowered_parameters_are_not_trained_without_masters(ranks: Ranks) -> None:
+    assert (
+        "head.bias: replicate(model, 'bf16-master') made"
+        in ranks(_head_only, "ddp", "bf16", False)[0]
+    )
+
+
+def _sharded_with(extra: Tensor) -> str:
+    """What is said to a model with one more parameter, which is used."""
+    model = small.network()
+    model.extra = nn.Parameter(extra)
+    try:
+        model = shard(model, "bf16")
+    except UsageError as error:
+        return str(error)
+    step = TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-3), policy="bf16")
+    step(lambda m, batch: small.loss(lambda x: m(x) * m.extra.sum(), batch), small.batches(1)[0])
+    return "" if step.history[-1].grad_norm > 0 else "no gradient"
+
+
+def test_parameters_that_cannot_be_split_are_named(ranks: Ranks) -> None:
+    assert ranks(_sharded_with, torch.ones(1)) == ["", ""]  # all of it on the first rank
+    for extra in (torch.tensor(1.0), torch.ones(0, 3), torch.ones(3, 2).t()):
+        for said in ranks(_sharded_with, extra):
+            assert said.startswith(f"shard: extra of shape {tuple(extra.shape)}: FSDP2 splits no")
 
 
 class Nested(nn.Module):

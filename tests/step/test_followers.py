@@ -125,6 +125,35 @@ class TestSeveralOptimizers:
         assert step.loss_scale.value == 512.0
         assert [record.step for record in step.history] == [1, 2]
 
+    @staticmethod
+    def in_turns(step, models, made, weights):
+        """Each optimizer steps after two micro-batches of its own; the parameters' steps."""
+        before = [parameters(each) for each in models]
+        inputs = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(1))
+        for index, model in enumerate(models):
+            for x, weight in zip(inputs, weights, strict=True):
+                step.backward(model(x).square().mean(), optimizers=[made[index]], weight=weight)
+            step.update([made[index]], update_scale=index == 1)
+        return torch.cat([b - parameters(m) for b, m in zip(before, models, strict=True)])
+
+    def test_weights_are_among_losses_of_the_same_optimizer(self):
+        """Each optimizer's gradient is the mean over its own samples, whoever stepped before it."""
+        steps, losses = [], []
+        for weights in ((None, None), (3, 3), (torch.tensor(3.0), torch.tensor(3.0))):
+            models, made, step = self.pair(accumulate=2, loss_scale=LossScale(1.0))
+            steps.append(self.in_turns(step, models, made, weights))
+            losses.append(step.history[0].loss)
+        for found, loss in zip(steps[1:], losses[1:], strict=True):
+            torch.testing.assert_close(found, steps[0], rtol=1e-6, atol=1e-8)
+            assert loss == pytest.approx(losses[0])
+
+    def test_weights_of_different_optimizers_are_not_mixed(self):
+        models, made, step = self.pair()
+        x = torch.ones(1, 8)
+        step.backward(models[0](x).sum(), optimizers=[made[0]], weight=1)
+        with pytest.raises(UsageError, match=r"call update\(optimizers, update_scale=False\)"):
+            step.backward(models[1](x).sum(), optimizers=[made[1]], weight=1)
+
     def test_backward_reaches_only_the_named_optimizers_parameters(self):
         models, made, step = self.pair()
         x = torch.randn(4, 8)

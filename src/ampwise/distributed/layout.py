@@ -71,7 +71,15 @@ def _group_of_shards(tensors: Sequence[Any]) -> ProcessGroup | None:
 
 
 class GradientSync:
-    """Switches the summing of gradients over ranks on and off, in forward and backward alike."""
+    """Switches the summing of gradients over ranks on and off, in forward and backward alike.
+
+    Attributes
+    ----------
+    on
+        Whether backwards sum.
+    owes
+        Whether gradients are there that only this rank has.
+    """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
         from torch.distributed.fsdp import FSDPModule
@@ -79,7 +87,16 @@ class GradientSync:
         layers = [layer for model in models for layer in model.modules()]
         self._copied = [each for each in layers if isinstance(each, DistributedDataParallel)]
         self._sharded = [each for each in layers if isinstance(each, FSDPModule)]
+        # DDP records a static graph in its first backward, and fails in it if that does not sum.
+        # To sum once more changes nothing: the mean over ranks of what is the same on all.
+        self._records = any(each.static_graph for each in self._copied)
         self.on = True
+        self.owes = False
+
+    @property
+    def shards(self) -> bool:
+        """Whether parameters are gathered for forward and backward."""
+        return bool(self._sharded)
 
     def master_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype parameters are lowered to: shards stay float32, FSDP2 lowers what it gathers.
@@ -114,6 +131,8 @@ class GradientSync:
 
     def switch(self, on: bool) -> None:
         """Sum gradients in the backwards from now on, or only collect them on each rank."""
+        on, self._records = on or self._records, False
+        self.owes |= not on
         if on == self.on:
             return
         self.on = on

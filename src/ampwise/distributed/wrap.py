@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ampwise.errors import PolicyError
+from ampwise.errors import PolicyError, UsageError
 from ampwise.policy import Policy
 from ampwise.step.master import lower_parameters
 from ampwise.step.precision import islands_of
@@ -79,10 +79,13 @@ def shard(
     ------
     PolicyError
         For a policy that sums gradients in float16.
+    UsageError
+        For parameters that FSDP2 cannot split.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     policy = _checked(policy)
+    _check_all_can_be_split(model)
     param_dtype = torch.bfloat16 if policy.master_weights else None
     lowered = MixedPrecisionPolicy(
         param_dtype=param_dtype, reduce_dtype=getattr(torch, policy.reduce_dtype)
@@ -109,6 +112,20 @@ def _checked(policy: str | Policy) -> Policy:
             "scales it needs; expected reduce=fp32 (the default) or reduce=bf16"
         )
     return policy
+
+
+def _check_all_can_be_split(model: nn.Module) -> None:
+    """FSDP2 deals out rows of contiguous memory; of one row, to the first rank only."""
+    cannot = [
+        f"{name} of shape {tuple(each.shape)}"
+        for name, each in model.named_parameters()
+        if not (each.dim() and each.numel() and each.is_contiguous())
+    ]
+    if cannot:
+        raise UsageError(
+            f"shard: {', '.join(cannot)}: FSDP2 splits no scalar, no empty and no non-contiguous "
+            "parameter; make it one of shape (1,), leave it out, or call .contiguous() on it"
+        )
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:

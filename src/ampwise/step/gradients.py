@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -150,3 +151,16 @@ def multiply_(gradients: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply gradients by a scalar tensor, in place."""
     for device, tensors in by_device(gradients).items():
         torch._foreach_mul_(tensors, factor.to(device))
+
+
+@contextmanager
+def put_back(parameters: Iterable[Tensor]) -> Generator[None]:
+    """Context: some parameters have afterwards the gradients they had before."""
+    before = [(each, each.grad) for each in parameters]
+    for each, _ in before:
+        each.grad = None
+    try:
+        yield
+    finally:
+        for each, gradient in before:
+            each.grad = gradient

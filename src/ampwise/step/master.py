@@ -11,8 +11,9 @@ no master to keep their precision in).
 
 DDP fixes the dtype of what it sums when it is made, so under DDP the parameters are lowered before
 (`lower_parameters`, called by `ampwise.distributed.wrap.replicate`), and each keeps its float32
-value at hand for the master. What DDP sums is the bfloat16 gradient; so in the last micro-batch of
-a window the masters' gradients go back into the parameters first.
+value at hand for the master. They cannot become float32 again, so one that gets no master is an
+error. What DDP sums is the bfloat16 gradient; so in the last micro-batch of
+a window the masters' gradients go back into the parameters first, unless they are sums already.
 
 Checkpoints know nothing of this: ``model.state_dict()`` gives the float32 masters, and
 ``model.load_state_dict`` takes a float32 checkpoint into them. Both are hooks on the model.
@@ -27,6 +28,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
+
+from ampwise.errors import UsageError
 
 _MASTER = "_ampwise_master"
 """Attribute of a lowered parameter: its float32 value, until a master takes it over."""
@@ -47,6 +50,11 @@ class MasterWeights:
         What the parameters become; with float32 nothing changes and there are no masters.
     keep
         Parameters that stay as they are, beside those of normalisation layers.
+
+    Raises
+    ------
+    UsageError
+        When a parameter was lowered before, and gets no master.
     """
 
     def __init__(
@@ -57,8 +65,18 @@ class MasterWeights:
         keep: Iterable[nn.Parameter] = (),
     ) -> None:
         self._masters: dict[nn.Parameter, Tensor] = {}
-        if dtype == torch.float32:
-            return
+        if dtype != torch.float32:
+            self._install(modules, optimizers, dtype, keep)
+        _check_none_is_left(modules)
+
+    def _install(
+        self,
+        modules: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        dtype: torch.dtype,
+        keep: Iterable[nn.Parameter],
+    ) -> None:
+        """Lower what the optimizers hold, and give them the masters instead."""
         kept = {id(parameter) for parameter in keep} | _normalisation_parameters(modules)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
@@ -150,6 +168,21 @@ def _lower(parameter: nn.Parameter, dtype: torch.dtype) -> None:
     if _MASTER not in vars(parameter):
         vars(parameter)[_MASTER] = parameter.detach().clone()
         parameter.data = parameter.data.to(dtype)
+
+
+def _check_none_is_left(modules: Iterable[nn.Module]) -> None:
+    left = [
+        name
+        for module in modules
+        for name, parameter in module.named_parameters()
+        if _MASTER in vars(parameter)
+    ]
+    if left:
+        raise UsageError(
+            f"parameters {', '.join(left)}: replicate(model, 'bf16-master') made them bfloat16, "
+            "and this step has no float32 masters for them; expected policy='bf16-master' and an "
+            "optimizer that holds them, or requires_grad_(False) before replicate()"
+        )
 
 
 def _normalisation_parameters(modules: Iterable[nn.Module]) -> set[int]:

@@ -344,15 +344,16 @@ class TrainStep:
         optimizers
             Only the parameters of these receive gradients (of a GAN's discriminator, say).
         weight
-            Samples (or tokens) it is the mean of. Default: it counts ``1 / accumulate``, and
-            several losses add up.
+            Samples (or tokens) it is the mean of, among those for the same optimizers. Default: it
+            counts ``1 / accumulate``, and several losses add up.
         retain_graph
             Keep the graph for another backward through it.
 
         Raises
         ------
         UsageError
-            When `loss` is no such scalar, or gradients were already unscaled by `gradients`.
+            When `loss` is no such scalar, gradients were already unscaled by `gradients`, or
+            weights of losses for different optimizers would be mixed.
         """
         loss = _scalar(loss)
         chosen = self._indices(optimizers)
@@ -363,17 +364,19 @@ class TrainStep:
             )
         self.boundary = False
         self._watch.end_forward()
-        divided_by = self._window.add(loss.detach(), weight)
+        divided_by = self._window.add(loss.detach(), weight, chosen)
         seed = divide(self.loss_scale.scale, divided_by)
         is_one = seed is self.loss_scale.scale and not self.loss_scale.enabled
         leaves = (each for index in chosen for each in self._owned[index] if each.requires_grad)
         inputs = None if optimizers is None else list(leaves)
-        if self._sync is not None and self._sync.on:
+        if self._sync is not None and self._sync.on and self._sync.owes:
             self._master.give_back_gradients()
+            self._sync.owes = False
         with self._float32_mode, true_gradients(inputs or leaves, self.loss_scale.divisor):
             # A seed of 1 is what backward starts from by itself, with less ceremony.
             seed = None if is_one else seed.to(loss.dtype)
-            loss.backward(seed, retain_graph=retain_graph, inputs=inputs)
+            with self._only(inputs) as named:
+                loss.backward(seed, retain_graph=retain_graph, inputs=named)
         self._master.take_gradients()
         self._watch.end_backward()
 
@@ -538,6 +541,8 @@ class TrainStep:
         if "window" in state:
             self._window.load_state_dict(state["window"])
             self._true = set(state["true"])
+            if self._sync is not None:
+                self._sync.owes = True
             for name, gradient in state["gradients"].items():
                 tensor = self._master.of(self._names[name])
                 tensor.grad = gradient.to(tensor.device).clone()
@@ -604,6 +609,20 @@ class TrainStep:
             self.backward(loss, weight=weight)
         return loss.detach()
 
+    @contextmanager
+    def _only(self, parameters: list[Tensor] | None) -> Generator[list[Tensor] | None]:
+        """Context: a backward to some parameters (None: all); what to give it as its inputs.
+
+        FSDP2's leaves are gathered copies, which nobody can name: it goes to all parameters there,
+        and what is not wanted is put back.
+        """
+        if parameters is None or self._sync is None or not self._sync.shards:
+            yield parameters
+            return
+        wanted = set(map(id, parameters))
+        with grads.put_back(each for each in self._names.values() if id(each) not in wanted):
+            yield None
+
     def _decide(self, optimizers: Sequence[Optimizer] | None, *, last: bool) -> None:
         """Guard, and step or skip, for each set of optimizers; the gradients are used up."""
         for indices in self._sets(optimizers):
@@ -611,6 +630,7 @@ class TrainStep:
             # A guard writes its flag anew in the next update of this iteration, if there is one.
             self._found.append(found_inf if last else HostFlag(found_inf.tensor.clone()))
         self._master.write_back()
+        self._window.use_up(self._indices(optimizers))
         for index in self._indices(optimizers):
             for parameter in _held_by(self._optimizers[index]):
                 parameter.grad = None

@@ -18,12 +18,15 @@ is divided by the mean of the shares, and the next window's are relative to this
 
 A loss without a weight counts as ``loss / accumulate``, and several of them simply add up: that is
 what loops with several losses mean.
+
+Shares belong to the optimizers whose gradients they are of. Once these have stepped, in an
+iteration of several updates, the next loss begins new shares; the window's loss is the sum.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -72,7 +75,7 @@ class Window:
         """Whether the next micro-batch fills it."""
         return self.position + 1 >= self.accumulate
 
-    def add(self, loss: Tensor, weight: Weight | None) -> Weight:
+    def add(self, loss: Tensor, weight: Weight | None, whose: Iterable[int]) -> Weight:
         """Take in a micro-batch; what its loss must be divided by.
 
         Parameters
@@ -81,7 +84,15 @@ class Window:
             Its loss, detached; a float32 scalar.
         weight
             Its samples or tokens; 0 for one that does not count.
+        whose
+            The optimizers that it has gradients for.
+
+        Raises
+        ------
+        UsageError
+            For weights of other optimizers than those of the window so far.
         """
+        self._begin(frozenset(whose), weighs=weight is not None or self._total is not None)
         self.position += 1
         divided_by: Weight = self.accumulate
         if weight is not None:
@@ -95,10 +106,28 @@ class Window:
         self._loss = share if self._loss is None else self._loss + share
         return divided_by
 
+    def _begin(self, whose: frozenset[int], *, weighs: bool) -> None:
+        """Begin new shares where those so far are used up; one sum of shares is of one thing."""
+        if not self._whose:
+            self._before, self._total, self._loss, self._agreed = self.loss, None, None, None
+        elif weighs and whose != self._whose:
+            raise UsageError(
+                "weight: losses for different optimizers in one window would be weighed against "
+                "each other; call update(optimizers, update_scale=False) between, or leave it out"
+            )
+        self._whose |= whose
+
+    def use_up(self, whose: Iterable[int]) -> None:
+        """Note that some optimizers have used their gradients."""
+        self._whose -= frozenset(whose)
+
     @property
     def loss(self) -> Tensor | None:
-        """Weighted mean of the losses so far; None before the first."""
-        return None if self._loss is None else divide(self._loss, self.divisor)
+        """Weighted mean of the losses so far, summed over updates; None before the first."""
+        if self._loss is None:
+            return self._before
+        mean = divide(self._loss, self.divisor)
+        return mean if self._before is None else self._before + mean
 
     @property
     def loss_sum(self) -> Tensor | None:
@@ -154,6 +183,8 @@ class Window:
         self._total: Weight | None = None
         self._loss: Tensor | None = None
         self._agreed: Tensor | None = None
+        self._whose: frozenset[int] = frozenset()
+        self._before: Tensor | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """Position and sums, in the middle of a window."""
@@ -162,12 +193,15 @@ class Window:
             "unit": self._unit,
             "total": self._total,
             "loss": self._loss,
+            "whose": sorted(self._whose),
+            "before": self._before,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue a window."""
         self.position = int(state["position"])
         self._unit, self._total, self._loss = state["unit"], state["total"], state["loss"]
+        self._whose, self._before = frozenset(state["whose"]), state["before"]
 
 
 def divide(tensor: Tensor, by: Weight) -> Tensor:
