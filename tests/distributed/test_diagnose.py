@@ -20,7 +20,7 @@ from ampwise.bench.arm import Settings
 from ampwise.numerics.diagnose import DiagnoseConfig, explore
 from ampwise.numerics.examine import Silent
 from ampwise.policy import PRESETS
-from tests.distributed.launched import run
+from tests.distributed.commands import Command
 from tests.distributed.ranks import Ranks
 
 SHUFFLES: dict[str, Any] = {"python": random.shuffle, "numpy": np.random.shuffle}
@@ -120,9 +120,9 @@ def task(how: str, bad: str = "1"):
 
 def _failed(folder: Path, *arguments: str) -> tuple[str, str]:
     (folder / "fails.py").write_text(FAILS)
-    code, out, err = run(folder, "diagnose", "fails.py", "--out", "run", *arguments)
-    assert code
-    return out, err
+    command = Command(folder, "diagnose", "fails.py", "--out", "run", *arguments)
+    assert any(command.finish())
+    return command.out, command.err
 
 
 def test_an_error_on_one_rank_is_its_own_and_named_by_the_others(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from ampwise.cli.main import main
 from ampwise.distributed.launch import Launch, _first_has
+from tests.distributed.commands import Command
 from tests.distributed.launched import run
 
 TASK = """
@@ -37,16 +38,16 @@ def _said(err: str) -> list[str]:
 
 @pytest.mark.parametrize("command", ["train", "diagnose"])
 def test_a_wrong_task_is_said_once(folder: Path, command: str) -> None:
-    code, _, err = run(folder, command, "mine.py:ful")
-    assert code
-    assert len(_said(err)) == 1, err
-    assert "error: task 'mine.py:ful': there is no function 'ful' in mine.py" in _said(err)[0]
+    ranks = Command(folder, command, "mine.py:ful")
+    assert ranks.finish() == [2, 2]
+    assert len(_said(ranks.err)) == 1, ranks.err
+    assert "error: task 'mine.py:ful': there is no function 'ful' in mine.py" in _said(ranks.err)[0]
 
 
 def test_a_full_disk_is_said_once(folder: Path) -> None:
-    code, _, err = run(folder, "train", "mine.py:full", "--precision", "fp32", "--out", "run")
-    assert code
-    assert err.count("error: cannot write checkpoint") == 1, err
+    ranks = Command(folder, "train", "mine.py:full", "--precision", "fp32", "--out", "run")
+    assert all(ranks.finish())
+    assert ranks.err.count("error: cannot write checkpoint") == 1, ranks.err
 
 
 def test_an_error_of_one_rank_has_its_number(folder: Path) -> None:
