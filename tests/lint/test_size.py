@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import time
 
 import pytest
 
+from ampwise.lint import engine
 from ampwise.lint.engine import check_file
 from ampwise.lint.project import Project
 from tests.lint.test_source import BAD
@@ -86,3 +88,12 @@ def test_large_and_deep_files_are_done_in_time_or_say_why_not(tmp_path, shape):
         "nested too deeply to be walked",
         "nested too deeply to parse",
     )
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGVTALRM"), reason="no timer of processor time here")
+def test_a_file_that_takes_too_long_is_left_with_the_reason(tmp_path, monkeypatch):
+    monkeypatch.setattr(engine, "SECONDS", 0.02)
+    path = tmp_path / "large.py"
+    path.write_text(SHAPES["5,000 lines"])
+    checked = check_file(path, Project(frozenset({path})))
+    assert checked.skipped.startswith("not done after")

@@ -32,7 +32,9 @@ NEVER = {"__pycache__", "node_modules", "site-packages", "dist-packages"}
 """Folders that are not walked into; name them to have them checked."""
 
 SECONDS = 20.0
-"""For one file; the budget of nodes ends nearly all of them long before."""
+"""Processor time for one file, so that a busy machine finds the same; the budget of nodes ends
+nearly all of them long before.
+"""
 
 Progress = Callable[[int, int], None]
 
@@ -246,7 +248,7 @@ def check_module(module: Module, checked: Checked) -> None:
     except RecursionError:
         checked.skipped = "nested too deeply to be walked"
     except _TimeLimitError:
-        checked.skipped = f"not done after {SECONDS:.0f} s"
+        checked.skipped = f"not done after {SECONDS:.0f} s of processor time"
     except Exception as error:  # noqa: BLE001 - said with the file; the others go on
         where = traceback.extract_tb(error.__traceback__)[-1]
         checked.skipped = (
@@ -312,18 +314,18 @@ def _limits(seconds: float) -> Generator[None]:
     """Room for deep code, and an end for code that takes too long."""
     depth = sys.getrecursionlimit()
     sys.setrecursionlimit(max(depth, 6000))
-    timed = hasattr(signal, "SIGALRM") and threading.current_thread() is threading.main_thread()
+    timed = hasattr(signal, "SIGVTALRM") and threading.current_thread() is threading.main_thread()
 
     def expire(_signal: int, _frame: FrameType | None) -> None:
         raise _TimeLimitError
 
-    before = signal.signal(signal.SIGALRM, expire) if timed else None
+    before = signal.signal(signal.SIGVTALRM, expire) if timed else None
     if timed:
-        signal.setitimer(signal.ITIMER_REAL, seconds)
+        signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
     try:
         yield
     finally:
         if timed:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+            signal.signal(signal.SIGVTALRM, before)
         sys.setrecursionlimit(depth)
