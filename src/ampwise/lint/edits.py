@@ -21,6 +21,11 @@ Span = tuple[int, int, int, int]
 STAYS_OUT = ("step", "update", "unscale_", "backward", "zero_grad", "item", "append", "print")
 """Calls that do not need autocast, and may leave its block behind a backward."""
 
+PROBLEMS = (
+    cst.ParserSyntaxError, cst.CSTValidationError, SyntaxError, ValueError, RecursionError
+)  # fmt: skip
+"""What an edit that makes no sense where it stands, or code that is too deep, raises."""
+
 
 def apply(text: str, edits: Iterable[Edit]) -> tuple[str, set[Edit]]:
     """The text with edits made, each once; and those that did not fit."""

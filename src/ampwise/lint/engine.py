@@ -6,14 +6,11 @@ import ast
 import gc
 import hashlib
 import os
-import re
 import signal
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,34 +19,22 @@ from types import FrameType
 from ampwise.errors import UsageError
 from ampwise.lint import cache
 from ampwise.lint.findings import Finding, LintReport, Skipped
-from ampwise.lint.model.analysis import STEP_WORDS, Analysis, analyse
+from ampwise.lint.model.analysis import Analysis, analyse
 from ampwise.lint.model.nodes import Node
 from ampwise.lint.project import Module, Project
 from ampwise.lint.rule import Mistake, Rule, all_rules
 from ampwise.lint.settings import Settings
 from ampwise.lint.source import UnreadableError, check_syntax, read_text
+from ampwise.lint.words import concerns
 
 SUFFIXES = (".py", ".pyw", ".ipynb")
 NEVER = {"__pycache__", "node_modules", "site-packages", "dist-packages"}
 """Folders that are not walked into; name them to have them checked."""
 
-OUTDATED = [
-    re.compile(each)
-    for each in (r"amp(?<!\wamp)\b", "amp_", "apex", "fp16", r"precision\s*=", "half_precision")
-]
-"""A file with one of these may have an old spelling in it, wherever it stands."""
-
-WORDS = [
-    re.compile(each)
-    for each in ("autocast", r"caler\b", r"\.half\(", "HalfTensor", "float16", "bf16", "loss_scal")
-]
-"""One with none of these either has nothing to do with mixed precision, nor has one without a
-training step: that it parses is all that is looked at. Each begins with letters that stand for
-themselves, which makes the search fast.
-"""
-
 SECONDS = 20.0
-"""For one file; the budget of nodes ends nearly all of them long before."""
+"""Processor time for one file, so that a busy machine finds the same; the budget of nodes ends
+nearly all of them long before.
+"""
 
 Progress = Callable[[int, int], None]
 
@@ -158,14 +143,19 @@ def _check_all(files: list[Path], jobs: int, use_cache: bool) -> Iterator[Checke
     checker = Checker(known, others.hexdigest()[:16], use_cache)
     jobs = jobs or os.cpu_count() or 1
     if jobs == 1 or len(files) < 2 * jobs:
-        yield from map(checker, files)
+        with _collecting_rarely():
+            yield from map(checker, files)
         return
+    # Not above: where files are few, loading these takes as long as checking them.
+    from concurrent.futures import ProcessPoolExecutor
+    from concurrent.futures.process import BrokenProcessPool
+
     # The largest go first: one that is begun last would keep the others waiting.
     files = sorted(files, key=_size, reverse=True)
     size = max(1, min(4, len(files) // (4 * jobs)))
-    with ProcessPoolExecutor(jobs) as pool:
+    with ProcessPoolExecutor(jobs, initializer=_begin, initargs=(checker,)) as pool:
         try:
-            yield from pool.map(checker, files, chunksize=size)
+            yield from pool.map(_check, files, chunksize=size)
         except BrokenProcessPool:
             raise UsageError(
                 "a checking process was killed (out of memory?); use --jobs 1 to see at which file"
@@ -186,40 +176,43 @@ class Checker:
     """Checks one file after another; each process has its own copy."""
 
     def __init__(self, files: frozenset[Path], others: str, use_cache: bool) -> None:
-        self._files = files
+        self._project = Project(files)
         self._others = others
         self._use_cache = use_cache
-        self._project: Project | None = None
-
-    def __getstate__(self) -> tuple[frozenset[Path], str, bool]:
-        return self._files, self._others, self._use_cache
-
-    def __setstate__(self, state: tuple[frozenset[Path], str, bool]) -> None:
-        self._files, self._others, self._use_cache = state
-        self._project = _PROJECTS.setdefault(self._others, Project(self._files))
 
     def __call__(self, path: Path) -> Checked:
         """Check a file, or remember what was found in it."""
         if self._use_cache and (kept := cache.load(path, self._others)) is not None:
             return Checked(path, kept[0], kept[1], cached=True)
-        if self._project is None:
-            self._project = Project(self._files)
-        with _collecting_rarely():
-            checked = check_file(path, self._project)
+        checked = check_file(path, self._project)
         if self._use_cache:
             cache.store(path, self._others, checked.read, checked.findings, checked.skipped)
         return checked
 
 
-_PROJECTS: dict[str, Project] = {}
-"""In a worker process: what it has read so far."""
+_WORKER: list[Checker] = []
+"""In a worker process: its checker, which would otherwise travel along with every few files."""
+
+
+def _begin(checker: Checker) -> None:
+    _WORKER.append(checker)
+    gc.set_threshold(*_RARELY)
+
+
+def _check(path: Path) -> Checked:
+    return _WORKER[0](path)
+
+
+_RARELY = 100_000, 20, 100
+"""Trees are millions of objects in no cycle: collecting garbage at Python's own thresholds took
+half of the time, and between two files it went through all that is kept of the project.
+"""
 
 
 @contextmanager
 def _collecting_rarely() -> Generator[None]:
-    """Trees are millions of objects in no cycle: looking for some took half of the time."""
     before = gc.get_threshold()
-    gc.set_threshold(100_000, 20, 100)
+    gc.set_threshold(*_RARELY)
     try:
         yield
     finally:
@@ -235,20 +228,13 @@ def check_file(path: Path, project: Project) -> Checked:
     checked = Checked(path)
     try:
         text = read_text(path).text
-        if _concerns(text):
+        if concerns(text):
             check_module(project.module(path), checked)
         else:
             check_syntax(text)
     except UnreadableError as error:
         checked.skipped = str(error)
     return checked
-
-
-def _concerns(text: str) -> bool:
-    """Whether a file may have anything to do with mixed precision."""
-    if any(each.search(text) for each in OUTDATED):
-        return True
-    return any(each.search(text) for each in WORDS) and bool(STEP_WORDS.search(text))
 
 
 def check_module(module: Module, checked: Checked) -> None:
@@ -262,7 +248,7 @@ def check_module(module: Module, checked: Checked) -> None:
     except RecursionError:
         checked.skipped = "nested too deeply to be walked"
     except _TimeLimitError:
-        checked.skipped = f"not done after {SECONDS:.0f} s"
+        checked.skipped = f"not done after {SECONDS:.0f} s of processor time"
     except Exception as error:  # noqa: BLE001 - said with the file; the others go on
         where = traceback.extract_tb(error.__traceback__)[-1]
         checked.skipped = (
@@ -328,18 +314,18 @@ def _limits(seconds: float) -> Generator[None]:
     """Room for deep code, and an end for code that takes too long."""
     depth = sys.getrecursionlimit()
     sys.setrecursionlimit(max(depth, 6000))
-    timed = hasattr(signal, "SIGALRM") and threading.current_thread() is threading.main_thread()
+    timed = hasattr(signal, "SIGVTALRM") and threading.current_thread() is threading.main_thread()
 
     def expire(_signal: int, _frame: FrameType | None) -> None:
         raise _TimeLimitError
 
-    before = signal.signal(signal.SIGALRM, expire) if timed else None
+    before = signal.signal(signal.SIGVTALRM, expire) if timed else None
     if timed:
-        signal.setitimer(signal.ITIMER_REAL, seconds)
+        signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
     try:
         yield
     finally:
         if timed:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+            signal.signal(signal.SIGVTALRM, before)
         sys.setrecursionlimit(depth)

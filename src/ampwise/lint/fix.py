@@ -12,10 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import libcst as cst
-
 from ampwise.errors import UsageError
-from ampwise.lint.edits import apply
 from ampwise.lint.engine import Checked, check_module
 from ampwise.lint.findings import Finding, Safety
 from ampwise.lint.notebook import Notebook, notebook
@@ -27,11 +24,6 @@ from ampwise.telemetry.files import atomic_write
 ROUNDS = 12
 """A fix may uncover the next mistake. More rounds than there are findings, and rules that do so,
 mean that one fix undoes another."""
-
-PROBLEMS = (
-    cst.ParserSyntaxError, cst.CSTValidationError, SyntaxError, ValueError, RecursionError
-)  # fmt: skip
-"""What an edit that makes no sense where it stands, or code that is too deep, raises."""
 
 
 def fix_files(paths: list[Path], settings: Settings, *, unsafe: bool) -> dict[Path, int]:
@@ -137,11 +129,13 @@ def _apart(findings: list[Finding]) -> list[Finding]:
 
 def _applied(text: str, findings: list[Finding]) -> tuple[str, list[Finding]]:
     """The text with edits made, and of which findings: all edits of one are made, or none."""
+    from ampwise.lint import edits  # loads libcst, which checking does without
+
     while findings:
         try:
-            changed, unfit = apply(text, [edit for each in findings for edit in each.edits])
+            changed, unfit = edits.apply(text, [edit for each in findings for edit in each.edits])
             ast.parse(changed)
-        except PROBLEMS:
+        except edits.PROBLEMS:
             return text, []
         fit = [each for each in findings if not unfit.intersection(each.edits)]
         if len(fit) == len(findings):

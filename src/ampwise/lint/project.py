@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 
 from ampwise.lint.model.imports import Imports, imports
-from ampwise.lint.model.nodes import Index
+from ampwise.lint.model.nodes import Index, Node, span
 from ampwise.lint.model.roles import Roles
 from ampwise.lint.source import Source, UnreadableError, read
 
@@ -69,8 +69,11 @@ class Module:
             self._texts[id(node)] = ast.unparse(node)
         return self._texts[id(node)]
 
-    def text_of(self, node: ast.AST) -> str:
+    def text_of(self, node: Node | ast.keyword) -> str:
         """A node as it stands in the file."""
+        first, column, last, end = span(node)
+        if first == last:  # without Python's walk over every letter of the file
+            return self.source.lines[first - 1].encode()[column:end].decode()
         return ast.get_source_segment(self.source.text, node) or ast.unparse(node)
 
 
@@ -80,6 +83,7 @@ class Project:
     def __init__(self, files: frozenset[Path]) -> None:
         self.files = files
         self._modules: dict[Path, Module | UnreadableError] = {}
+        self._located: dict[tuple[Path, str, int], Path | None] = {}
 
     def module(self, path: Path) -> Module:
         """A file of the project, read once.
@@ -110,8 +114,13 @@ class Project:
         As Python would find it with the importing file's folder, or one above it, on its path.
         torch is what the rules know by name, even where it is what is checked.
         """
+        key = (by.path, name, level)  # every path through a file asks again
+        if key not in self._located:
+            self._located[key] = self._locate(by.path.parent, name, level)
+        return self._located[key]
+
+    def _locate(self, folder: Path, name: str, level: int) -> Path | None:
         parts = tuple(name.split(".")) if name else ()
-        folder = by.path.parent
         if level:
             for _ in range(level - 1):
                 folder = folder.parent

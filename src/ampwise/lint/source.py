@@ -12,6 +12,7 @@ import warnings
 from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ class UnreadableError(Exception):
     """A file that cannot be checked; the message is the reason."""
 
 
-@dataclass(slots=True)
+@dataclass
 class Text:
     """The text of a file. Of a notebook: its code cells, one after another."""
 
@@ -41,7 +42,7 @@ class Text:
     cells: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     """Of a notebook: (number of the cell from 1, its first line in `text`)."""
 
-    @property
+    @cached_property
     def lines(self) -> list[str]:
         """The text by lines, as Python counts them: a form feed ends none."""
         return re.split(r"\r\n|\r|\n", self.text)
@@ -74,7 +75,7 @@ class Text:
         return lines, False
 
 
-@dataclass(slots=True)
+@dataclass
 class Source(Text):
     """The text of a file, and its syntax tree."""
 

@@ -7,10 +7,9 @@ with arguments nobody knows: those that no other function of the file calls go f
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from ampwise.lint.model import calls
 from ampwise.lint.model.arguments import Arguments
@@ -21,17 +20,12 @@ from ampwise.lint.model.roles import dotted
 from ampwise.lint.model.scope import Budget, BudgetError, Scope
 from ampwise.lint.model.values import Class, Function, Instance, Unknown, Value
 from ampwise.lint.project import Module
+from ampwise.lint.words import has_step
 
 E = TypeVar("E", bound=Event)
 
 NODES = 200_000
 """Nodes of syntax walked for one file, over all its paths: a few seconds."""
-
-STEP_WORDS = re.compile(
-    r"autocast|GradScaler|unscale_|scale_loss|(?<!def )\bbackward\s*\(|\.\s*(half|step|scale)\s*\("
-    r"|= *torch\.(zeros|tensor|full)\(.*dtype *= *torch\.(b?float16|half)\b"
-)
-"""A file with none of these is not worth the search for steps (`Roles.core`)."""
 
 KEPT = NODES // 8
 """Of those, kept for the first path through each function; other paths end where this begins."""
@@ -51,10 +45,13 @@ class Trace:
     """The function it starts in; empty for the script itself."""
     decided: dict[str, bool] = field(default_factory=dict[str, bool])
     """Conditions this path assumes."""
+    _kinds: dict[type[Event], list[Event]] = field(default_factory=dict[type[Event], list[Event]])
 
     def of(self, kind: type[E]) -> list[E]:
         """Events of one kind, in order."""
-        return [each for each in self.events if isinstance(each, kind)]
+        if kind not in self._kinds:  # most rules ask for the same few
+            self._kinds[kind] = [each for each in self.events if isinstance(each, kind)]
+        return cast("list[E]", self._kinds[kind])
 
 
 @dataclass(slots=True)
@@ -83,7 +80,7 @@ class Analysis:
 def analyse(module: Module) -> Analysis:
     """Walk a file's paths."""
     analysis = Analysis(module)
-    if not STEP_WORDS.search(module.source.text) or not module.roles.core:
+    if not has_step(module.source.text) or not module.roles.core:
         return analysis  # nothing in it is part of a training step
     budget = Budget(NODES)
     walked: set[int] = set()

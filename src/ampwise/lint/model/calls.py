@@ -57,15 +57,22 @@ STEP_EVENTS = (Backward, ScalerStep, OptimizerStep, Update, Unscale, ZeroGrad, M
 def evaluate_call(machine: Machine, node: ast.Call) -> Value:
     """The value of a call, and what it does."""
     machine.called.add(id(node.func))
-    function = machine.evaluate(node.func)
+    owner: Value | None = None
+    if isinstance(node.func, ast.Attribute):
+        owner = machine.evaluate(node.func.value)
+        function = machine.attribute(node.func, owner)
+    else:
+        function = machine.evaluate(node.func)
     if isinstance(function, Bound) and function.name == "register_hook":
         return NONE
     arguments = _arguments(machine, node)
-    return invoke(machine, node, function, arguments)
+    return invoke(machine, node, function, owner, arguments)
 
 
-def invoke(machine: Machine, node: ast.Call, function: Value, a: Arguments) -> Value:
-    """Call a value."""
+def invoke(
+    machine: Machine, node: ast.Call, function: Value, owner: Value | None, a: Arguments
+) -> Value:
+    """Call a value; `owner`: what it is a method of, if it is one."""
     match function:
         case Function():
             return _function(machine, node, function, a)
@@ -75,11 +82,11 @@ def invoke(machine: Machine, node: ast.Call, function: Value, a: Arguments) -> V
             return _super(machine)
         case Ref(path=path):
             return torch_calls.call(machine, node, path, a)
-        case Bound(owner=owner, name=name):
-            return methods.call(machine, node, owner, name, a)
+        case Bound(owner=bound_to, name=name):
+            return methods.call(machine, node, bound_to, name, a)
         case Partial(function=inner, positional=first, named=given):
             merged = Arguments([*first, *a.positional], {**given, **a.named}, a.open)
-            return invoke(machine, node, inner, merged)
+            return invoke(machine, node, inner, owner, merged)
         case Instance():
             return _instance(machine, node, function, a)
         case Model():
@@ -87,22 +94,19 @@ def invoke(machine: Machine, node: ast.Call, function: Value, a: Arguments) -> V
         case Wrapper(path=path):
             machine.emit(Managed, node, path)
             return machine.unknown(node, "called", path)
-        case Unknown() if isinstance(node.func, ast.Attribute):
-            return _method_of_unknown(machine, node, function, a)
+        case Unknown() if isinstance(owner, Unknown):
+            return _method_of_unknown(machine, node, owner, a)
         case _:
             return _unknown(machine, node, function, a)
 
 
-def _method_of_unknown(machine: Machine, node: ast.Call, function: Unknown, a: Arguments) -> Value:
+def _method_of_unknown(machine: Machine, node: ast.Call, owner: Unknown, a: Arguments) -> Value:
     """``x.name(...)`` where neither x nor the method is known."""
     assert isinstance(node.func, ast.Attribute)
-    owner = machine.evaluate(node.func.value, quiet=True)
     name = node.func.attr
-    if isinstance(owner, Unknown):
-        if LOSS.search(name) and owner.made == "given" and a.count:
-            return _loss(machine, node, name, a)
-        return methods.call(machine, node, owner, name, a)
-    return _unknown(machine, node, function, a)
+    if LOSS.search(name) and owner.made == "given" and a.count:
+        return _loss(machine, node, name, a)
+    return methods.call(machine, node, owner, name, a)
 
 
 def _arguments(machine: Machine, node: ast.Call) -> Arguments:

@@ -14,6 +14,7 @@ from ampwise.lint.model.nodes import Node
 from ampwise.lint.model.roles import LOSS, dotted
 from ampwise.lint.model.values import (
     FALSE,
+    MOST,
     NONE,
     TRUE,
     Bound,
@@ -50,15 +51,12 @@ if TYPE_CHECKING:
 
 def evaluate(machine: Machine, node: ast.expr, *, quiet: bool = False) -> Value:
     """The value of an expression; `quiet`: without writing down what happens."""
-    machine.budget.spend()
     if quiet:
-        machine.quiet += 1
-    try:
-        handler = _HANDLERS.get(type(node))
-        return handler(machine, node) if handler is not None else machine.unknown(node)
-    finally:
-        if quiet:
-            machine.quiet -= 1
+        with machine.silent():
+            return evaluate(machine, node)
+    machine.budget.spend()
+    handler = _HANDLERS.get(type(node))
+    return handler(machine, node) if handler is not None else machine.unknown(node)
 
 
 def _constant(machine: Machine, node: ast.Constant) -> Value:
@@ -86,10 +84,10 @@ def _attribute(machine: Machine, node: ast.Attribute) -> Value:
 
 def attribute(machine: Machine, node: Node, owner: Value, attr: str) -> Value:
     """An attribute of a value."""
+    if isinstance(owner, Ref):  # torch.nn.functional.relu: most of all
+        return Ref(library.canonical(f"{owner.path}.{attr}"))
     text = dotted(node)
     match owner:
-        case Ref(path=path):
-            return Ref(library.canonical(f"{path}.{attr}"))
         case Instance():
             return _of_instance(machine, node, owner, attr)
         case Class():
@@ -254,7 +252,13 @@ def _sequence(machine: Machine, node: ast.Tuple | ast.List | ast.Set) -> Value:
                 return value if isinstance(value, Parameters) else machine.unknown(node)
         else:
             items.append(evaluate(machine, each))
-    return ListValue(items)
+    return _listed(machine, node, items)
+
+
+def _listed(machine: Machine, node: Node, items: list[Value]) -> Value:
+    """A list; of too many values nothing is known."""
+    made = ListValue(items)
+    return made if made.size <= MOST else machine.unknown(node)
 
 
 def _dict(machine: Machine, node: ast.Dict) -> Value:
@@ -465,9 +469,9 @@ def binary(machine: Machine, node: Node, op: ast.operator, left: Value, right: V
     if isinstance(left, Gradient) or isinstance(right, Gradient):
         return _of_gradient(node, name, left, right)
     if isinstance(left, ListValue) and isinstance(right, ListValue) and name == "add":
-        return ListValue([*left.items, *right.items])
+        return _listed(machine, node, [*left.items, *right.items])
     if isinstance(left, Parameters) and name == "add":
-        return ListValue([left, right])
+        return _listed(machine, node, [left, right])
     if isinstance(left, Tensor) or isinstance(right, Tensor):
         return tensors.arithmetic(machine, node, name, left, right)
     if isinstance(left, ListValue) and name == "mul":

@@ -7,6 +7,7 @@ operation on neither list runs in the widest type of its inputs.
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 SCALERS = {
     "torch.cuda.amp.GradScaler",
@@ -141,6 +142,7 @@ DP = re.compile(r"(^|\.)DataParallel$")
 FSDP = re.compile(r"(^|\.)(FullyShardedDataParallel|FSDP)$")
 
 
+@lru_cache(maxsize=4096)
 def canonical(path: str) -> str:
     """A full name with torch's private homes of public names undone."""
     for old, new in MOVED:

@@ -163,6 +163,20 @@ class Machine:
         """The value of an expression; `quiet`: without writing down what happens."""
         return expressions.evaluate(self, node, quiet=quiet)
 
+    def attribute(self, node: ast.Attribute, owner: Value) -> Value:
+        """An attribute of a value that was evaluated already."""
+        self.budget.spend()
+        return expressions.attribute(self, node, owner, node.attr)
+
+    @contextmanager
+    def silent(self) -> Generator[None]:
+        """Write nothing down meanwhile."""
+        self.quiet += 1
+        try:
+            yield
+        finally:
+            self.quiet -= 1
+
     def unknown(self, node: Node, made: Origin = "computed", label: str = "") -> Unknown:
         """A value that is not known, and the same again at the same place of the same iteration."""
         place = f"{self.here.path.name}:{node.lineno}:{node.col_offset}"
@@ -183,13 +197,11 @@ class Machine:
             self._imported[id(module)] = scope
         scope.names["__name__"] = Const("__main__" if main else module.path.stem)
         with self._frame(Frame(None, scope)):
-            if not main:
-                self.quiet += 1
-            try:
-                self.block(module.tree.body if main else _definitions(module.tree.body))
-            finally:
-                if not main:
-                    self.quiet -= 1
+            if main:
+                self.block(module.tree.body)
+            else:
+                with self.silent():
+                    self.block(_definitions(module.tree.body))
         return scope
 
     def is_evaluating(self, network: Value) -> bool:
@@ -637,12 +649,8 @@ class Machine:
         bases = tuple(self.evaluate(each, quiet=True) for each in node.bases)
         class_ = Class(node, self.here, self.scope, bases)
         scope = Scope(self.here, self.scope)
-        with self._frame(Frame(None, scope)):
-            self.quiet += 1
-            try:
-                self.block(node.body)
-            finally:
-                self.quiet -= 1
+        with self._frame(Frame(None, scope)), self.silent():
+            self.block(node.body)
         # Methods look names up in the module, not in the class.
         for name, value in scope.names.items():
             if isinstance(value, Function) and value.scope is scope:

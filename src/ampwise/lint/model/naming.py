@@ -6,7 +6,7 @@ import ast
 import re
 from typing import TYPE_CHECKING
 
-from ampwise.lint.model.roles import LOSS, WRAPPER
+from ampwise.lint.model.roles import LOSS
 from ampwise.lint.model.values import (
     TRUE,
     Model,
@@ -32,27 +32,30 @@ def as_role(machine: Machine, value: Value, text: str) -> Value:
     """A value read under a name; an unknown one becomes what the name is used as in this file."""
     if not isinstance(value, Unknown) or value.made == "computed" or not text:
         return value
-    roles = machine.here.roles
     known = machine.converted.get(value.key)
     if known is not None:
         return known
-    made: Value | None = None
-    last = text.rpartition(".")[2]
-    if roles.is_scaler(text):
-        opaque = value.made == "called"
-        made = Scaler(_NOWHERE, machine.here, TRUE, value.key, opaque=opaque)
-    elif WRAPPER.search(text) and roles.methods.get(text, set()) & {"backward", "prepare", "step"}:
-        made = Wrapper(last)
-    elif roles.is_optimizer(text):
-        made = Optimizer(_NOWHERE, machine.here, value.key)
-    elif roles.is_scheduler(text):
-        made = Scheduler(value.key)
-    elif roles.is_network(text):
-        made = Model(value.key)
-    if made is None:
-        return value
-    machine.converted[value.key] = made
+    made = _made(machine, value, text)
+    if made is not value:
+        machine.converted[value.key] = made
     return made
+
+
+def _made(machine: Machine, value: Unknown, text: str) -> Value:
+    match machine.here.roles.of(text):
+        case "scaler":
+            opaque = value.made == "called"
+            return Scaler(_NOWHERE, machine.here, TRUE, value.key, opaque=opaque)
+        case "wrapper":
+            return Wrapper(text.rpartition(".")[2])
+        case "optimizer":
+            return Optimizer(_NOWHERE, machine.here, value.key)
+        case "scheduler":
+            return Scheduler(value.key)
+        case "network":
+            return Model(value.key)
+        case _:
+            return value
 
 
 def named(value: Value, name: str) -> Value:

@@ -11,6 +11,7 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from typing import Literal
 
 from ampwise.lint.model.nodes import Index
 
@@ -55,23 +56,30 @@ STEP_NAMES = {
     "nullcontext", "clip_grad_norm",
 }  # fmt: skip
 
+Role = Literal["scaler", "wrapper", "optimizer", "scheduler", "network", ""]
+
 HALF = {"torch.float16", "torch.half", "torch.bfloat16"}
 CORE = {"backward", "autocast", "GradScaler", "ShardedGradScaler", "unscale_", "scale_loss"}
 
 
+PARTS = 50
+"""Names in a path; whoever writes more writes no path."""
+
+
 def dotted(node: ast.AST) -> str:
     """``self.scaler``, ``opts['d']`` as text; empty for anything that is no such path."""
-    match node:
-        case ast.Name(id=name):
-            return name
-        case ast.Attribute(value=value, attr=attr):
-            base = dotted(value)
-            return f"{base}.{attr}" if base else ""
-        case ast.Subscript(value=value, slice=ast.Constant(value=index)):
-            base = dotted(value)
-            return f"{base}[{index!r}]" if base else ""
-        case _:
-            return ""
+    text = ""
+    for _ in range(PARTS):
+        match node:
+            case ast.Attribute(value=value, attr=attr):
+                text, node = f".{attr}{text}", value
+            case ast.Name(id=name):
+                return name + text
+            case ast.Subscript(value=value, slice=ast.Constant(value=index)):
+                text, node = f"[{index!r}]{text}", value
+            case _:
+                return ""
+    return ""
 
 
 def _half_sums(index: Index) -> Iterator[ast.Assign]:
@@ -98,6 +106,7 @@ class Roles:
         """Of those, the ones with something only training or lower precision has."""
         self._stepped: set[str] = set()
         self._scales_backward: set[str] = set()
+        self._roles: dict[str, Role] = {}
         self._parents = index.parents
         for node in index.of(ast.Attribute):
             if base := dotted(node.value):
@@ -117,6 +126,24 @@ class Roles:
                 self._scales_backward.add(dotted(receiver))
             case _:
                 pass
+
+    def of(self, text: str) -> Role:
+        """What a path is used as; empty where its use does not tell."""
+        if text not in self._roles:
+            self._roles[text] = self._role(text)
+        return self._roles[text]
+
+    def _role(self, text: str) -> Role:
+        if self.is_scaler(text):
+            return "scaler"
+        used = self.methods.get(text, set())
+        if WRAPPER.search(text) and used & {"backward", "prepare", "step"}:
+            return "wrapper"
+        if self.is_optimizer(text):
+            return "optimizer"
+        if self.is_scheduler(text):
+            return "scheduler"
+        return "network" if self.is_network(text) else ""
 
     def is_scaler(self, text: str) -> bool:
         """Whether a path is used as a gradient scaler is."""

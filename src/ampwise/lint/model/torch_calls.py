@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from ampwise.lint.model import library, methods, tensors
@@ -53,10 +54,12 @@ def call(machine: Machine, node: ast.Call, path: str, a: Arguments) -> Value:
     """Call something by its full name."""
     if path.startswith("builtins."):
         return _builtin(machine, node, path[9:], a)
-    for test, make in _KINDS:
-        if test(path):
-            return make(machine, node, path, a)
-    return _other(machine, node, path, a)
+    return _maker(path)(machine, node, path, a)
+
+
+@lru_cache(maxsize=4096)
+def _maker(path: str) -> _Make:
+    return next((make for test, make in _KINDS if test(path)), _other)
 
 
 # ---------------------------------------------------------------------- mixed precision

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import blake2s
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,6 +25,13 @@ if TYPE_CHECKING:
 LOW = ("float16", "bfloat16")
 Origin = Literal["given", "computed", "called"]
 """A parameter or attribute nobody set; an expression; what an unknown function returned."""
+
+
+LONGEST = 2000
+"""Letters of a key. ``x = x + x`` in every line doubles it; a digest stands for the rest."""
+
+MOST = 10_000
+"""Values in a value, each as often as it is in it: as many as anything walks through."""
 
 
 @dataclass(eq=False, slots=True)
@@ -51,6 +59,14 @@ class Unknown(Value):
     """What it was read from: ``.item()`` of which tensor, attribute of which object."""
     clock: int | None = None
     """A time: how many events had happened when it was read."""
+    size: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        if len(self.key) > LONGEST:
+            self.key = self.key[:LONGEST] + blake2s(self.key.encode()).hexdigest()
+        self.size = 1 + sum(map(size_of, self.operands))
+        if self.size > MOST:
+            self.op, self.operands, self.size = "", (), 1
 
 
 @dataclass(eq=False, slots=True)
@@ -156,6 +172,10 @@ class ListValue(Value):
     """A tuple or list whose items are known."""
 
     items: list[Value]
+    size: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.size = 1 + sum(map(size_of, self.items))
 
 
 @dataclass(eq=False, slots=True)
@@ -384,6 +404,11 @@ class Partial(Value):
 NONE = Const(None)
 TRUE = Const(True)
 FALSE = Const(False)
+
+
+def size_of(value: Value) -> int:
+    """How many values there are in a value, itself included."""
+    return value.size if isinstance(value, Unknown | ListValue) else 1
 
 
 def truth(value: Value) -> bool | None:

@@ -168,18 +168,31 @@ def _save_mistake(save: Save, edits: tuple[Edit, ...]) -> Mistake:
     )
 
 
-def _holds(value: Value | None, kind: type[Value], *, inner: bool = False) -> bool:
+def _holds(value: Value | None, kind: type[Value]) -> bool:
     """Whether a checkpoint holds the state of something of a kind (or may, unseen)."""
     if not isinstance(value, DictValue):
         return False
-    for each in value.items.values():
-        if isinstance(each, Parameters) and isinstance(each.of, kind):
-            return True
-        if isinstance(each, kind) or (
-            isinstance(each, DictValue) and _holds(each, kind, inner=True)
-        ):
-            return True
-    if kind is not Scaler:
-        return False
-    names = [key.lower() for key in value.items if isinstance(key, str)]
-    return (value.open and not inner) or any("scaler" in name or name == "amp" for name in names)
+    if kind is Scaler and value.open:
+        return True
+    return any(_names(each, kind) for each in _mappings(value))
+
+
+def _mappings(outer: DictValue) -> Iterator[DictValue]:
+    """A mapping and those inside, each once however often it is there."""
+    seen: set[int] = set()
+    waiting = [outer]
+    while waiting:
+        mapping = waiting.pop()
+        if id(mapping) not in seen:
+            seen.add(id(mapping))
+            yield mapping
+            waiting += [each for each in mapping.items.values() if isinstance(each, DictValue)]
+
+
+def _names(mapping: DictValue, kind: type[Value]) -> bool:
+    """Whether one mapping has the state, or a scaler's by its key."""
+    states = [each.of if isinstance(each, Parameters) else each for each in mapping.items.values()]
+    if any(isinstance(each, kind) for each in states):
+        return True
+    keys = [key.lower() for key in mapping.items if isinstance(key, str)]
+    return kind is Scaler and any("scaler" in key or key == "amp" for key in keys)
