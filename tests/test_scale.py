@@ -140,6 +140,22 @@ def test_the_page_has_the_figures_of_training_with_sums_in_bfloat16():
             assert (judged["low"], judged["high"]) == pytest.approx(expected)
 
 
+def test_the_page_has_the_figures_of_two_processes():
+    stored = json.loads((ROOT / "benchmarks" / "results" / "scaling-charlm-cpu.json").read_text())
+    for each in stored["results"]:
+        if each["processes"] == 1:
+            continue
+        rate, apart = (
+            f"{2 * found['median']:.2f}x [{2 * found['low']:.2f}, {2 * found['high']:.2f}]"
+            for found in (each["efficiency"], each["apart"])
+        )
+        name = f"{each['precision']}, {'DDP' if each['parallel'] == 'ddp' else 'FSDP2'}"
+        share, peak = each["communication"]["median"], max(each["peak_memory_bytes"])
+        assert f"| {name} | {rate} | {apart} | {share:.0%} | {peak / 1e6:.1f} MB |" in DOCS.replace(
+            " %", "%"
+        )
+
+
 def test_stored_estimates_are_those_of_the_formulas_and_of_the_simulation(results):
     sent = 3 * len(scale.MODEL.shapes) * results["checkpoint_entry"]["sent_bytes"]
     stored = {(row["name"], row["ranks"]): row for row in results["collectives"]}
