@@ -107,3 +107,14 @@ def nearest(word: str, legal: Iterable[str]) -> str:
     """``"; did you mean 'bf16'?"`` when a legal word is close to `word`, else ``""``."""
     close = difflib.get_close_matches(word, list(legal), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def in_one_line(error: BaseException) -> str:
+    """What an error says, in a line of at most 300 characters; its kind if it says nothing."""
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def kind_and_words(error: BaseException) -> str:
+    """The kind of an error, and what it says, in one line."""
+    kind, words = type(error).__name__, in_one_line(error)
+    return kind if words == kind else f"{kind}: {words}"

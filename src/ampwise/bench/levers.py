@@ -21,10 +21,11 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from ampwise.bench.arm import Arm, Settings
 from ampwise.bench.memory import peak_bytes
-from ampwise.bench.race import FAILURES, Race, in_one_line, run_race, speedups
+from ampwise.bench.race import FAILURES, Race, run_race, speedups
 from ampwise.bench.stats import Interval, paired_speedup
 from ampwise.data import leaves
 from ampwise.data.move import changed, joined
+from ampwise.errors import kind_and_words
 from ampwise.policy import Policy
 from ampwise.tasks import Task
 from ampwise.tasks.checks import samples_in
@@ -125,7 +126,7 @@ def measure_levers(
             result.speedup = _speed(plain(), _named(make(), name), _cycle(batches), budget_s)
             result.memory_reduction = 1 - after / before
         except (*FAILURES, TypeError, ValueError) as error:
-            result.reason = in_one_line(error)
+            result.reason = kind_and_words(error)
 
 
 def refit(

@@ -14,7 +14,7 @@ import torch
 
 from ampwise.bench.arm import Arm
 from ampwise.bench.stats import Interval, paired_speedup
-from ampwise.errors import RunError, SkippedStepsError
+from ampwise.errors import RunError, SkippedStepsError, kind_and_words
 
 MIN_ROUNDS = 20
 MAX_WARM_UP = 15
@@ -118,15 +118,10 @@ def speedups(race: Race, baseline: str) -> dict[str, Interval]:
     }
 
 
-def in_one_line(error: BaseException) -> str:
-    """What was raised, short enough for a table's remark."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-
-
 def why_it_fell_out(error: BaseException) -> str:
-    """`in_one_line`, and what to do about steps that are not finite."""
+    """`kind_and_words`, and what to do about steps that are not finite."""
     hint = "; ampwise diagnose finds out why" if isinstance(error, SkippedStepsError) else ""
-    return in_one_line(error) + hint
+    return kind_and_words(error) + hint
 
 
 def _warm_up(running: list[Arm], batches: Iterator[Any], race: Race) -> None:

@@ -29,7 +29,6 @@ from ampwise.bench.parity import ParityPlan, ParityReport, check_metric, run_par
 from ampwise.bench.race import (
     FAILURES,
     Race,
-    in_one_line,
     run_race,
     speedups,
     why_it_fell_out,
@@ -40,6 +39,7 @@ from ampwise.bench.stats import typical
 from ampwise.bench.trial import limit_from, reference_step, slow, try_first_step
 from ampwise.bench.verdict import verdict
 from ampwise.capability import DeviceCapability, probe
+from ampwise.errors import kind_and_words
 from ampwise.policy import PRESETS, Policy
 from ampwise.tasks import Task
 from ampwise.tasks.checks import endless, first_batch, samples_in, trained_on
@@ -144,7 +144,7 @@ def run_bench(
             report.interrupted = True
         except Exception as error:
             if report.precisions[0].memory:
-                report.failed = in_one_line(error)
+                report.failed = kind_and_words(error)
                 _conclude(report, config, samples_in(task, batch))
                 failed(report)
             raise

@@ -26,6 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampwise.errors import kind_and_words
+
 SIZES = (128, 256, 512, 1024, 2048, 4096)
 BUDGET_S = 0.25
 """Time for one format, all sizes together."""
@@ -83,7 +85,7 @@ def measure(
             except torch.OutOfMemoryError:
                 return result
             except (RuntimeError, TypeError) as error:
-                return result if result.size else Measurement(error=_first_line(error))
+                return result if result.size else Measurement(error=kind_and_words(error))
             # Starting a device and building kernels can take seconds, and says nothing.
             deadline += time.monotonic() - began
             ratios = _paired_ratios(reference, arm, decisive, deadline)
@@ -185,8 +187,3 @@ def _float32_switch(device_type: str) -> Any:
     if device_type in ("cpu", "xpu"):
         return torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]
     return None
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"

@@ -178,7 +178,7 @@ def _words(error: Exception, *, debug: bool) -> tuple[str, int]:
         return str(error), error.exit_code
     if _out_of_memory(error):
         remedy = "use smaller batches with --accumulate, or a lower precision"
-        return f"out of memory: {remedy} ({_first_line(error)})", errors.EXIT_RUN
+        return f"out of memory: {remedy} ({errors.in_one_line(error)})", errors.EXIT_RUN
     if _in_a_group() and is_lost(error):
         return "another process of this run is gone; it says why", errors.EXIT_RUN
     if hasattr(error, "__ampwise_user__"):
@@ -188,7 +188,7 @@ def _words(error: Exception, *, debug: bool) -> tuple[str, int]:
         return f"{error.filename or 'file'}: {error.strerror or error}", code
     hint = "" if debug else "; --debug shows where"
     return (
-        f"{type(error).__name__}: {_first_line(error)} (this is a bug in ampwise{hint})",
+        f"{type(error).__name__}: {errors.in_one_line(error)} (this is a bug in ampwise{hint})",
         errors.EXIT_RUN,
     )
 
@@ -214,10 +214,6 @@ def _users_words(error: Exception, *, debug: bool) -> str:
         print("".join(traceback.format_exception_only(error)), end="", file=sys.stderr)
     where: Any = getattr(error, "__ampwise_user__", "the task")
     return f"{where} raised {type(error).__name__}"
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [""])[0]
 
 
 def _fail(message: str, code: int) -> int:

@@ -31,11 +31,11 @@ def run(options: Options, me: Launch) -> int:
         )
     parallel = _ways(options.parallel)
 
-    from ampwise.bench.race import in_one_line
     from ampwise.bench.scaling import begun, native, run_scaling
     from ampwise.cli.progress import bench_progress
     from ampwise.distributed.host_group import everyone
     from ampwise.distributed.launch import is_lost, joined
+    from ampwise.errors import kind_and_words
     from ampwise.tasks import load_task
 
     device = _device(options.device, me)
@@ -60,7 +60,7 @@ def run(options: Options, me: Launch) -> int:
                     saved_in(interruption, folder.path)
                 raise
             except Exception as error:
-                report.failed = "a process died" if is_lost(error) else in_one_line(error)
+                report.failed = "a process died" if is_lost(error) else kind_and_words(error)
                 if report.measured and me.leads:
                     _finish(options, folder, report)
                     saved_in(error, folder.path)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from ampwise.distributed.layout import is_up
-from ampwise.errors import AmpwiseError
+from ampwise.errors import AmpwiseError, in_one_line
 
 Result = TypeVar("Result")
 
@@ -114,7 +114,7 @@ def _words(error: Exception | None) -> tuple[type[Exception], str] | None:
         return None
     if isinstance(error, AmpwiseError):
         return type(error), str(error)
-    return RankError, " ".join(str(error).split())[:300] or type(error).__name__
+    return RankError, in_one_line(error)
 
 
 def _nothing() -> None:

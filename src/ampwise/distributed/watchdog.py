@@ -51,7 +51,7 @@ import torch.distributed as dist
 from ampwise.distributed.launch import Launch, is_lost
 from ampwise.distributed.roll import ENDED, FOLLOWED, Missing, Roll, hung, lost, prefixed
 from ampwise.distributed.whereabouts import Place, place_of
-from ampwise.errors import EXIT_RUN, LostRankError, UsageError
+from ampwise.errors import EXIT_RUN, LostRankError, UsageError, in_one_line, kind_and_words
 
 MOST_TICK_S = 2.0
 _LAST_WORDS_S = 5.0
@@ -134,7 +134,7 @@ class Watchdog(NoWatchdog):
         self._thread.join()  # at once, unless it is about to end the process
         end = ENDED
         if error is not None:
-            end = f"failed: {type(error).__name__}: {_one_line(error)}".rstrip(": ")
+            end = f"failed: {kind_and_words(error)}"
             if isinstance(error, LostRankError) or is_lost(error):
                 end = FOLLOWED
         step, doing = self._beat
@@ -186,11 +186,11 @@ class Watchdog(NoWatchdog):
             step, _ = self._beat
             return LostRankError(
                 f"{missing.text}; so rank {self._rank} could not go on at step {step} "
-                f"({_one_line(error)})",
+                f"({in_one_line(error)})",
                 missing.ranks,
             )
         if self._roll.broken:
-            return LostRankError(f"{_NO_STORE} ({_one_line(error)})")
+            return LostRankError(f"{_NO_STORE} ({in_one_line(error)})")
         return None
 
     def _missing(self, rounds: int) -> Missing | None:
@@ -331,7 +331,3 @@ def _deaf() -> Generator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200]

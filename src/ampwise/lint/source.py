@@ -16,6 +16,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from ampwise.errors import in_one_line
+
 MAX_BYTES = 4 << 20
 """Larger files are data or generated; the largest of torch's own has 1.3 MB."""
 
@@ -119,7 +121,7 @@ def decode(raw: bytes) -> tuple[str, str]:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(raw).readline)
         text = raw.decode(encoding)
     except (SyntaxError, UnicodeDecodeError, LookupError) as error:
-        raise UnreadableError(f"not decodable: {_first_line(error)}") from None
+        raise UnreadableError(f"not decodable: {in_one_line(error)}") from None
     if "\0" in text:
         raise UnreadableError("holds null bytes: not Python source")
     return text, encoding
@@ -138,7 +140,7 @@ def parse(text: str) -> ast.Module:
     except (RecursionError, MemoryError):
         raise UnreadableError("nested too deeply to parse") from None
     except ValueError as error:
-        raise UnreadableError(f"not parsable: {_first_line(error)}") from None
+        raise UnreadableError(f"not parsable: {in_one_line(error)}") from None
 
 
 def check_syntax(text: str) -> None:
@@ -157,17 +159,13 @@ def check_syntax(text: str) -> None:
         parse(text)  # says why, or that only what comes behind parsing objects
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
-
-
 def _notebook(path: Path, raw: bytes) -> Text:
     try:
         book: Any = json.loads(raw.decode("utf-8-sig"))
         cells = book["cells"] if "cells" in book else book["worksheets"][0]["cells"]
         language = book.get("metadata", {}).get("kernelspec", {}).get("language", "python")
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
-        raise UnreadableError(f"not a notebook: {_first_line(error)}") from None
+        raise UnreadableError(f"not a notebook: {in_one_line(error)}") from None
     if str(language).lower() not in ("python", ""):
         raise UnreadableError(f"a notebook in {language}")
     lines: list[str] = []

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ampwise import formats
 from ampwise.distributed.host_group import ALONE, HostGroup
+from ampwise.errors import kind_and_words
 from ampwise.numerics import compiled, fix, stagnation
 from ampwise.numerics.candidates import FLOAT32_CAUSES, Candidate, candidates
 from ampwise.numerics.cause import Finding as Cause
@@ -223,7 +224,7 @@ class Examiner:
             return None
         trace = watch(self.step, stash)
         found = self._new(stash, trace.replayed.losses)
-        message = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        message = kind_and_words(error)
         if trace.before_error is None:
             place = self._refused(found, error, trace.failed, message)
         else:

@@ -183,6 +183,8 @@ def _underflow(step: TrainStep, stash: Stash, run: ShadowRun, errors: GradientEr
     if not lost:
         return []
     scale = _scale_for(step, stash, [run.gradients[name] for name in lost])
+    if scale <= float(stash.scale):  # they fit the format as it is: sums that cancel
+        return []
     named = ", ".join(f"{name} {percent(share)}" for name, share in list(lost.items())[:6])
     more = f" and {len(lost) - 6} more" if len(lost) > 6 else ""
     first = next(iter(lost))

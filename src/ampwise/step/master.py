@@ -12,8 +12,8 @@ no master to keep their precision in).
 DDP fixes the dtype of what it sums when it is made, so under DDP the parameters are lowered before
 (`lower_parameters`, called by `ampwise.distributed.wrap.replicate`), and each keeps its float32
 value at hand for the master. They cannot become float32 again, so one that gets no master is an
-error. What DDP sums is the bfloat16 gradient; so in the last micro-batch of
-a window the masters' gradients go back into the parameters first, unless they are sums already.
+error. What DDP sums is the bfloat16 gradient; so in the last micro-batch of a window the masters'
+gradients go back into the parameters first, unless they are sums already.
 
 Checkpoints know nothing of this: ``model.state_dict()`` gives the float32 masters, and
 ``model.load_state_dict`` takes a float32 checkpoint into them. Both are hooks on the model.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from ampwise.errors import MissingExtraError, UsageError, nearest
+from ampwise.errors import MissingExtraError, UsageError, in_one_line, nearest
 from ampwise.telemetry.names import Metric
 
 TRACKERS = ("wandb", "tensorboard", "mlflow", "csv")
@@ -91,8 +91,7 @@ class TrackerSet:
             act()
         except Exception as error:  # noqa: BLE001 - a client may raise anything; it is reported
             self._running.pop(name, None)
-            words = " ".join(str(error).split())[:300] or type(error).__name__
-            self._report(f"tracker {name} is off, training goes on: {words}")
+            self._report(f"tracker {name} is off, training goes on: {in_one_line(error)}")
 
 
 def check_names(names: Sequence[str]) -> None:

@@ -26,7 +26,7 @@ from ampwise.distributed.launch import Launch
 from ampwise.distributed.layout import unwrapped
 from ampwise.distributed.watchdog import NoWatchdog, watched
 from ampwise.distributed.wrap import spread
-from ampwise.errors import UsageError
+from ampwise.errors import UsageError, in_one_line
 from ampwise.step import StepRecord, TrainStep
 from ampwise.tasks import Task
 from ampwise.tasks.checks import (
@@ -96,8 +96,7 @@ def train(
         with StopSignals() as stop, watched(store, run.me, limit_s, run.last_words) as run.dog:
             run.train(stop)
     except BaseException as error:
-        words = " ".join(str(error).split())[:300] or type(error).__name__
-        run.result.status = f"failed: {words}"
+        run.result.status = f"failed: {in_one_line(error)}"
         raise
     finally:
         run.close()

@@ -40,6 +40,7 @@ from torch.futures import Future
 
 from ampwise.distributed.host_group import HostGroup, RankError
 from ampwise.distributed.layout import empty_for, on_host
+from ampwise.errors import in_one_line
 from ampwise.telemetry.files import atomic_write, sync_folder
 from ampwise.training.content import SPREAD, DamageError, Like, load_file, mapped
 
@@ -119,17 +120,13 @@ def _write_tensors(partial: Path, tensors: dict[str, Tensor], host: HostGroup) -
         dcp.save(tensors, storage_writer=writer, process_group=host.process_group)
     except CheckpointException as error:  # the same on all ranks
         rank, failure = next(iter(error.failures.items()))
-        raise RankError(f"rank {rank}: {_words(failure[0])}") from error
+        raise RankError(f"rank {rank}: {in_one_line(failure[0])}") from error
 
 
 def _publish(partial: Path, path: Path) -> None:
     sync_folder(partial)
     partial.rename(path)
     sync_folder(path.parent)
-
-
-def _words(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def _saved(content: object) -> bytes:
@@ -176,7 +173,7 @@ def complete(path: Path, common: Mapping[str, Any], host: HostGroup, like: Like)
         cause = next(iter(error.failures.values()))[0]
         if isinstance(cause, DamageError):
             raise cause from None
-        raise DamageError(f".metadata: {_words(cause)}") from None
+        raise DamageError(f".metadata: {in_one_line(cause)}") from None
     spread["model"].update(own.pop("buffers"))
     return {**common, **spread, **own}
 
@@ -222,7 +219,7 @@ def read_metadata(path: Path) -> Metadata:
     except FileNotFoundError:
         raise DamageError(f"{path.name}: missing") from None
     except Exception as error:  # noqa: BLE001 - unpickling damage raises anything
-        raise DamageError(f"{path.name}: {_words(error)}") from None
+        raise DamageError(f"{path.name}: {in_one_line(error)}") from None
     if any(type(each) is not TensorStorageMetadata for each in entries):
         raise DamageError(f"{path.name}: it holds something that is no tensor")
     if any(Path(each).name != each for each in files):

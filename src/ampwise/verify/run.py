@@ -12,12 +12,11 @@ from functools import partial
 import torch
 
 from ampwise.bench.arm import Arm, Settings
-from ampwise.bench.race import in_one_line
 from ampwise.bench.requirements import NOT_ASKED
 from ampwise.bench.run import BenchConfig, Progress, run_bench
 from ampwise.bench.trial import limit_from, reference_step, try_first_step
 from ampwise.capability import probe
-from ampwise.errors import AmpwiseError, UsageError
+from ampwise.errors import AmpwiseError, UsageError, kind_and_words
 from ampwise.policy import PRESETS, Policy, decide
 from ampwise.tasks import Task
 from ampwise.tasks.checks import first_batch
@@ -91,7 +90,7 @@ def _bench(subject: Subject, config: BenchConfig, progress: Progress) -> None:
         keep = partial(setattr, subject, "bench")
         subject.bench = run_bench(subject.task, config, progress, keep)
     except Exception as error:  # noqa: BLE001 - all other checks are done, and are not lost for it
-        subject.no_bench = f"the bench failed: {in_one_line(error)}"
+        subject.no_bench = f"the bench failed: {kind_and_words(error)}"
 
 
 def _unchecked(check: Check) -> Finding:
