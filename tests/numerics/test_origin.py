@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from ampwise.errors import UsageError
 from ampwise.numerics.diagnose import diagnose
 from ampwise.numerics.examine import Silent
 from ampwise.step import TrainStep
@@ -288,3 +289,28 @@ def test_a_bad_loss_is_explained_before_any_backward():
     assert found.cause == "RANGE_OVERFLOW"
     assert progress.before_fixes == 0
     assert Counted.calls > 0  # fixes are verified by whole replays
+
+
+class Halved(nn.Module):
+    """Forward writes a buffer that the next forward reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(8, 8)
+        self.register_buffer("temperature", torch.ones(()))
+
+    def forward(self, x):
+        self.temperature.mul_(0.5)
+        return 1e6 * self.lin(x) * self.temperature
+
+
+def test_fixes_after_a_bad_loss_begin_with_the_buffers_of_before():
+    found = diagnose(task(Halved, lambda m, x: 1e-6 * m(x).float().abs().mean(), data(6, 8)),
+                     "fp16", steps=2)  # fmt: skip
+    assert found.cause == "RANGE_OVERFLOW"
+    assert found.fixes[0].verified, found.fixes
+
+
+def test_a_bad_loss_that_is_no_scalar_is_an_error():
+    with pytest.raises(UsageError, match=r"reduce it with \.mean"):
+        diagnose(task(Overflowing, lambda m, x: m(x).float().sum(1), data(6, 8)), "fp16", steps=2)

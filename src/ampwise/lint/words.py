@@ -17,17 +17,20 @@ OLD_FLAGS = ("amp_", "fp16", "precision")
 """A file with one of each may give a trainer a flag in an old spelling."""
 
 MIXED_WORDS = (
-    "autocast", ".half(", "HalfTensor", "float16", "bf16", "loss_scal",
-    "amp_", "apex", "fp16", "half_precision",
+    "autocast", ".half(", "HalfTensor", "float16", "bf16", "loss_scal", "unscale_",
+    "amp_", "apex", "fp16", "half_precision", "torch.half", "import half",
 )  # fmt: skip
-MIXED = (re.compile(r"caler\b"), re.compile(r"precision\s*="))
+MIXED = (
+    re.compile(r"calers?\b"), re.compile(r"precision\s*="),
+    re.compile(r"\.scale\s*\(.*\)\s*\.backward"),
+)  # fmt: skip
 """A file without any of these has nothing to do with mixed precision, AMP and old flags apart."""
 
 STEP_WORDS = ("autocast", "GradScaler", "unscale_", "scale_loss")
 STEP = (
     re.compile(r"backward(?<!\wbackward)(?<!def backward)\s*\("),
     *(re.compile(rf"\.{each}\s*\(") for each in ("step", "half", "scale")),
-    re.compile(r"torch\.(zeros|tensor|full)\(.*dtype *= *torch\.(b?float16|half)\b"),
+    re.compile(r"torch\.(zeros|tensor|full)\([^=]*dtype *= *torch\.(b?float16|half)\b"),
 )
 """One without any of these is not worth the search for steps (`Roles.core`)."""
 

@@ -94,6 +94,7 @@ class Examiner:
         assert self.step.recorder is not None
         stash = self.step.recorder.open
         assert stash is not None
+        self.step._buffers.undo()
         return self.failure(stash)
 
     def settling(self, stash: Stash) -> bool:
@@ -220,6 +221,7 @@ class Examiner:
         if stash is None or not self.step.policy.autocast:
             return None
         let_go(error)
+        self.step._buffers.undo()
         if replay(self.step, stash, policy=PRESETS["fp32"], scale=1.0).error is not None:
             return None
         trace = watch(self.step, stash)

@@ -69,6 +69,12 @@ class BufferGuard:
             for tensor, copy in before:
                 tensor.copy_(copy)
 
+    def undo(self) -> None:
+        """Put the buffers back where the window began, and leave it open."""
+        with torch.no_grad():
+            for buffer, copy in self._copies or ():
+                buffer.copy_(copy)
+
     def settle(self, found_inf: Tensor) -> None:
         """End the window: where `found_inf` is 1, write the copies back."""
         copies, self._copies = self._copies, None

@@ -321,8 +321,7 @@ def _undisturbed(step: TrainStep) -> Generator[None]:
         step._ranks = step._sync = step._held_back = None
     activity, recorder, true = step.activity, step.recorder, step._true
     # Of an open window, forward has written the buffers already: replay from where it began.
-    for buffer, copy in remembered or ():
-        buffer.copy_(copy)
+    step._buffers.undo()
     step._window, step._buffers._copies = window.again(), []
     step.recorder, step._true = None, set()
     nesting = _autocast_nesting()

@@ -393,7 +393,12 @@ class TrainStep:
         if self._ranks is not None and not self._window.agreed:
             self._agree(self._guard(tuple(range(len(self._optimizers)))))
         divisor = self._divisor()
-        missing = [i for i in range(len(self._optimizers)) if i not in self._true]
+        there = [
+            i
+            for i, owned in enumerate(self._owned)
+            if any(p.grad is not None for p in map(self._master.of, owned))
+        ]
+        missing = [i for i in there if i not in self._true]
         if divisor is not None and missing:
             self._guard(tuple(missing)).divide_(divisor)
         self._true.update(missing)
@@ -508,6 +513,8 @@ class TrainStep:
             state["window"] = self._window.state_dict()
             state["gradients"] = {n: t.grad.clone() for n, t in held if t.grad is not None}
             state["true"] = sorted(self._true)
+            state["found"] = [each.tensor.clone() for each in self._found]
+            state["norms"] = [each.clone() for each in self._norms]
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -541,6 +548,8 @@ class TrainStep:
         if "window" in state:
             self._window.load_state_dict(state["window"])
             self._true = set(state["true"])
+            self._found = [HostFlag(each.to(self.device)) for each in state["found"]]
+            self._norms = [each.to(self.device) for each in state["norms"]]
             if self._sync is not None:
                 self._sync.owes = True
             for name, gradient in state["gradients"].items():
@@ -605,7 +614,7 @@ class TrainStep:
             if weight is None and self._window.weighs:
                 weight = self._samples(batch)
             if self.recorder is not None:
-                self.recorder.loss(loss.detach())
+                self.recorder.loss(_scalar(loss).detach())
             self.backward(loss, weight=weight)
         return loss.detach()
 

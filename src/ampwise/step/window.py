@@ -92,7 +92,7 @@ class Window:
         UsageError
             For weights of other optimizers than those of the window so far.
         """
-        self._begin(frozenset(whose), weighs=weight is not None or self._total is not None)
+        self._begin(frozenset(whose), weighs=weight is not None and self._total is not None)
         self.position += 1
         divided_by: Weight = self.accumulate
         if weight is not None:
