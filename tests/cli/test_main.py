@@ -94,7 +94,8 @@ def test_wrong_usage_is_one_line_and_exit_2(capsys, arguments, message):
         (
             ZeroDivisionError("division\nby zero"),
             3,
-            "error: ZeroDivisionError: division (this is a bug in ampwise; --debug shows where)",
+            "error: ZeroDivisionError: division by zero (this is a bug in ampwise; --debug "
+            "shows where)",
         ),
     ],
     ids=lambda each: type(each).__name__ if isinstance(each, BaseException) else None,

@@ -30,7 +30,7 @@ STEP_WORDS = ("autocast", "GradScaler", "unscale_", "scale_loss")
 STEP = (
     re.compile(r"backward(?<!\wbackward)(?<!def backward)\s*\("),
     *(re.compile(rf"\.{each}\s*\(") for each in ("step", "half", "scale")),
-    re.compile(r"torch\.(zeros|tensor|full)\([^=]*dtype *= *torch\.(b?float16|half)\b"),
+    re.compile(r"torch\.(zeros|tensor|full)\([\s\S]{0,200}?dtype *= *torch\.(b?float16|half)\b"),
 )
 """One without any of these is not worth the search for steps (`Roles.core`)."""
 
