@@ -13,10 +13,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 import ampwise
 from ampwise import Task
 from ampwise.bench.arm import Settings
+from ampwise.errors import TaskError
 from ampwise.numerics.diagnose import DiagnoseConfig, explore
 from ampwise.numerics.examine import Silent
 from ampwise.policy import PRESETS
@@ -62,6 +64,18 @@ def _loss_of_a_ragged_epoch() -> float:
 
 def test_a_batch_that_fills_the_last_turn_counts_nothing(ranks: Ranks) -> None:
     assert ranks(_loss_of_a_ragged_epoch) == [pytest.approx(3.0)] * 2
+
+
+def _of_no_batches(loaded: bool) -> str:
+    data: Any = DataLoader([]) if loaded else []
+    with pytest.raises(TaskError) as caught:
+        ampwise.diagnose(Task(lambda: nn.Linear(4, 4), lambda: data, lambda *_: torch.ones(())))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+def test_an_epoch_without_a_batch_is_an_error(ranks: Ranks, loaded: bool) -> None:
+    assert ["gave no batch" in each for each in ranks(_of_no_batches, loaded)] == [True, True]
 
 
 def _gathers(steps: int, at: int | None) -> tuple[Any, ...]:

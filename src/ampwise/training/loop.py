@@ -32,7 +32,6 @@ from ampwise.tasks import Task
 from ampwise.tasks.checks import (
     build,
     checked_loss,
-    empty_epoch,
     first_batch,
     samples_in,
     trained_on,
@@ -270,13 +269,8 @@ class _Run:
         skip, rest = divmod(self.position.batch, self.me.size)
         if rest:
             self.say(f"{rest} batches are trained on again: they do not fill a turn of all ranks")
-        empty = not skip
         with user_code("the task's batches()"):
-            for turn in turns(self.task.batches, self.me.rank, self.me.size, self._data, skip):
-                empty = False
-                yield turn
-        if empty:
-            raise empty_epoch()
+            yield from turns(self.task.batches, self.me.rank, self.me.size, self._data, skip)
 
     def _batches(self) -> Iterator[Any]:
         """The rest of the current epoch, from where the run is in it."""

@@ -25,6 +25,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
+from ampwise.tasks.checks import empty_epoch
+
 
 @dataclass(frozen=True, slots=True)
 class Turn:
@@ -79,11 +81,18 @@ def turns(
         The random state its data comes from; the same on all ranks.
     skip
         Turns to leave out, for a run that is resumed.
+
+    Raises
+    ------
+    TaskError
+        For an epoch without a batch.
     """
     batches: Any = source.draw(epoch)
     if isinstance(batches, DataLoader) and _can_be_dealt(batches):
         order, seed = source.draw(lambda: _order(batches))
         groups = [order[start : start + size] for start in range(0, len(order), size)][skip:]
+        if not order and not skip:
+            raise empty_epoch()
         mine = [group[rank] if rank < len(group) else group[0] for group in groups]
         loaded = iter(_with_order(batches, mine, seed + rank))
         for index, group in enumerate(groups):
@@ -101,6 +110,8 @@ def turns(
     for _ in range(skip):
         next_group()
     held = next_group()
+    if not held and not skip:
+        raise empty_epoch()
     while held:
         following = next_group()
         counts = mine_at < len(held)
