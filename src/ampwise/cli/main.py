@@ -12,16 +12,14 @@ import importlib
 import os
 import signal
 import sys
-import threading
 import traceback
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import ampwise
 from ampwise import errors
 from ampwise.cli.output import lasting_output
-from ampwise.distributed.launch import is_lost, launch
+from ampwise.distributed.launch import is_lost, launch, on_sigterm
 from ampwise.errors import AmpwiseError, UsageError, nearest
 
 COMMANDS = {
@@ -77,7 +75,8 @@ def _exit_code(arguments: list[str]) -> int:
     """Run a command line; every error ends here, as one line and a code."""
     debug = "--debug" in arguments
     try:
-        with _sigterm_interrupts():
+        # SIGTERM as Ctrl-C: what a run has so far is saved by the same code.
+        with on_sigterm(signal.default_int_handler):
             return _dispatch([each for each in arguments if each != "--debug"])
     except KeyboardInterrupt as interruption:
         if not launch().leads:  # all are interrupted together, and the first one says it
@@ -89,19 +88,6 @@ def _exit_code(arguments: list[str]) -> int:
         if debug:
             traceback.print_exc()
         return _explain(error, debug=debug)
-
-
-@contextmanager
-def _sigterm_interrupts() -> Generator[None]:
-    """SIGTERM as Ctrl-C: what a run has so far is saved by the same code."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _dispatch(arguments: list[str]) -> int:

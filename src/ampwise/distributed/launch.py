@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import re
+import signal
+import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -92,6 +94,22 @@ def device_of(me: Launch, device: str) -> str:
             f"start torchrun with --nproc-per-node {count}"
         )
     return f"cuda:{me.local_rank}"
+
+
+@contextmanager
+def on_sigterm(handler: Any) -> Generator[None]:
+    """Context in which SIGTERM, which torchrun sends once one process has left, has this handler.
+
+    Only the main thread can set one; in others nothing changes.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def is_lost(error: BaseException) -> bool:

@@ -48,7 +48,7 @@ from typing import Self
 
 import torch.distributed as dist
 
-from ampwise.distributed.launch import Launch, is_lost
+from ampwise.distributed.launch import Launch, is_lost, on_sigterm
 from ampwise.distributed.roll import ENDED, FOLLOWED, Missing, Roll, hung, lost, prefixed
 from ampwise.distributed.whereabouts import Place, place_of
 from ampwise.errors import EXIT_RUN, LostRankError, UsageError, in_one_line, kind_and_words
@@ -313,21 +313,8 @@ def watched(
         try:
             yield dog
         except Exception as error:
-            with _deaf():
+            with on_sigterm(signal.SIG_IGN):
                 lost = dog.explain(error)
             if lost is None:
                 raise
             raise lost from error
-
-
-@contextmanager
-def _deaf() -> Generator[None]:
-    """Context in which SIGTERM does nothing: torchrun sends it once one process has left."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
