@@ -189,14 +189,13 @@ class Examiner:
 
         They make the same replays at the same time.
         """
-        finite = ranks.all(lambda: loss_of(list(losses)) is not None)
-        if not self.step.loss_scale.enabled or not all(finite):
+        known = ranks.all(lambda: loss_of(list(losses)) is not None)
+        if not self.step.loss_scale.enabled or not all(known):
             return False
         scale = float(stash.scale)
         while scale > 1.0:
             scale = max(1.0, scale / 16)
-            lower = scale
-            if all(ranks.all(lambda lower=lower: replay(self.step, stash, scale=lower).clean)):
+            if all(ranks.all(lambda scale=scale: replay(self.step, stash, scale=scale).clean)):
                 return True
         return False
 
