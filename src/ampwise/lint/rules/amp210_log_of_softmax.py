@@ -35,6 +35,7 @@ from ampwise.lint.model.analysis import Analysis
 from ampwise.lint.model.events import Op
 from ampwise.lint.model.nodes import Node
 from ampwise.lint.model.queries import edit, uses_half
+from ampwise.lint.model.tensors import origins
 from ampwise.lint.model.values import Tensor, Value
 from ampwise.lint.rule import Mistake, rule
 
@@ -66,8 +67,17 @@ def _inner(value: Value) -> str:
         return value.op
     if value.op == "sum" and value.inputs:
         first = value.inputs[0]
-        return "sum" if isinstance(first, Tensor) and first.op == "exp" else ""
+        return "sum" if isinstance(first, Tensor) and _is_bare_exp(first) else ""
     return ""
+
+
+def _is_bare_exp(value: Tensor) -> bool:
+    """Whether it is exp of something its maximum was not taken off: that sum is at least 1."""
+    shifted = value.inputs[0] if value.op == "exp" and value.inputs else None
+    if not isinstance(shifted, Tensor) or shifted.op != "sub" or len(shifted.inputs) < 2:
+        return value.op == "exp"
+    shift = shifted.inputs[1]
+    return not (isinstance(shift, Tensor) and any(e.op in ("max", "amax") for e in origins(shift)))
 
 
 def _edits(node: Node, inner: str) -> tuple[Edit, ...]:

@@ -83,12 +83,19 @@ def _edits(event: Accumulate) -> tuple[Edit, ...]:
 
 
 def _is_half_sum(into: object, added: object) -> bool:
-    if isinstance(into, Tensor) and into.op in ("zeros", "zeros_like", "tensor", "full", "add"):
+    if (
+        isinstance(into, Tensor)
+        and not into.host
+        and into.op in ("zeros", "zeros_like", "tensor", "full", "add")
+    ):
         if isinstance(added, Tensor) and not added.host and added.dtype == "float32":
             return False  # of two tensors with dimensions the wider one decides
         return is_low(into.dtype)
     if isinstance(into, Const) and into.value == 0:
         return (
-            isinstance(added, Tensor) and is_low(added.dtype) and added.op in ("sum", "mean", "add")
+            isinstance(added, Tensor)
+            and not added.host
+            and is_low(added.dtype)
+            and added.op in ("sum", "mean", "add")
         )
     return False

@@ -26,6 +26,7 @@ processes that share the device, may depend on it.
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 
 from ampwise.lint.model.analysis import Analysis, Trace
@@ -59,7 +60,10 @@ def check(code: Analysis) -> Iterator[Mistake]:
 
 
 def _measures(trace: Trace, event: Synchronize) -> bool:
-    """Whether the clock is read beside it."""
+    """Whether the clock is read beside it, or events of the device are, in the same loop."""
     index = trace.events.index(event)
     near = trace.events[max(0, index - 3) : index + 4]
-    return any(isinstance(each, Clock) for each in near)
+    inside = event.context.loops[-1].node if event.context.loops else event.node
+    return any(isinstance(each, Clock) for each in near) or any(
+        isinstance(each, ast.Attribute) and each.attr == "elapsed_time" for each in ast.walk(inside)
+    )
