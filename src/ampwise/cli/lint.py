@@ -128,9 +128,8 @@ def _checked(options: Options, paths: tuple[Path, ...], settings: Settings) -> L
     report = check()
     if not (options.fix or options.unsafe_fixes) or not report.findings:
         return report
-    wrong = {Path(each.path).absolute() for each in report.findings if each.edits}
-    files = [each for each in find(paths, settings) if each in wrong]
-    mended = fix_files(files, settings, unsafe=options.unsafe_fixes)
+    files = list(find(paths, settings))
+    mended = fix_files(report, files, settings, unsafe=options.unsafe_fixes)
     report = check()
     report.fixed = sum(mended.values())
     return report

@@ -34,32 +34,9 @@ def version() -> str:
     return digest.hexdigest()[:16]
 
 
-def digest(path: Path) -> str:
-    """A digest of a file's content; empty where it cannot be read."""
-    try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-    except OSError:
-        return ""
-
-
 def _entry(path: Path) -> Path:
     name = hashlib.sha256(str(path).encode(errors="surrogateescape")).hexdigest()[:24]
     return folder() / f"{name}.json"
-
-
-def load(path: Path, others: str) -> tuple[list[Finding], str] | None:
-    """What was found in a file before, and why it was skipped; None if that may have changed.
-
-    `others` names the files that may be read beside it.
-    """
-    try:
-        kept: Any = json.loads(_entry(path).read_text())
-        same = kept["version"] == version() and kept["others"] == others
-        if not same or any(digest(Path(each)) != was for each, was in kept["files"].items()):
-            return None
-        return [_finding(each) for each in kept["findings"]], kept["skipped"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
 
 
 def _finding(kept: dict[str, Any]) -> Finding:
@@ -67,20 +44,53 @@ def _finding(kept: dict[str, Any]) -> Finding:
     return Finding(edits=edits, **kept)
 
 
-def store(path: Path, others: str, read: set[Path], findings: list[Finding], skipped: str) -> None:
-    """Keep what was found. A folder that cannot be written costs only time, later."""
-    kept = {
-        "version": version(),
-        "others": others,
-        "files": {str(each): digest(each) for each in {path, *read}},
-        "findings": [asdict(each) for each in findings],
-        "skipped": skipped,
-    }
-    entry = _entry(path)
-    aside = entry.with_name(f".{entry.name}.{os.getpid()}")
-    try:
-        entry.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_text(json.dumps(kept))
-        aside.replace(entry)
-    except OSError:
-        aside.unlink(missing_ok=True)
+class Cache:
+    """What was found in files before, for one run over some files that may be read together."""
+
+    def __init__(self, files: frozenset[Path]) -> None:
+        names = "\n".join(map(str, sorted(files)))
+        self._others = _short(names.encode(errors="replace"))
+        self._digests: dict[Path, str] = {}
+
+    def load(self, path: Path) -> tuple[list[Finding], str] | None:
+        """What was found in a file, and why it was skipped; None if that may have changed."""
+        try:
+            kept: Any = json.loads(_entry(path).read_text())
+            if kept["version"] != version() or kept["others"] != self._others:
+                return None
+            if any(self._digest(Path(each)) != was for each, was in kept["files"].items()):
+                return None
+            return [_finding(each) for each in kept["findings"]], kept["skipped"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def store(self, path: Path, read: set[Path], findings: list[Finding], skipped: str) -> None:
+        """Keep what was found. A folder that cannot be written costs only time, later."""
+        kept = {
+            "version": version(),
+            "others": self._others,
+            "files": {str(each): self._digest(each) for each in {path, *read}},
+            "findings": [asdict(each) for each in findings],
+            "skipped": skipped,
+        }
+        entry = _entry(path)
+        aside = entry.with_name(f".{entry.name}.{os.getpid()}")
+        try:
+            entry.parent.mkdir(parents=True, exist_ok=True)
+            aside.write_text(json.dumps(kept))
+            aside.replace(entry)
+        except OSError:
+            aside.unlink(missing_ok=True)
+
+    def _digest(self, path: Path) -> str:
+        """A digest of a file's content; empty where it cannot be read."""
+        if path not in self._digests:
+            try:
+                self._digests[path] = _short(path.read_bytes())
+            except OSError:
+                self._digests[path] = ""
+        return self._digests[path]
+
+
+def _short(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import gc
-import hashlib
 import os
 import signal
 import sys
@@ -17,15 +16,14 @@ from pathlib import Path
 from types import FrameType
 
 from ampwise.errors import UsageError
-from ampwise.lint import cache
-from ampwise.lint.findings import Finding, LintReport, Skipped
+from ampwise.lint.cache import Cache
+from ampwise.lint.findings import Edit, Finding, LintReport, Skipped
 from ampwise.lint.model.analysis import Analysis, analyse
 from ampwise.lint.model.nodes import Node
 from ampwise.lint.project import Module, Project
-from ampwise.lint.rule import Mistake, Rule, all_rules
+from ampwise.lint.rule import Mistake, all_rules
 from ampwise.lint.settings import Settings
 from ampwise.lint.source import UnreadableError, check_syntax, read_text
-from ampwise.lint.words import concerns
 
 SUFFIXES = (".py", ".pyw", ".ipynb")
 NEVER = {"__pycache__", "node_modules", "site-packages", "dist-packages"}
@@ -77,20 +75,26 @@ def lint(
     settings = settings or Settings()
     files = list(find(paths, settings))
     report = LintReport(files=len(files))
+    found: dict[tuple[object, ...], Finding] = {}
     for count, checked in enumerate(_check_all(files, jobs, use_cache), 1):
         if checked.skipped:
             report.skipped.append(Skipped(shown(checked.path), checked.skipped))
-        report.findings += [
-            replace(each, path=shown(checked.path))
-            for each in checked.findings
-            if settings.wants(each)
-        ]
+        for each in filter(settings.wants, checked.findings):
+            # What a file shows by itself is said so; of others, what the first one leads to.
+            if each.place not in found or not each.reached_from:
+                found[each.place] = each
         report.cached += checked.cached
         if progress is not None:
             progress(count, len(files))
+    report.findings = [_as_shown(each) for each in found.values()]
     report.findings.sort(key=lambda each: (each.path, each.cell or 0, each.line, each.column))
     report.skipped.sort(key=lambda each: each.path)
     return report
+
+
+def _as_shown(finding: Finding) -> Finding:
+    way = finding.reached_from
+    return replace(finding, path=shown(Path(finding.path)), reached_from=way and shown(Path(way)))
 
 
 def shown(path: Path) -> str:
@@ -139,8 +143,7 @@ def _below(folder: Path, settings: Settings) -> Iterator[Path]:
 def _check_all(files: list[Path], jobs: int, use_cache: bool) -> Iterator[Checked]:
     """Check files; in processes of their own where there are many."""
     known = frozenset(files)
-    others = hashlib.sha256("\n".join(map(str, sorted(known))).encode(errors="replace"))
-    checker = Checker(known, others.hexdigest()[:16], use_cache)
+    checker = Checker(known, use_cache)
     jobs = jobs or os.cpu_count() or 1
     if jobs == 1 or len(files) < 2 * jobs:
         with _collecting_rarely():
@@ -175,18 +178,17 @@ def _size(path: Path) -> int:
 class Checker:
     """Checks one file after another; each process has its own copy."""
 
-    def __init__(self, files: frozenset[Path], others: str, use_cache: bool) -> None:
+    def __init__(self, files: frozenset[Path], use_cache: bool) -> None:
         self._project = Project(files)
-        self._others = others
-        self._use_cache = use_cache
+        self._cache = Cache(files) if use_cache else None
 
     def __call__(self, path: Path) -> Checked:
         """Check a file, or remember what was found in it."""
-        if self._use_cache and (kept := cache.load(path, self._others)) is not None:
+        if self._cache is not None and (kept := self._cache.load(path)) is not None:
             return Checked(path, kept[0], kept[1], cached=True)
         checked = check_file(path, self._project)
-        if self._use_cache:
-            cache.store(path, self._others, checked.read, checked.findings, checked.skipped)
+        if self._cache is not None:
+            self._cache.store(path, checked.read, checked.findings, checked.skipped)
         return checked
 
 
@@ -228,7 +230,7 @@ def check_file(path: Path, project: Project) -> Checked:
     checked = Checked(path)
     try:
         text = read_text(path).text
-        if concerns(text):
+        if project.glances.concerns(path, text, checked.read):
             check_module(project.module(path), checked)
         else:
             check_syntax(text)
@@ -244,7 +246,7 @@ def check_module(module: Module, checked: Checked) -> None:
             code = analyse(module)
             if code.cut_short:
                 checked.skipped = "too large to be walked to its end"
-            checked.findings = list(_findings(module, _mistakes(code)))
+            checked.findings = list(_findings(code))
     except RecursionError:
         checked.skipped = "nested too deeply to be walked"
     except _TimeLimitError:
@@ -255,41 +257,43 @@ def check_module(module: Module, checked: Checked) -> None:
             f"a bug in ampwise: {type(error).__name__}: {error} ({Path(where.filename).name}, line "
             f"{where.lineno}); please report it"
         )
-    checked.read = module.used - {module.path}
+    checked.read |= module.used - {module.path}
 
 
-def _mistakes(code: Analysis) -> Iterator[tuple[Rule, Mistake]]:
+def _findings(code: Analysis) -> Iterator[Finding]:
     for rule in all_rules().values():
         for mistake in rule(code):
-            yield rule, mistake
+            source = mistake.module.source
+            line, column, end = place_of(mistake.node)
+            if any(source.ignores(each, rule.code) for each in {line, end}):
+                continue
+            text = source.lines[line - 1] if line <= len(source.lines) else ""
+            cell = source.cell_of(line)
+            yield Finding(
+                path=str(source.path),
+                line=cell[1] if cell is not None else line,
+                column=len(text.encode()[:column].decode(errors="replace")) + 1,
+                code=rule.code,
+                name=rule.name,
+                severity=rule.severity,
+                message=mistake.message,
+                fix=rule.fix,
+                edits=own_edits(mistake),
+                end_line=end,
+                cell=cell[0] if cell is not None else None,
+                source=text,
+                reached_from="" if mistake.module is code.module else str(code.module.path),
+            )
 
 
-def _findings(module: Module, mistakes: Iterable[tuple[Rule, Mistake]]) -> Iterator[Finding]:
-    silenced, whole_file = module.source.ignored()
-    if whole_file:
-        return
-    lines = module.source.lines
-    for rule, mistake in mistakes:
-        line, column, end = place_of(mistake.node)
-        if any(_is_silenced(silenced, each, rule.code) for each in {line, end}):
-            continue
-        text = lines[line - 1] if line <= len(lines) else ""
-        cell = module.source.cell_of(line)
-        touched = [number for e in mistake.edits for number in (e.line, e.end_line)]
-        yield Finding(
-            path=str(module.path),
-            line=cell[1] if cell is not None else line,
-            column=len(text.encode()[:column].decode(errors="replace")) + 1,
-            code=rule.code,
-            name=rule.name,
-            severity=rule.severity,
-            message=mistake.message,
-            fix=rule.fix,
-            edits=mistake.edits if module.source.is_one_cell(touched) else (),
-            end_line=end,
-            cell=cell[0] if cell is not None else None,
-            source=text,
-        )
+def own_edits(mistake: Mistake) -> tuple[Edit, ...]:
+    """What mends a mistake; nothing if that is not all in its file, and in one cell of it."""
+    module, edits = mistake.module, mistake.edits
+    elsewhere = any(each.node is not None and not module.holds(each.node) for each in edits)
+    lines = [number for each in edits for number in (each.line, each.end_line)]
+    if elsewhere or not module.source.is_one_cell(lines):
+        return ()
+    return tuple(replace(each, node=None) for each in edits)
 
 
 def place_of(node: Node) -> tuple[int, int, int]:
@@ -300,13 +304,6 @@ def place_of(node: Node) -> tuple[int, int, int]:
         if end != line:
             line, column = end, (node.func.end_col_offset or 0) - len(node.func.attr.encode())
     return line, column, node.end_lineno or line
-
-
-def _is_silenced(silenced: dict[int, set[str] | None], line: int, code: str) -> bool:
-    if line not in silenced:
-        return False
-    codes = silenced[line]
-    return codes is None or any(code.startswith(each) for each in codes)
 
 
 @contextmanager

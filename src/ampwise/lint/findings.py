@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -34,6 +35,8 @@ class Edit:
     end_line: int
     end_column: int
     text: str = ""
+    node: ast.AST | None = field(default=None, compare=False, repr=False)
+    """The node it is about, until it is known that it stands in the file the edit is for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,19 @@ class Finding:
     """Cell of a notebook, from 1; `line` is then the line in the cell."""
     source: str = ""
     """The line, as it stands in the file."""
+    reached_from: str = ""
+    """The file whose paths lead there, where it is another one."""
+
+    @property
+    def place(self) -> tuple[str, int, int, int, str]:
+        """Where it is, and which rule's: what two findings of one mistake share."""
+        return self.path, self.cell or 0, self.line, self.column, self.code
+
+    @property
+    def words(self) -> str:
+        """The message, and which file leads there where it is another one."""
+        way = f" (reached from {self.reached_from})" if self.reached_from else ""
+        return self.message + way
 
     def to_json(self) -> dict[str, Any]:
         """As in the ``ampwise.lint/1`` schema."""
@@ -70,6 +86,8 @@ class Finding:
         }
         if self.cell is not None:
             found["cell"] = self.cell
+        if self.reached_from:
+            found["reached_from"] = self.reached_from
         return found
 
 

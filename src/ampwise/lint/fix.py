@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ampwise.errors import UsageError
 from ampwise.lint.engine import Checked, check_module
-from ampwise.lint.findings import Finding, Safety
+from ampwise.lint.findings import Finding, LintReport, Safety
 from ampwise.lint.notebook import Notebook, notebook
 from ampwise.lint.project import Project
 from ampwise.lint.settings import Settings
@@ -26,30 +27,46 @@ ROUNDS = 12
 mean that one fix undoes another."""
 
 
-def fix_files(paths: list[Path], settings: Settings, *, unsafe: bool) -> dict[Path, int]:
-    """Mend files in place; how many findings went, by file.
+def fix_files(
+    report: LintReport, files: list[Path], settings: Settings, *, unsafe: bool
+) -> dict[Path, int]:
+    """Mend what was found in some files, in place; how many findings went, by file.
 
     Raises
     ------
     UsageError
         When a file cannot be written.
     """
+    ways: dict[Path, list[Path]] = {}
+    for each in report.findings:
+        if each.edits:
+            # Of a mistake that only another file leads to, that one is walked again as well.
+            way = ways.setdefault(Path(each.path).absolute(), [])
+            way += [Path(each.reached_from).absolute()] if each.reached_from else []
     mended: dict[Path, int] = {}
-    for path in paths:
-        if count := fix_file(path, frozenset(paths), settings, unsafe):
+    for path in files:
+        if path in ways and (
+            count := fix_file(path, frozenset(files), settings, unsafe, ways[path])
+        ):
             mended[path] = count
     return mended
 
 
-def fix_file(path: Path, known: frozenset[Path], settings: Settings, unsafe: bool) -> int:
-    """Mend one file; how many findings went."""
+def fix_file(
+    path: Path,
+    known: frozenset[Path],
+    settings: Settings,
+    unsafe: bool,
+    ways: Sequence[Path] = (),
+) -> int:
+    """Mend one file, as it is and as other files lead there; how many findings went."""
     try:
         source = read(path)
         book = notebook(path.read_bytes().decode("utf-8")) if path.suffix == ".ipynb" else None
     except (UnreadableError, OSError):
         return 0
     allowed: tuple[Safety, ...] = ("safe", "unsafe") if unsafe else ("safe",)
-    mender = _Mender(source, book, known, settings, allowed)
+    mender = _Mender(source, book, known, tuple(dict.fromkeys(ways)), settings, allowed)
     text = begin = source.text if book is None else book.program
     gone = 0
     findings = mender.fixable(text)
@@ -76,6 +93,7 @@ class _Mender:
     source: Source
     book: Notebook | None
     known: frozenset[Path]
+    ways: tuple[Path, ...]
     settings: Settings
     allowed: tuple[Safety, ...]
 
@@ -83,14 +101,17 @@ class _Mender:
         """Findings with edits that may be made."""
         cells = self.book.cells(text) if self.book is not None else []
         source = replace(self.source, text=text, tree=parse(text), cells=cells)
-        module = Project(self.known).add(source)
-        checked = Checked(module.path)
-        check_module(module, checked)
-        return [
-            each
-            for each in checked.findings
-            if each.edits and each.fix in self.allowed and self.settings.wants(each)
-        ]
+        project = Project(self.known)
+        mended = project.add(source)
+        found: dict[tuple[object, ...], Finding] = {}
+        for module in (mended, *map(project.module, self.ways)):
+            checked = Checked(module.path)
+            check_module(module, checked)
+            for each in checked.findings:
+                allowed = each.fix in self.allowed and self.settings.wants(each)
+                if each.edits and allowed and each.path == str(mended.path):
+                    found.setdefault(each.place, each)
+        return list(found.values())
 
     def improved(self, text: str, findings: list[Finding]) -> tuple[str, list[Finding], int] | None:
         """The text with edits that help (all at once, or else the first one that does), what can be

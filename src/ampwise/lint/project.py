@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+from ampwise.lint.glance import Glances
 from ampwise.lint.model.imports import Imports, imports
 from ampwise.lint.model.nodes import Index, Node, span
 from ampwise.lint.model.roles import Roles
@@ -57,6 +58,10 @@ class Module:
         """The node around each node, by ``id``."""
         return self.index.parents
 
+    def holds(self, node: ast.AST) -> bool:
+        """Whether a node is one of this file."""
+        return id(node) in self.parents
+
     def statement_of(self, node: ast.AST) -> ast.stmt:
         """The statement a node stands in."""
         while not isinstance(node, ast.stmt):
@@ -83,6 +88,7 @@ class Project:
     def __init__(self, files: frozenset[Path]) -> None:
         self.files = files
         self._modules: dict[Path, Module | UnreadableError] = {}
+        self.glances = Glances(self)
         self._located: dict[tuple[Path, str, int], Path | None] = {}
 
     def module(self, path: Path) -> Module:
@@ -108,15 +114,15 @@ class Project:
         self._modules[source.path] = module = Module(source, self)
         return module
 
-    def locate(self, by: Module, name: str, level: int = 0) -> Path | None:
-        """The file that ``import name`` in another one means, if it was given.
+    def locate(self, by: Path, name: str, level: int = 0) -> Path | None:
+        """The file that ``import name`` in the file `by` means, if it was given.
 
         As Python would find it with the importing file's folder, or one above it, on its path.
         torch is what the rules know by name, even where it is what is checked.
         """
-        key = (by.path, name, level)  # every path through a file asks again
+        key = (by, name, level)  # every path through a file asks again
         if key not in self._located:
-            self._located[key] = self._locate(by.path.parent, name, level)
+            self._located[key] = self._locate(by.parent, name, level)
         return self._located[key]
 
     def _locate(self, folder: Path, name: str, level: int) -> Path | None:

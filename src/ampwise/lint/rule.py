@@ -8,6 +8,7 @@ import pkgutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 
 from ampwise.lint.findings import Edit, Safety, Severity
 from ampwise.lint.model.analysis import Analysis
@@ -43,12 +44,12 @@ class Rule:
     doc: str
 
     def __call__(self, code: Analysis) -> Iterator[Mistake]:
-        """All its mistakes in a file, each place once."""
-        seen: set[tuple[int, int]] = set()
+        """All its mistakes on a file's paths, also those in files it imports; each place once."""
+        seen: set[tuple[Path, int, int]] = set()
         for mistake in self.check(code):
-            if mistake.module is not code.module:
-                continue  # reported when that file is linted itself
-            place = (mistake.node.lineno, mistake.node.col_offset)
+            if self.severity == "info" and mistake.module is not code.module:
+                continue  # a hint is for who wrote that file: whether it is slow there
+            place = (mistake.module.path, mistake.node.lineno, mistake.node.col_offset)
             if place not in seen:
                 seen.add(place)
                 yield mistake if mistake.mend is None else replace(mistake, edits=mistake.mend())

@@ -60,9 +60,16 @@ class Text:
         """Whether some lines lie in one cell; outside notebooks all do."""
         return len({cell[0] for line in lines if (cell := self.cell_of(line)) is not None}) <= 1
 
-    def ignored(self) -> tuple[dict[int, set[str] | None], bool]:
+    def ignores(self, line: int, code: str) -> bool:
+        """Whether a comment silences a rule on a line."""
+        lines, whole = self._ignored
+        codes = lines.get(line, frozenset())
+        return whole or codes is None or any(code.startswith(each) for each in codes)
+
+    @cached_property
+    def _ignored(self) -> tuple[dict[int, frozenset[str] | None], bool]:
         """Codes silenced on each line (None: all of them), and whether the file is left out."""
-        lines: dict[int, set[str] | None] = {}
+        lines: dict[int, frozenset[str] | None] = {}
         if "ampwise:" not in self.text:
             return lines, False
         # A comment ends a physical line; a string that looks like one is none.
@@ -72,7 +79,7 @@ class Text:
             if found["file"]:
                 return lines, True
             codes = found["codes"]
-            named = {each.strip().upper() for each in codes.split(",")} if codes else None
+            named = frozenset(each.strip().upper() for each in codes.split(",")) if codes else None
             lines[token.start[0]] = named
         return lines, False
 

@@ -17,11 +17,11 @@ OLD_FLAGS = ("amp_", "fp16", "precision")
 """A file with one of each may give a trainer a flag in an old spelling."""
 
 MIXED_WORDS = (
-    "autocast", ".half(", "HalfTensor", "float16", "bf16", "loss_scal", "unscale_",
+    "autocast", "HalfTensor", "float16", "bf16", "loss_scal", "unscale_",
     "amp_", "apex", "fp16", "half_precision", "torch.half", "import half",
 )  # fmt: skip
 MIXED = (
-    re.compile(r"calers?\b"), re.compile(r"precision\s*="),
+    re.compile(r"calers?\b"), re.compile(r"precision\s*="), re.compile(r"\.half\s*\("),
     re.compile(r"\.scale\s*\(.*\)\s*\.backward"),
 )  # fmt: skip
 """A file without any of these has nothing to do with mixed precision, AMP and old flags apart."""
@@ -35,6 +35,9 @@ STEP = (
 """One without any of these is not worth the search for steps (`Roles.core`)."""
 
 
+WHOLE = (re.compile(r"\.backward\s*\("), re.compile(r"\.step\s*\("))
+
+
 def concerns(text: str) -> bool:
     """Whether a file may have anything to do with mixed precision.
 
@@ -42,7 +45,17 @@ def concerns(text: str) -> bool:
     """
     if _has(text, (), AMP) or (_has(text, TRAINERS) and _has(text, OLD_FLAGS)):
         return True
-    return _has(text, MIXED_WORDS, MIXED) and has_step(text)
+    return is_mixed(text) and has_step(text)
+
+
+def is_mixed(text: str) -> bool:
+    """Whether a file has words of mixed precision."""
+    return _has(text, MIXED_WORDS, MIXED)
+
+
+def has_loop(text: str) -> bool:
+    """Whether a file may train in mixed precision: whole steps, not only a part."""
+    return is_mixed(text) and all(each.search(text) for each in WHOLE)
 
 
 def has_step(text: str) -> bool:

@@ -57,7 +57,7 @@ def _finding(finding: Finding, console: Console) -> None:
     if column < EXCERPT:
         console.print(Text.assemble((f"  {bar} | ", "dim"), " " * column, ("^", style)))
     width = max(40, min(console.width, 100)) - 4
-    for line in textwrap.wrap(finding.message, width):
+    for line in textwrap.wrap(finding.words, width):
         console.print(Text(f"    {line}"))
     console.print()
 
@@ -105,7 +105,7 @@ def github(report: LintReport) -> None:
         level = GITHUB_LEVELS[each.severity]
         print(  # noqa: T201 - the format is this output
             f"::{level} file={_property(each.path)},line={each.line},col={each.column},"
-            f"title={_property(f'{each.code} {each.name}')}::{_data(each.message)}"
+            f"title={_property(f'{each.code} {each.name}')}::{_data(each.words)}"
         )
 
 
@@ -180,7 +180,7 @@ def _sarif_result(finding: Finding, index: int) -> dict[str, Any]:
         "ruleId": finding.code,
         "ruleIndex": index,
         "level": SARIF_LEVELS[finding.severity],
-        "message": {"text": finding.message},
+        "message": {"text": finding.words},
         "locations": [_sarif_place(finding.path, region)],
     }
 

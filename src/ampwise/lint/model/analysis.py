@@ -80,8 +80,8 @@ class Analysis:
 def analyse(module: Module) -> Analysis:
     """Walk a file's paths."""
     analysis = Analysis(module)
-    if not has_step(module.source.text) or not module.roles.core:
-        return analysis  # nothing in it is part of a training step
+    if not _trains(module):
+        return analysis
     budget = Budget(NODES)
     walked: set[int] = set()
     imported: dict[int, Scope] = {}
@@ -94,6 +94,13 @@ def analyse(module: Module) -> Analysis:
     except BudgetError:
         analysis.cut_short = True
     return analysis
+
+
+def _trains(module: Module) -> bool:
+    """Whether part of a training step is in a file, or in one that it runs."""
+    if has_step(module.source.text) and module.roles.core:
+        return True
+    return module.project.glances.runs_loop(module.path, module.source.text, module.used)
 
 
 @dataclass(frozen=True, slots=True)

@@ -661,19 +661,19 @@ class Machine:
     def _import(self, node: ast.Import) -> None:
         for alias in node.names:
             name = alias.name if alias.asname else alias.name.partition(".")[0]
-            path = self.here.project.locate(self.here, name)
+            path = self.here.project.locate(self.here.path, name)
             value: Value = Ref(name) if path is None else Imported(path, full=name)
             self.scope.set(alias.asname or name, value)
 
     def _import_from(self, node: ast.ImportFrom) -> None:
-        source = self.here.project.locate(self.here, node.module or "", node.level)
+        source = self.here.project.locate(self.here.path, node.module or "", node.level)
         for alias in node.names:
             if alias.name == "*":
                 self._import_star(node, source)
                 continue
             full = library.canonical(f"{'.' * node.level}{node.module or ''}.{alias.name}")
             inner = f"{node.module}.{alias.name}" if node.module else alias.name
-            module = self.here.project.locate(self.here, inner, node.level)
+            module = self.here.project.locate(self.here.path, inner, node.level)
             value: Value = Ref(full)
             if source is not None and source != self.here.path:
                 value = Imported(source, alias.name, full)

@@ -19,7 +19,7 @@ def wrap(first: ast.stmt, last: ast.stmt, header: str) -> Edit:
     """Put the statements of one block, from the first to the last, below a header."""
     line, column, _, _ = span(first)
     _, _, end_line, end_column = span(last)
-    return Edit("wrap", line, column, end_line, end_column, header)
+    return Edit("wrap", line, column, end_line, end_column, header, first)
 
 
 def grouped(module: Module, node: ast.expr) -> str:

@@ -183,7 +183,7 @@ def _skipped_to(event: Event, step: Event) -> bool:
 
 def edit(what: Change, node: Node, text: str = "") -> Edit:
     """A change at a node."""
-    return Edit(what, *span(node), text)
+    return Edit(what, *span(node), text, node)
 
 
 def statement_edit(what: Change, module: Module, node: Node, text: str = "") -> Edit:

@@ -65,7 +65,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
     saved = any(not each.loads for each in states)
     lacking = list(_saves_without(code, saved))
     for save in lacking:
-        yield _save_mistake(save, _edits(code, save))
+        yield _save_mistake(code, save)
     if lacking or any(each.loads for each in states):
         return
     if not saved and code.any(Save):
@@ -114,17 +114,19 @@ def _is_named(call: Node) -> bool:
     return isinstance(call, ast.Call) and isinstance(next(iter(call.args), None), ast.Name)
 
 
-def _edits(code: Analysis, save: Save) -> tuple[Edit, ...]:
+def _edits(code: Analysis, save: Save, module: Module) -> tuple[Edit, ...]:
     """Put the scaler's state into the dict, where its name is in reach there."""
     mapping = save.mapping
-    if mapping is None or not isinstance(mapping.node, ast.Dict):
+    if mapping is None or not isinstance(mapping.node, ast.Dict) or not module.holds(mapping.node):
         return ()
     step = next((e for t in code.traces if save in t.events for e in t.of(ScalerStep)), None)
-    if step is None or step.module is not save.module:
+    if step is None or step.module is not module:
         return ()
     name = receiver(step.node)
-    same = step.context.functions == save.context.functions or name.startswith("self.")
-    return (edit("argument", mapping.node, f'"scaler": {name}.state_dict()'),) if same else ()
+    same = scope_of(module, step.node) is scope_of(module, mapping.node)
+    if not same and not name.startswith("self."):
+        return ()
+    return (edit("argument", mapping.node, f'"scaler": {name}.state_dict()'),)
 
 
 def _load_edits(code: Analysis, event: StateDict) -> tuple[Edit, ...]:
@@ -158,13 +160,17 @@ def _is_same_scaler(module: Module, name: str, step: ast.AST, load: ast.AST) -> 
     return all(each.lineno < before for each in made) if made else name in bound_in(scope)
 
 
-def _save_mistake(save: Save, edits: tuple[Edit, ...]) -> Mistake:
+def _save_mistake(code: Analysis, save: Save) -> Mistake:
+    node, module = save.node, save.module
+    made = save.mapping.node if save.mapping is not None else None
+    if isinstance(made, ast.Dict) and not module.holds(made) and code.module.holds(made):
+        node, module = made, code.module  # another file's function only writes what it is given
     return Mistake(
-        save.node,
-        save.module,
+        node,
+        module,
         "the checkpoint holds the optimizer's state but not the scaler's: a resumed run starts "
         "again at loss scale 65,536 and skips steps until it fits; save scaler.state_dict() too",
-        edits,
+        _edits(code, save, module),
     )
 
 

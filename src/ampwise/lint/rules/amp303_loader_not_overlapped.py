@@ -74,8 +74,10 @@ def _edits(code: Analysis, loader: Loader, lacking: list[str]) -> tuple[Edit, ..
         else edit("argument", loader.node, f"{name}={new[name]}")
         for name in lacking
     ]
-    copies = _copies(code) if "pin_memory" in lacking else ()
-    return (*edits, *(edit("argument", each.node, "non_blocking=True") for each in copies))
+    copies = [each for each in _copies(code) if each.module is loader.module]
+    if "pin_memory" in lacking:
+        edits += [edit("argument", each.node, "non_blocking=True") for each in copies]
+    return tuple(dict.fromkeys(edits))
 
 
 def _blocking_copies(code: Analysis) -> Iterator[Mistake]:
