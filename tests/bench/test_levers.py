@@ -166,6 +166,7 @@ def test_a_lever_that_fails_says_why_and_the_others_go_on():
 
 
 def test_the_larger_batch_is_the_largest_that_fits():
+    # fp32: with bf16 some CPUs' kernels take scratch memory for some sizes, so peaks do not grow evenly.
     task, batch = small(size=64), next(iter(small(size=64).batches()))
 
     def peak(times: int) -> int:
@@ -173,16 +174,16 @@ def test_the_larger_batch_is_the_largest_that_fits():
 
         large = [joined([batch] * times)] * 2
         return measure(
-            lambda: Arm(task, PRESETS["bf16"], SETTINGS), large, SETTINGS.device
+            lambda: Arm(task, PRESETS["fp32"], SETTINGS), large, SETTINGS.device
         ).peak_bytes
 
     limit = peak(5) + 100
-    found = refit(task, PRESETS["bf16"], SETTINGS, batch, limit, 0.3)
+    found = refit(task, PRESETS["fp32"], SETTINGS, batch, limit, 0.3)
     assert isinstance(found, Refit)
     assert found.times == 5
     assert found.samples == 5 * 64
     assert found.peak_memory_bytes <= limit < peak(6)
-    assert refit(task, PRESETS["bf16"], SETTINGS, batch, peak(1) + 100, 0.3) is None
+    assert refit(task, PRESETS["fp32"], SETTINGS, batch, peak(1) + 100, 0.3) is None
 
 
 def test_joined_batches_of_any_nesting():

@@ -86,7 +86,8 @@ def test_fused_sgd_with_dampening_takes_the_general_path():
     clean, ours = mlp(), mlp()
     settings = {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}
     by_hand = torch.optim.SGD(clean.parameters(), **settings)
-    step = TrainStep(ours, torch.optim.SGD(ours.parameters(), **settings, fused=True))
+    optimizer = torch.optim.SGD(ours.parameters(), **settings, fused=True)
+    step = TrainStep(ours, optimizer, policy="fp32")
     for batch in batches(3):
         classify(clean, batch).backward()
         by_hand.step()
@@ -327,7 +328,7 @@ def test_settings_that_cannot_work_are_refused(settings, complaint):
 )
 def test_a_loss_that_is_no_loss_is_refused(loss, complaint):
     model = mlp()
-    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), policy="fp32")
     with pytest.raises(UsageError, match=complaint):
         step(loss, batches(1)[0])
 

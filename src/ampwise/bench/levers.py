@@ -137,7 +137,7 @@ def refit(
     limit_bytes: int,
     budget_s: float,
 ) -> Refit | None:
-    """The largest multiple of the task's batch whose peak stays below `limit_bytes`.
+    """The largest multiple of the task's batch whose peak stays below `limit_bytes`, by bisection.
 
     None where batches cannot be joined, or not even two of them fit.
     """
