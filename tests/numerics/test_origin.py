@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -196,6 +197,54 @@ def test_what_does_not_repeat_is_not_explained():
     torch.manual_seed(0)
     found = diagnose(task(Lin, Unlucky(), data(4, 8)), "bf16", steps=4)
     assert (found.status, found.cause) == ("not_reproduced", "NONDETERMINISTIC")
+
+
+class Backward(torch.autograd.Function):
+    """Makes inf of the gradient, and of `y`'s what `factor` gives for each backward."""
+
+    factor: Callable[[], float]
+
+    @staticmethod
+    def forward(ctx, x, y):
+        return x + y
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad / torch.zeros_like(grad), grad * Backward.factor()  # <- here
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Linear(8, 1), nn.Linear(8, 1)
+
+    def forward(self, x):
+        return Backward.apply(self.one(x), self.other(x))
+
+
+CHANGES = {
+    "a gradient that only the record has": [2.0],
+    "another one that is not finite": [math.nan],
+    "another each time": [2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0],
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_gradients_of_the_replay_are_those_of_the_record(monkeypatch, change):
+    """To the bit, unless the replays differ among themselves: then which ones are not finite."""
+    values = iter(CHANGES[change])
+    monkeypatch.setattr(Backward, "factor", lambda: next(values, 1.0), raising=False)
+    torch.manual_seed(0)
+    model = Twice()
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), policy="fp32",
+                     on_fault=lambda _: None)  # fmt: skip
+    step(square, data(4, 8))
+    found = step.diagnosis
+    if change == "another each time":
+        assert (found.status, found.origin.line) == ("fault", line_of(Backward))
+        assert any("not deterministic" in each for each in found.notes)
+    else:
+        assert (found.status, found.cause) == ("not_reproduced", "NONDETERMINISTIC")
 
 
 def breaking(graph, inputs):

@@ -35,7 +35,7 @@ from ampwise.numerics.trace import Root, Trace, has_finite_inputs, watch
 from ampwise.numerics.values import at, exponents, loss_of, origin_of
 from ampwise.policy import PRESETS
 from ampwise.step.compiled import is_compiled
-from ampwise.step.recorder import Stash, finite, let_go, replay
+from ampwise.step.recorder import Replayed, Stash, finite, let_go, replay
 from ampwise.step.train_step import TrainStep
 from ampwise.telemetry.environment import environment
 from ampwise.telemetry.ring import StepRecord
@@ -114,7 +114,7 @@ class Examiner:
         plain = replay(step, stash, backward=backward) if eagerly else trace.replayed
         found = self._new(stash, plain.losses)
         found.histograms = histograms
-        if not _same(stash.losses, plain.losses) or plain.clean or plain.error is not None:
+        if not self._reproduces(found, stash, plain) or plain.clean or plain.error is not None:
             return _not_reproduced(found, trace)
         if self._only_the_scale(stash, plain.losses):
             return self._benign(found, stash, trace)
@@ -149,6 +149,28 @@ class Examiner:
         if cause.cause in FLOAT32_CAUSES:
             found.notes += _beyond_fixes(found.fixes, wanted, step)
         return found
+
+    def _reproduces(self, found: Diagnosis, stash: Stash, plain: Replayed) -> bool:
+        """Whether a replay gave the losses and gradients of the recorded step, bit for bit.
+
+        Gradients may differ that two replays give differently, too: some kernels add up in another
+        order each time. Which of them are not finite may not.
+        """
+        if not _same(stash.losses, plain.losses):
+            return False
+        if not stash.norms or not plain.norms or _equal(stash.norms, plain.norms):
+            return True
+        again = replay(self.step, stash)
+        bad = [list(map(torch.isfinite, each.norms)) for each in (stash, plain, again)]
+        if not _equal(bad[0], bad[1]) or not _equal(bad[1], bad[2]):
+            return False
+        if _equal(plain.norms, again.norms):
+            return False
+        found.notes.append(
+            "Gradients differ from one replay to the next: kernels that are not deterministic. "
+            "Which of them are not finite is the same each time."
+        )
+        return True
 
     def together(self, stash: Stash, ranks: HostGroup) -> Diagnosis:
         """A skipped window with collectives in it, which all ranks replay at the same time.
@@ -395,10 +417,16 @@ class Examiner:
 
 
 def _same(recorded: Sequence[Tensor], replayed: Sequence[Tensor]) -> bool:
-    """Bit for bit, NaN equal to NaN; a window that was not recorded has nothing to compare."""
-    return all(
+    """Whether losses are equal; a window that was not recorded has nothing to compare."""
+    pairs = list(zip(recorded, replayed, strict=False))
+    return _equal([a for a, _ in pairs], [b for _, b in pairs])
+
+
+def _equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Bit for bit, NaN equal to NaN."""
+    return len(some) == len(others) and all(
         torch.equal(torch.nan_to_num(a, 7.0), torch.nan_to_num(b, 7.0))
-        for a, b in zip(recorded, replayed, strict=False)
+        for a, b in zip(some, others, strict=True)
     )
 
 

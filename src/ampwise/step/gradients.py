@@ -76,12 +76,29 @@ def by_device(tensors: Iterable[Tensor]) -> dict[torch.device, list[Tensor]]:
 
 
 def norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Global L2 norm, a scalar on `device`; no host synchronisation.
+    """Global L2 norm, a scalar on `device`: of all of `norms` together."""
+    return together(norms(gradients), device)
+
+
+def norms(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """L2 norm of each gradient, as vectors: one for each device and way of computing them.
 
     Finite only if every element is. On accelerators the reverse holds too; on the CPU a norm that
-    is not finite asks for a second look (`wide_norm`).
+    is not finite asks for a second look (`wide_norm`). No host synchronisation.
     """
-    return _global(gradients, device, _norms_on_cpu)
+    return _norms(gradients, _norms_on_cpu)
+
+
+def together(norms: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Global L2 norm, a scalar on `device`, of what `norms` gave."""
+    if not norms:
+        return torch.zeros((), device=device)
+    if len({each.device for each in norms} | {device}) > 1:
+        norms = [each.to(device, torch.float64) for each in norms]
+    all_of_them = norms[0] if len(norms) == 1 else torch.cat(list(norms))
+    if all_of_them.numel() == 1:
+        return all_of_them.squeeze()
+    return torch.linalg.vector_norm(all_of_them)
 
 
 def square(gradients: Mapping[int, Sequence[Tensor]], device: torch.device) -> Tensor:
@@ -99,40 +116,34 @@ def square(gradients: Mapping[int, Sequence[Tensor]], device: torch.device) -> T
 
 
 def wide_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The same in float64: for gradients of up to 32 bits, finite if and only if all are."""
-    return _global(gradients, device, _norms_in_float64)
+    """Global norm in float64: for gradients of up to 32 bits, finite if and only if all are."""
+    return together(_norms(gradients, _norms_in_float64), device)
 
 
-def _global(
-    gradients: Sequence[Tensor],
-    device: torch.device,
-    on_cpu: Callable[[list[Tensor]], Sequence[Tensor]],
-) -> Tensor:
-    norms: list[Tensor] = []
+def _norms(
+    gradients: Sequence[Tensor], on_cpu: Callable[[list[Tensor]], list[Tensor]]
+) -> list[Tensor]:
+    found: list[Tensor] = []
     for place, tensors in by_device(gradients).items():
-        norms += (on_cpu if place.type == "cpu" else _norms_in_float64)(tensors)
-    if not norms:
-        return torch.zeros((), device=device)
-    if len({each.device for each in norms} | {device}) > 1:
-        norms = [each.to(device, torch.float64) for each in norms]
-    return torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0]
+        found += (on_cpu if place.type == "cpu" else _norms_in_float64)(tensors)
+    return found
 
 
-def _norms_in_float64(tensors: list[Tensor]) -> Sequence[Tensor]:
-    return torch._foreach_norm(tensors, 2, dtype=torch.float64)
+def _norms_in_float64(tensors: list[Tensor]) -> list[Tensor]:
+    return [torch.stack(list(torch._foreach_norm(tensors, 2, dtype=torch.float64)))]
 
 
-def _norms_on_cpu(tensors: list[Tensor]) -> Sequence[Tensor]:
+def _norms_on_cpu(tensors: list[Tensor]) -> list[Tensor]:
     """Norms in float32 (float64 where some tensor is)."""
-    large, small, norms = list[Tensor](), list[Tensor](), list[Tensor]()
+    large, small, found = list[Tensor](), list[Tensor](), list[Tensor]()
     for tensor in tensors:
         (large if _suits_dot(tensor) else small).append(tensor)
     if large:
         flat = [tensor.view(-1) for tensor in large]
-        norms.append(torch.stack([torch.dot(each, each) for each in flat]).sum().sqrt())
+        found.append(torch.stack([torch.dot(each, each) for each in flat]).sqrt_())
     if small:
-        norms += torch._foreach_norm(small, 2, dtype=_sum_dtype(small))
-    return norms
+        found.append(torch.stack(list(torch._foreach_norm(small, 2, dtype=_sum_dtype(small)))))
+    return found
 
 
 def _suits_dot(tensor: Tensor) -> bool:

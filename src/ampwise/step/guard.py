@@ -1,6 +1,6 @@
 """The guard: between backward and the optimizer, decide on the device whether to step, and how far.
 
-    norm, found_inf   one read of the still scaled gradients          (`gradients.norm`)
+    norm, found_inf   one read of the still scaled gradients          (`gradients.norms`)
     clip coefficient  min(1, max_norm / (norm + 1e-6)), as in `torch.nn.utils.clip_grad_norm_`
     unscale and clip  folded: the optimizer's kernel divides by  scale * (1 / coefficient)
                       general: one multiplication by  coefficient / scale, in place
@@ -39,6 +39,9 @@ class Guard:
     found_inf
         1.0 when any gradient is inf or NaN, else 0.0; a float32 scalar on the device, written
         anew by each step.
+    norms
+        Of the single gradients, still scaled, as `gradients.norms` gives them; empty where all
+        ranks agreed on one norm.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class Guard:
         self.flag = HostFlag(torch.zeros((), device=device))
         self.found_inf = self.flag.tensor
         self.grad_norm = torch.zeros((), device=device)
+        self.norms: list[Tensor] = []
         self._one = torch.ones((), device=device)
         self._folds = all(optim.folds(optimizer) for optimizer in self.optimizers)
 
@@ -65,6 +69,10 @@ class Guard:
     def divide_(self, divisor: Tensor) -> None:
         """Turn scaled gradients into true ones now, in place; pass `step` None afterwards."""
         grads.multiply_(grads.gradients_of(self.optimizers), divisor.reciprocal())
+
+    def read(self) -> list[Tensor]:
+        """What `norms` would be now."""
+        return grads.norms(grads.gradients_of(self.optimizers))
 
     def agree(self, norm: Tensor) -> None:
         """Let the next `step` go by this norm of the gradients, still scaled: that of all ranks."""
@@ -89,10 +97,11 @@ class Guard:
     def _examine(self, gradients: Sequence[Tensor], divisor: Tensor | None) -> None:
         """Set `found_inf` and `grad_norm`."""
         if self._agreed is not None:
-            agreed, self._agreed = self._agreed, None
+            agreed, self._agreed, self.norms = self._agreed, None, []
             self._judge(agreed, divisor)
             return
-        self._judge(grads.norm(gradients, self._device), divisor)
+        self.norms = grads.norms(gradients)
+        self._judge(grads.together(self.norms, self._device), divisor)
         if self.flag.on_host and self.flag.read():
             # Perhaps only the float32 sum of squares overflowed. Looking costs no sync here.
             self._judge(grads.wide_norm(gradients, self._device), divisor)

@@ -81,12 +81,16 @@ class Stash:
         What it consists of, in order.
     losses
         Loss of each, detached; empty for a window that has not run yet.
+    norms
+        What the guard read off its gradients (`Guard.norms`): with the losses, what a replay has to
+        give again to the bit. Empty until it did, and where it went by what all ranks agreed on.
     """
 
     step: int
     scale: Tensor
     micro_batches: list[MicroBatch] = field(default_factory=list[MicroBatch])
     losses: list[Tensor] = field(default_factory=list[Tensor])
+    norms: list[Tensor] = field(default_factory=list[Tensor])
 
 
 @dataclass(slots=True)
@@ -99,6 +103,8 @@ class Replayed:
         Unscaled loss of each micro-batch, detached.
     gradients
         Gradients by parameter name, still scaled.
+    norms
+        Of the gradients, as a guard reads them; empty without backward, or where it raised.
     poisoned
         Buffers that forward left with inf or NaN in them, and that had none before.
     error
@@ -109,6 +115,7 @@ class Replayed:
 
     losses: list[Tensor] = field(default_factory=list[Tensor])
     gradients: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    norms: list[Tensor] = field(default_factory=list[Tensor])
     poisoned: list[str] = field(default_factory=list[str])
     error: Exception | None = None
     forward_s: float = 0.0
@@ -150,6 +157,11 @@ class Recorder:
         """The forward of the last micro-batch gave this (detached)."""
         if self.open is not None:
             self.open.losses.append(loss)
+
+    def norms(self, norms: list[Tensor]) -> None:
+        """A guard read these off gradients."""
+        if self.open is not None:
+            self.open.norms += norms
 
     def close(self) -> None:
         """The window's step was made or skipped."""
@@ -262,6 +274,9 @@ def replay(
         result.forward_s = listener.forward_s
         held = ((name, step._master.of(each)) for name, each in step._names.items())
         result.gradients = {name: each.grad for name, each in held if each.grad is not None}
+        if backward and result.error is None:
+            guards = map(step._guard, step._sets(None))
+            result.norms = [norm for guard in guards for norm in guard.read()]
         result.poisoned = [name for name, buffer in good if not finite(buffer)]
     return result
 

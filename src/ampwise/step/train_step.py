@@ -655,6 +655,8 @@ class TrainStep:
         if self._ranks is not None:
             self._agree(guard)
         guard.step(None if are_true else self._divisor())
+        if self.recorder is not None:
+            self.recorder.norms(guard.norms)
         self._norms.append(guard.grad_norm)
         return guard.flag
 
