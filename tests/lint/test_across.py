@@ -150,6 +150,7 @@ def test_a_network_in_its_own_file_is_judged_by_the_training_that_runs_it(folder
     assert found(home) == [
         ("model.py", 8, "AMP212", "train.py"),
         ("model.py", 9, "AMP210", "train.py"),
+        ("model.py", 14, "AMP301", "train.py"),
     ]
     assert found(home / "model.py") == []
 
@@ -157,7 +158,11 @@ def test_a_network_in_its_own_file_is_judged_by_the_training_that_runs_it(folder
 def test_what_several_files_lead_to_is_said_once(folder):
     home = folder(model=MODEL, train=TRAIN, again=TRAIN)
     places = [each[:3] for each in found(home, jobs=2)]
-    assert places == [("model.py", 8, "AMP212"), ("model.py", 9, "AMP210")]
+    assert places == [
+        ("model.py", 8, "AMP212"),
+        ("model.py", 9, "AMP210"),
+        ("model.py", 14, "AMP301"),
+    ]
 
 
 def test_what_a_file_shows_itself_is_not_put_down_to_others(folder):
@@ -170,7 +175,7 @@ def test_what_a_file_shows_itself_is_not_put_down_to_others(folder):
 def test_a_comment_in_the_file_of_the_mistake_silences_it(folder):
     silenced = MODEL.replace("-1e9)", "-1e9)  # ampwise: ignore[AMP212]")
     home = folder(model=silenced, train="# ampwise: ignore-file\n" + TRAIN)
-    assert [each[2] for each in found(home)] == ["AMP210"]
+    assert [each[2] for each in found(home)] == ["AMP210", "AMP301"]
 
 
 def test_fixes_are_written_where_the_mistakes_are(folder):
@@ -180,9 +185,9 @@ def test_fixes_are_written_where_the_mistakes_are(folder):
     assert fix_files(report, files, Settings(), unsafe=False) == {home / "model.py": 1}
     assert "torch.log_softmax(scores, dim=-1)" in files[0].read_text()
     assert files[1].read_text() == TRAIN
-    assert [each[2] for each in found(home)] == ["AMP212"]
+    assert [each[2] for each in found(home)] == ["AMP212", "AMP301"]
     assert fix_files(report, files, Settings(), unsafe=True) == {home / "model.py": 1}
-    assert found(home) == []
+    assert [each[2] for each in found(home)] == ["AMP301"]
 
 
 LATE = """\
@@ -268,3 +273,161 @@ def test_the_cache_knows_the_files_that_decide(folder):
     assert [each[2] for each in found(home)] == ["AMP201", "AMP101"]
     folder(helpers="def make(): ...\n\nmixed = make\n")
     assert found(home) == []
+
+
+NORM = """\
+import torch
+
+
+def norm_of(parameters):
+    if isinstance(parameters, torch.Tensor):
+        parameters = [parameters]
+    kept = list(filter(lambda p: p.grad is not None, parameters))
+    return sum(p.grad.norm() ** 2 for p in kept) ** 0.5
+
+
+def make_optimizer(name, model):
+    if name == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+    return torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+"""
+CALLS = """\
+import torch
+from norm import make_optimizer, norm_of
+
+
+def train(model, loader, criterion, name):
+    optimizer = make_optimizer(name, model)
+    scaler = torch.amp.GradScaler("cuda")
+    for x, y in loader:
+        optimizer.zero_grad()
+        with torch.autocast("cuda"):
+            loss = criterion(model(x), y)
+        scaler.scale(loss).backward()
+        size = norm_of(model.parameters())
+        scaler.step(optimizer)
+        scaler.update()
+"""
+
+
+def test_a_helper_that_does_what_it_is_told_is_called_wrongly(folder):
+    """Reading gradients is the mistake of who has not unscaled them; the optimizer is as made."""
+    home = folder(norm=NORM, train=CALLS)
+    assert found(home) == [
+        ("norm.py", 13, "AMP305", "train.py"),
+        ("train.py", 13, "AMP102", ""),
+    ]
+    files = [home / "norm.py", home / "train.py"]
+    fix_files(lint(files), files, Settings(), unsafe=True)
+    assert "scaler.unscale_(optimizer)\n        size = norm_of" in files[1].read_text()
+    assert found(home) == []
+
+
+SETTINGS = """\
+class Config:
+    def __init__(self):
+        self.task = "predict"
+        self.amp = False
+"""
+TASKS = """\
+import torch
+from settings import Config
+
+
+def train(model, optimizer, loader, config):
+    scaler = torch.amp.GradScaler("cuda", enabled=config.amp)
+    for x in loader:
+        optimizer.zero_grad()
+        with torch.autocast("cuda", enabled=config.amp):
+            loss = model(x).mean()
+        scaler.scale(loss).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+
+
+if __name__ == "__main__":
+    config = Config()
+    if config.task == "train":
+        train(*torch.load("all.pt"), config)
+"""
+
+
+def test_what_settings_are_set_to_may_be_changed(folder):
+    home = folder(settings=SETTINGS, main=TASKS)
+    assert [each[1:3] for each in found(home)] == [(12, "AMP101")]
+
+
+def test_other_libraries_than_torch_are_not_judged(folder):
+    paddle = LOOP.format(names="make, mixed").replace("import torch\n", "import paddle\n")
+    assert found(folder(loop=paddle.replace("torch.nn", "paddle.nn"), helpers=HELPERS)) == []
+
+
+STAGES = """\
+import enum
+
+
+class Stage(enum.Enum):
+    TRAIN = enum.auto()
+    TEST = enum.auto()
+"""
+STAGED = """\
+import torch
+import tools.stages
+
+
+class Trainer:
+    def __init__(self, model, optimizer, loader):
+        self.model, self.optimizer, self.loader = model, optimizer, loader
+
+    def loss(self, out, y, stage):
+        if stage != tools.stages.Stage.TRAIN:
+            print(out.argmax(1).cpu())
+        return torch.nn.functional.cross_entropy(out, y)
+
+    def train(self):
+        for x, y in self.loader:
+            self.optimizer.zero_grad()
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                loss = self.loss(self.model(x), y, tools.stages.Stage.{stage})
+            loss.backward()
+            self.optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("stage", ["TRAIN", "TEST"])
+def test_members_of_an_enum_are_told_apart(folder, stage):
+    home = folder(
+        **{"tools/__init__": "", "tools/stages": STAGES}, trainer=STAGED.format(stage=stage)
+    )
+    assert bool(found(home)) == (stage == "TEST")
+
+
+RETURNS = """\
+import torch
+
+
+def is_late(path):
+    if path.exists():
+        return True
+    return False
+
+
+def train(model, optimizer, loader, path):
+    scaler = torch.amp.GradScaler("cuda")
+    for epoch in range(9):
+        if is_late(path):
+            break
+        for x in loader:
+            optimizer.zero_grad()
+            with torch.autocast("cuda"):
+                loss = model(x).mean()
+            scaler.scale(loss).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+"""
+
+
+def test_a_function_may_return_what_another_case_returns(folder):
+    assert [each[1:3] for each in found(folder(train=RETURNS))] == [(20, "AMP101")]

@@ -25,6 +25,7 @@ class Module:
     assigned: dict[int, set[str]] = field(default_factory=dict[int, set[str]])
     """Names each loop binds, by ``id`` of the loop."""
     set_later: dict[int, set[str]] = field(default_factory=dict[int, set[str]])
+    chosen: dict[int, set[str]] = field(default_factory=dict[int, set[str]])
     """Attributes each class sets outside ``__init__``, by ``id`` of the class."""
     _texts: dict[int, str] = field(default_factory=dict[int, str])
 

@@ -47,8 +47,6 @@ class Rule:
         """All its mistakes on a file's paths, also those in files it imports; each place once."""
         seen: set[tuple[Path, int, int]] = set()
         for mistake in self.check(code):
-            if self.severity == "info" and mistake.module is not code.module:
-                continue  # a hint is for who wrote that file: whether it is slow there
             place = (mistake.module.path, mistake.node.lineno, mistake.node.col_offset)
             if place not in seen:
                 seen.add(place)

@@ -24,10 +24,10 @@ from ampwise.lint.words import has_step
 
 E = TypeVar("E", bound=Event)
 
-NODES = 200_000
+NODES = 600_000
 """Nodes of syntax walked for one file, over all its paths: a few seconds."""
 
-KEPT = NODES // 8
+KEPT = NODES // 24
 """Of those, kept for the first path through each function; other paths end where this begins."""
 
 SCRIPT_PATHS = 48
@@ -98,6 +98,8 @@ def analyse(module: Module) -> Analysis:
 
 def _trains(module: Module) -> bool:
     """Whether part of a training step is in a file, or in one that it runs."""
+    if _is_foreign(module):
+        return False
     if has_step(module.source.text) and module.roles.core:
         return True
     return module.project.glances.runs_loop(module.path, module.source.text, module.used)
@@ -141,6 +143,15 @@ def _explore(
         nothing = count == ENOUGH and not analysis.traces[before:]
         if budget.left < floor or nothing:
             break
+
+
+FOREIGN = {"paddle", "mindspore", "mxnet", "tensorflow", "oneflow"}
+
+
+def _is_foreign(module: Module) -> bool:
+    """Whether a file trains with another library, whose words may be the same."""
+    used = {name.partition(".")[0] for _, names in module.imports.statements for name in names}
+    return bool(used & FOREIGN) and "torch" not in used
 
 
 def _start(machine: Machine, module: Module, root: _Root) -> None:

@@ -49,7 +49,8 @@ BUILTINS = frozenset(dir(builtins))
 NETWORK_METHODS = {
     "parameters", "named_parameters", "train", "eval", "half", "bfloat16", "float", "to", "cuda",
     "cpu", "zero_grad", "state_dict", "load_state_dict", "requires_grad_", "apply", "double",
-    "type", "clip_grad_norm_",
+    "type", "clip_grad_norm_", "modules", "named_modules", "children", "named_children", "buffers",
+    "named_buffers",
 }  # fmt: skip
 STEP_EVENTS = (Backward, ScalerStep, OptimizerStep, Update, Unscale, ZeroGrad, Managed)
 
@@ -92,7 +93,7 @@ def invoke(
         case Model():
             return _model(machine, node, function, a)
         case Wrapper(path=path):
-            machine.emit(Managed, node, path)
+            machine.emit(Managed, node, path, _loss_given(a))
             return machine.unknown(node, "called", path)
         case Unknown() if isinstance(owner, Unknown):
             return _method_of_unknown(machine, node, owner, a)
@@ -273,6 +274,8 @@ def _construct(machine: Machine, node: ast.Call, class_: Class, a: Arguments) ->
         return Wrapper(class_.node.name)
     if any(library.is_optimizer(each) or each == "torch.optim.Optimizer" for each in ancestors[1:]):
         return torch_calls.make_optimizer(machine, node, class_.node.name, a)
+    if any("torch.optim.lr_scheduler." in each for each in ancestors[1:]):
+        return torch_calls.make_scheduler(machine, node, class_.node.name, a)
     if any(each.endswith(".DataLoader") for each in ancestors[1:]):
         return torch_calls.call(machine, node, "torch.utils.data.DataLoader", a)
     made = Instance(class_)
@@ -308,7 +311,7 @@ def _super(machine: Machine) -> Value:
 def _instance(machine: Machine, node: ast.Call, instance: Instance, a: Arguments) -> Value:
     class_ = instance.class_
     if is_step_wrapper(class_):
-        machine.emit(Managed, node, class_.node.name)
+        machine.emit(Managed, node, class_.node.name, _loss_given(a))
         return machine.unknown(node, "called")
     found = class_.lookup("__call__") or class_.lookup("forward")
     if found is None or not isinstance(found[0], Function):
@@ -328,6 +331,12 @@ def _instance(machine: Machine, node: ast.Call, instance: Instance, a: Arguments
         if isinstance(value, Tensor):
             return value.but(loss=True)
     return value
+
+
+def _loss_given(a: Arguments) -> Tensor | None:
+    """The loss of ``loss_scaler(loss, optimizer, ...)``."""
+    first = a.first("loss")
+    return first if isinstance(first, Tensor) else None
 
 
 def _forward(
@@ -383,7 +392,7 @@ def _unknown(machine: Machine, node: ast.Call, function: Value, a: Arguments) ->
     if library.CLIP_NAME.match(name):
         return torch_calls.call(machine, node, "torch.nn.utils.clip_grad_norm_", a)
     if SCALER.search(name) and a.count >= 2:
-        machine.emit(Managed, node, name)
+        machine.emit(Managed, node, name, _loss_given(a))
         return machine.unknown(node)
     methods.given_away(machine, node, name, a)
     if LOSS.search(name):

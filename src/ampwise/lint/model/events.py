@@ -50,6 +50,16 @@ class Condition:
 
 
 @dataclass(frozen=True, slots=True)
+class Site:
+    """Where a function is called."""
+
+    node: Node
+    module: Module
+    functions: tuple[str, ...]
+    """Names of the functions around, outermost first."""
+
+
+@dataclass(frozen=True, slots=True)
 class Context:
     """Where the path stands when something happens."""
 
@@ -59,6 +69,8 @@ class Context:
     no_grad: bool = False
     functions: tuple[str, ...] = ()
     """Names of the functions that are being executed, outermost first."""
+    sites: tuple[Site, ...] = ()
+    """Where they were called."""
 
     @property
     def region(self) -> Region | None:
@@ -308,3 +320,5 @@ class Managed(Event):
     """A wrapper runs backward or the step."""
 
     path: str
+    loss: Tensor | None = None
+    """The loss it is called with: it runs backward of that."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -138,15 +139,24 @@ def _of_instance(machine: Machine, node: Node, owner: Instance, attr: str) -> Va
     return as_role(machine, Unknown(f"self.{attr}", "given", of=owner), text)
 
 
+ENUMS = ("Enum", "IntEnum", "StrEnum", "Flag")
+SETTINGS = re.compile(r"(config|cfg|options?|args|arguments|settings|hparams)$", re.IGNORECASE)
+"""Classes of settings: what they are set to is what they are until somebody wants another."""
+
+
 def _is_placeholder(machine: Machine, class_: Class, value: Value, attr: str, text: str) -> bool:
-    """Whether an attribute is set to something else later, here or in a class derived from it."""
+    """Whether an attribute is set to something else later: here, in a class derived, by a user."""
     if not isinstance(value, Const):
         return False
+    if isinstance(value.value, bool | str) and SETTINGS.search(class_.node.name):
+        return True
     used = value.value is None and bool(machine.here.roles.methods.get(text))
-    return used or attr in class_.set_later()
+    return (used and attr not in class_.chosen()) or attr in class_.set_later()
 
 
 def _of_class(node: Node, owner: Class, attr: str) -> Value:
+    if attr in owner.attributes and any(e.endswith(ENUMS) for e in owner.ancestors()[1:]):
+        return Ref(f"{owner.node.name}.{attr}")  # a member is itself, and none of the others
     if found := owner.lookup(attr):
         return found[0]
     if attr == "apply" and calls.is_autograd_function(owner):

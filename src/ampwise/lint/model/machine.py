@@ -30,6 +30,7 @@ from ampwise.lint.model.events import (
     GradientRead,
     Loop,
     Report,
+    Site,
     ZeroGrad,
 )
 from ampwise.lint.model.naming import named
@@ -124,8 +125,9 @@ class Machine:
             names = tuple(
                 calls.name_of(frame.function) for frame in self.frames if frame.function is not None
             )
+            sites = tuple(frame.site for frame in self.frames if frame.site is not None)
             self._context = Context(
-                self._loops, self._conditions, self._regions, self._no_grad, names
+                self._loops, self._conditions, self._regions, self._no_grad, names, sites
             )
         return self._context
 
@@ -236,7 +238,7 @@ class Machine:
             return self.unknown(node, "called", calls.name_of(function))
         self.walked.add(id(function.node))
         scope = Scope(function.module, function.scope)
-        frame = Frame(function, scope)
+        frame = Frame(function, scope, Site(node, self.here, self.context.functions))
         unsure, self.unsure = self.unsure, 0
         with self._frame(frame):
             calls.bind(self, function, arguments, scope)
@@ -247,11 +249,22 @@ class Machine:
             with self.inside(managers):
                 self.block(function.node.body)
         self.unsure = unsure
-        if frame.returned is not None:
-            return frame.returned
-        if frame.may_return:
-            return next((v for v in frame.may_return if v is not NONE), NONE)
-        return NONE
+        return self._returned(frame, node)
+
+    def _returned(self, frame: Frame, node: Node) -> Value:
+        """What a function returns: of optimizers that different cases return, all."""
+        cases = [*frame.may_return, *([] if frame.returned is None else [frame.returned])]
+        value = frame.returned
+        if value is None:
+            value = next((each for each in frame.may_return if each is not NONE), NONE)
+        truths = {e.value for e in cases if isinstance(e, Const) and isinstance(e.value, bool)}
+        if len(truths) > 1:
+            return self.unknown(node, "called")
+        if isinstance(value, Optimizer):
+            known = {id(value), *map(id, value.others)}
+            others = [e for e in cases if isinstance(e, Optimizer) and id(e) not in known]
+            value.others = (*value.others, *others)
+        return value
 
     # ------------------------------------------------------------------ conditions
 
@@ -262,9 +275,9 @@ class Machine:
         if self.is_known(value):
             return bool(truth(value))
         if isinstance(value, Scaler | Optimizer | Scheduler | Model):
-            return self.oracle.ask(f"has {value.key}", True)
+            return self._ask(f"has {value.key}", True)
         key = key_of(value)
-        return self.oracle.ask(key, default and not any(each in key for each in ("nan", "inf")))
+        return self._ask(key, default and not any(each in key for each in ("nan", "inf")))
 
     def _decide_unknown(self, value: Unknown, default: bool) -> bool:
         match value.op:
@@ -275,11 +288,14 @@ class Machine:
             case "or":
                 return any(self.decide(each, default) for each in value.operands)
             case "%":  # a remainder is false once in a window
-                return not self.oracle.ask(f"({value.key} Eq 0)", self.micro_batch > 0)
+                return not self._ask(f"({value.key} Eq 0)", self.micro_batch > 0)
             case "Eq":
                 return self._equals(value, default)
             case _:
-                return self.oracle.ask(value.key, self._default(value, default))
+                return self._ask(value.key, self._default(value, default))
+
+    def _ask(self, key: str, default: bool) -> bool:
+        return self.oracle.ask(key, default, own=self.here is self.module)
 
     def _default(self, value: Unknown, default: bool) -> bool:
         """What holds once in a window holds on its last micro-batch."""
@@ -304,12 +320,12 @@ class Machine:
         left, right = value.operands
         default = self._default(value, default)
         if not isinstance(right, Const):
-            return self.oracle.ask(value.key, default)
+            return self._ask(value.key, default)
         subject = key_of(left)
         known = self.oracle.equal.get(subject)
         if known is not None and known != repr(right.value):
             return False
-        holds = self.oracle.ask(value.key, default)
+        holds = self._ask(value.key, default)
         if holds:
             self.oracle.equal[subject] = repr(right.value)
         return holds
@@ -450,13 +466,23 @@ class Machine:
                 self.emit(GradientRead, node, True, value.divisor)
         elif isinstance(owner, Instance):
             before = owner.attributes.get(attr)
-            # Of a setting and the constant that a branch puts in its place, either may stand.
-            if not (self.unsure and isinstance(before, Unknown) and isinstance(value, Const)):
-                owner.attributes[attr] = named(value, attr)
+            if self.unsure and isinstance(before, Optimizer) and isinstance(value, Optimizer):
+                value.others = (*before.others, before)
+            owner.attributes[attr] = named(self._kept(node, before, value), attr)
         elif isinstance(owner, Class):
             owner.attributes[attr] = value
         elif isinstance(owner, Unknown):
-            self.converted[f"attribute {owner.key}.{attr}"] = named(value, attr)
+            key = f"{owner.key}.{attr}"
+            before = self.converted.get(f"attribute {key}", Unknown(key, "given", of=owner))
+            self.converted[f"attribute {key}"] = named(self._kept(node, before, value), attr)
+
+    def _kept(self, node: ast.Attribute, before: Value | None, value: Value) -> Value:
+        """What an attribute holds: of a setting and a branch's constant, either may stand."""
+        if not self.unsure or not isinstance(value, Const):
+            return value
+        if isinstance(before, Const) and before.value != value.value:
+            return self.unknown(node, label=dotted(node))
+        return before if isinstance(before, Unknown) else value
 
     def _return(self, node: ast.Return) -> Flow:
         value = NONE if node.value is None else self.evaluate(node.value)
@@ -664,6 +690,22 @@ class Machine:
             path = self.here.project.locate(self.here.path, name)
             value: Value = Ref(name) if path is None else Imported(path, full=name)
             self.scope.set(alias.asname or name, value)
+            if alias.asname is None:
+                self._import_parts(alias.name.split("."))
+
+    def _import_parts(self, parts: list[str]) -> None:
+        """``import a.b`` makes ``b`` an attribute of ``a``."""
+        locate = self.here.project.locate
+        for count in range(1, len(parts)):
+            outer = locate(self.here.path, ".".join(parts[:count]))
+            inner = locate(self.here.path, ".".join(parts[: count + 1]))
+            if outer is None or inner is None:
+                return
+            value = Imported(inner, full=".".join(parts[: count + 1]))
+            if outer == self.here.path:
+                self.scope.names.setdefault(parts[count], value)
+            elif isinstance(package := self.resolve(Imported(outer, full=parts[0])), DictValue):
+                package.items.setdefault(parts[count], value)
 
     def _import_from(self, node: ast.ImportFrom) -> None:
         source = self.here.project.locate(self.here.path, node.module or "", node.level)

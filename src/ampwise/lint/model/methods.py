@@ -323,7 +323,10 @@ def _device_given(a: Arguments) -> str | None:
 def _tensor(machine: Machine, node: ast.Call, owner: Tensor, name: str, a: Arguments) -> Value:
     match name:
         case "backward":
-            machine.emit(Backward, node, owner, owner.scaled)
+            gradient = a.first("gradient")
+            of_gradient = gradient.scaled if isinstance(gradient, Tensor) else gradient
+            known = owner.scaled is not None or of_gradient in (None, NONE)
+            machine.emit(Backward, node, owner, owner.scaled if known else of_gradient)
             return NONE
         case _ if name in READS:
             if owner.data and not owner.moved:
@@ -365,8 +368,10 @@ def _moved(machine: Machine, node: ast.Call, owner: Tensor, name: str, a: Argume
     dtype = _dtype_given(a)
     if dtype in ("float16", "bfloat16"):
         return halved(machine, node, owner, dtype)
-    if any(isinstance(each, ast.Constant) and each.value == "cpu" for each in node.args):
+    # A variable may be "cpu" for want of a GPU only.
+    if any("cpu" in ast.unparse(each) for each in node.args if not isinstance(each, ast.IfExp)):
         return owner if owner.data else tensors.read(machine, node, owner, "cpu")
+    owner = owner.but(host=False) if owner.host and (dtype is None or a.count > 1) else owner
     if dtype is None and (owner.data or not (owner.forward or owner.loss)):
         non_blocking = "non_blocking" in a.named or (name == "cuda" and a.count > 1) or a.open
         machine.emit(Moved, node, owner, non_blocking, _device_given(a))

@@ -28,6 +28,13 @@ HOST = re.compile(r"numpy\.|np\.|sum\b|AverageMeter|\w*Meter|collections\.")
 _NOWHERE = ast.Pass(lineno=0, col_offset=0)
 
 
+NO_LOSS = (
+    "fn", "func", "function", "es", "weight", "weights", "name", "type", "key", "str", "meter",
+    "meters", "tracker", "log", "logger", "history", "list", "dict", "scaler", "metric", "metrics",
+)  # fmt: skip
+"""Endings of names of things about losses that are none."""
+
+
 def as_role(machine: Machine, value: Value, text: str) -> Value:
     """A value read under a name; an unknown one becomes what the name is used as in this file."""
     if not isinstance(value, Unknown) or value.made == "computed" or not text:
@@ -61,9 +68,7 @@ def _made(machine: Machine, value: Unknown, text: str) -> Value:
 def named(value: Value, name: str) -> Value:
     """A value as it is bound to a name: what is called a loss is one."""
     last = name.rpartition(".")[2]
-    if LOSS.search(last) and not name.endswith(
-        ("fn", "func", "function", "es", "weight", "weights", "name", "type", "key", "str")
-    ):
+    if LOSS.search(last) and not name.endswith(NO_LOSS):
         if isinstance(value, Unknown) and value.made == "called" and not HOST.match(value.key):
             scaled = value if "scale" in f"{name} {value.key}".lower() else None
             return Tensor(key=value.key, loss=True, scaled=scaled)

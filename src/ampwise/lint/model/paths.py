@@ -20,15 +20,19 @@ class Oracle:
     def __init__(self, told: dict[str, bool]) -> None:
         self.decided = dict(told)
         self.asked: list[str] = []
+        self.foreign: set[str] = set()
+        """Of these, what was asked in another file."""
         self.contradicted = False
         self.equal: dict[str, str] = {}
         """What things were found equal to."""
 
-    def ask(self, key: str, default: bool) -> bool:
-        """Whether a condition holds on this path."""
+    def ask(self, key: str, default: bool, *, own: bool = True) -> bool:
+        """Whether a condition holds on this path; `own`: it stands in the file that is judged."""
         if key not in self.decided:
             self.decided[key] = default
             self.asked.append(key)
+            if not own:
+                self.foreign.add(key)
         return self.decided[key]
 
     def assume(self, key: str) -> None:
@@ -40,7 +44,8 @@ class Oracle:
 def explore(walk: Callable[[Oracle], T], most: int) -> Iterator[T]:
     """Walk paths, the default one first, then those that differ in one condition, in two, ...
 
-    At most `most`. Contradictory ones are left out.
+    Of these, those first that differ in the file that is judged. At most `most`; contradictory ones
+    are left out.
     """
     waiting: deque[dict[str, bool]] = deque([{}])
     seen: set[frozenset[tuple[str, bool]]] = set()
@@ -51,7 +56,7 @@ def explore(walk: Callable[[Oracle], T], most: int) -> Iterator[T]:
         result = walk(oracle)
         if not oracle.contradicted:
             yield result
-        for key in oracle.asked:
+        for key in sorted(oracle.asked, key=oracle.foreign.__contains__):
             other = {**told, key: not oracle.decided[key]}
             mark = frozenset(other.items())
             if mark not in seen:

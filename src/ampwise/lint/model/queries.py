@@ -18,6 +18,7 @@ from ampwise.lint.model.events import (
     Managed,
     OptimizerStep,
     ScalerStep,
+    Site,
 )
 from ampwise.lint.model.nodes import Node, span
 from ampwise.lint.model.roles import dotted
@@ -41,10 +42,15 @@ def is_managed(trace: Trace) -> bool:
     return any(isinstance(each, Managed) for each in trace.events)
 
 
+def is_given(event: Event) -> bool:
+    """Whether a wrapper runs backward of a loss there."""
+    return isinstance(event, Managed) and event.loss is not None
+
+
 def uses_amp(code: Analysis) -> bool:
     """Whether the file trains in mixed precision anywhere."""
     return (
-        code.any(Enter)
+        code.any(Enter, lambda e: e.region.enabled and not e.context.no_grad)
         or code.any(ScalerStep)
         or code.any(Backward, lambda e: e.scaled is not None and not isinstance(e.scaled, Wrapper))
         or code.any(Made, lambda e: isinstance(e.value, Wrapper) and e.value.lower)
@@ -74,7 +80,7 @@ def step_loops(code: Analysis) -> Steps:
     found = Steps()
     for trace in code.traces:
         for event in trace.events:
-            if not isinstance(event, Backward | ScalerStep | OptimizerStep):
+            if not isinstance(event, Backward | ScalerStep | OptimizerStep) and not is_given(event):
                 continue
             loops = event.context.loops
             if loops:
@@ -87,7 +93,7 @@ def step_loops(code: Analysis) -> Steps:
     return found
 
 
-SETTING = re.compile(r"vis(ual|_|\b)|debug|verbose|plot|profil|dump")
+SETTING = re.compile(r"vi[sz](ual|_|\b)|debug|verbose|plot|profil|dump|interval")
 """What is switched on to look into a training, not to train."""
 
 
@@ -102,8 +108,24 @@ def is_hot(event: Event, steps: Steps, trace: Trace) -> bool:
             return False
         conditions = event.context.branches_in(around[0])
     return not any(
-        (each.periodic or SETTING.search(each.key)) and id(each.node) not in steps.windows
+        (each.periodic or SETTING.search(each.key) or _is_once(each.node))
+        and id(each.node) not in steps.windows
         for each in conditions
+    )
+
+
+def _is_once(branch: Node) -> bool:
+    """``if flag: ...; flag = False``."""
+    if not isinstance(branch, ast.If):
+        return False
+    is_not = isinstance(branch.test, ast.UnaryOp) and isinstance(branch.test.op, ast.Not)
+    flag = dotted(branch.test.operand if isinstance(branch.test, ast.UnaryOp) else branch.test)
+    return bool(flag) and any(
+        isinstance(each, ast.Assign)
+        and dotted(each.targets[0]) == flag
+        and isinstance(each.value, ast.Constant)
+        and each.value.value is is_not
+        for each in branch.body
     )
 
 
@@ -179,6 +201,19 @@ def _skipped_to(event: Event, step: Event) -> bool:
     """The step is reached in a later iteration than the backward: a ``continue`` went before."""
     loop, other = event.context.loops[-1], step.context.loops[-1]
     return loop.node is other.node and loop.serial != other.serial
+
+
+def site_in(event: Event, module: Module) -> Site:
+    """Where something happens as seen from a file: the call that leads there from it, if one does.
+
+    A helper in a file of its own that does what it is told to is called wrongly, not wrong.
+    """
+    context = event.context
+    if event.module is not module:
+        for each in reversed(context.sites):
+            if each.module is module:
+                return each
+    return Site(event.node, event.module, context.functions)
 
 
 def edit(what: Change, node: Node, text: str = "") -> Edit:

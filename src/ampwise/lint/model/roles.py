@@ -22,8 +22,8 @@ OPTIMIZER = re.compile(
 SCHEDULER = re.compile(r"sched|warm_?up|lr_?decay", re.IGNORECASE)
 NETWORK = re.compile(
     r"(^|[_.])(model|net|network|encoder|decoder|generator|discriminator|critic|student|teacher"
-    r"|backbone|unet|gen|disc|module|G|D|net_?[GD]|actor|policy|vae|gpt|transformer)"
-    r"(s|_\w+|\d+|[A-Z]\w*)?$|model$|Net$"
+    r"|backbone|unet|gen|disc|module|net_?[GD]|actor|policy|vae|gpt|transformer)"
+    r"(s|_\w+|\d+|[A-Z]\w*)?$|(^|[_.])[GD](_\w+|\d+)?$|model$|Net$"
 )
 NO_NETWORK = re.compile(
     r"(builder|factory|fn|func|names?|class|cls|config|cfg|path|dir|file|args|types?|params|output|outputs|id)$"
@@ -59,6 +59,7 @@ STEP_NAMES = {
 Role = Literal["scaler", "wrapper", "optimizer", "scheduler", "network", ""]
 
 HALF = {"torch.float16", "torch.half", "torch.bfloat16"}
+LOW = {"float16", "half", "bfloat16"}
 CORE = {"backward", "autocast", "GradScaler", "ShardedGradScaler", "unscale_", "scale_loss"}
 
 
@@ -201,11 +202,16 @@ class Roles:
                         own[name].append(call)
                 case _:
                     pass
-        gradients = [each for each in attributes if each.attr == "grad"]
-        self._spread([*gradients, *filter(self._is_step, calls)], self.steps, sites)
+        told = [each for each in attributes if each.attr == "grad" or self._is_chosen(each)]
+        self._spread([*told, *filter(self._is_step, calls)], self.steps, sites)
         special = [e for e in (*attributes, *index.of(ast.Name)) if self._is_used(e)]
         core: list[ast.AST] = [*special, *filter(self._is_core, calls), *_half_sums(index)]
         self._spread(core, self.core, own)
+
+    def _is_chosen(self, name: ast.Attribute) -> bool:
+        """Whether it is a dtype of 16 bits that a branch chooses."""
+        around = self._parents[id(name)]
+        return name.attr in LOW and isinstance(around, ast.Assign | ast.AnnAssign | ast.Return)
 
     def _is_used(self, name: ast.Attribute | ast.Name) -> bool:
         """Whether one of the names in `CORE` is called, or decorates a function."""

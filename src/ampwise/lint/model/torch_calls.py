@@ -155,7 +155,8 @@ def make_optimizer(machine: Machine, node: ast.Call, path: str, a: Arguments) ->
     return optimizer
 
 
-def _scheduler(machine: Machine, node: ast.Call, path: str, a: Arguments) -> Value:
+def make_scheduler(machine: Machine, node: ast.Call, path: str, a: Arguments) -> Value:
+    """A learning-rate scheduler."""
     return Scheduler(_place(machine, node, "scheduler"), path)
 
 
@@ -226,6 +227,7 @@ def _wrapper(machine: Machine, node: ast.Call, path: str, a: Arguments) -> Value
     return wrapper
 
 
+TENSORS = {"torch.Tensor", "torch.nn.Parameter", "torch.autograd.Variable"}
 OFF = ("'no'", "'32'", "32", "'32-true'", "False", "None")
 
 
@@ -296,11 +298,13 @@ def _operation(machine: Machine, node: ast.Call, path: str, a: Arguments) -> Val
         like = a.first("input") if name.endswith("_like") else None
         if isinstance(like, Tensor) and dtype is None:
             kind = like.dtype
+        told = like is not None or "device" in a.named or a.open
         return Tensor(
             key=_place(machine, node, name),
             dtype=dtype or kind,
             op=name,
             inputs=tuple(a.positional),
+            host=like.host if isinstance(like, Tensor) and "device" not in a.named else not told,
         )
     if not a.values and name not in library.PLAIN:
         return machine.unknown(node, "called", path)
@@ -374,6 +378,14 @@ def unknown_of_tensors(machine: Machine, node: ast.Call, name: str, a: Arguments
 # ---------------------------------------------------------------------- builtins
 
 
+def _is_no_tensor(value: Value, class_: Value) -> bool:
+    """Whether a value that is asked to be a tensor is something else for sure."""
+    wanted = class_.items if isinstance(class_, ListValue) else [class_]
+    names = {each.path for each in wanted if isinstance(each, Ref)}
+    known = Parameters | ListValue | DictValue | Const | Loader
+    return len(names) == len(wanted) and names <= TENSORS and isinstance(value, known)
+
+
 def _builtin(machine: Machine, node: ast.Call, name: str, a: Arguments) -> Value:
     first = a.positional[0] if a.positional else NONE
     match name:
@@ -417,6 +429,8 @@ def _builtin(machine: Machine, node: ast.Call, name: str, a: Arguments) -> Value
         case "bool":
             return first
         case "isinstance":
+            if _is_no_tensor(first, a.positional[-1]):
+                return FALSE
             return Unknown(f"isinstance({key_of(first)}, {key_of(a.positional[-1])})")
         case "str" | "repr" | "format":
             if node.args:
@@ -475,7 +489,7 @@ _KINDS: list[tuple[_Test, _Make]] = [
     (lambda p: p == "apex.amp.scale_loss", _scale_loss),
     (lambda p: p.startswith("apex.amp."), _apex),
     (lambda p: p in library.CLIP, _clip),
-    (library.is_scheduler, _scheduler),
+    (library.is_scheduler, make_scheduler),
     (library.is_optimizer, make_optimizer),
     (lambda p: p.rpartition(".")[2] in ("DataLoader", "FastDataLoader", "DataLoaderX"), _loader),
     (lambda p: bool(library.FSDP.search(p)), _wrap("fsdp")),

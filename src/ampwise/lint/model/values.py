@@ -10,13 +10,14 @@ the value was handed to.
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2s
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ampwise.lint.model.nodes import Node
+from ampwise.lint.model.roles import dotted
 
 if TYPE_CHECKING:
     from ampwise.lint.model.scope import Scope
@@ -121,16 +122,33 @@ class Class(Value):
         return known[id(self.node)]
 
     def _set_later(self) -> set[str]:
-        return {
-            target.attr
-            for method in self.node.body
-            if isinstance(method, ast.FunctionDef) and method.name != "__init__"
-            for node in ast.walk(method)
-            for target in _targets(node)
-            if isinstance(target, ast.Attribute)
-            and isinstance(target.value, ast.Name)
-            and target.value.id == "self"
-        }
+        return {name for name, _ in self._set_in(lambda method: method != "__init__")}
+
+    def chosen(self) -> set[str]:
+        """Attributes that ``__init__`` sets to None in one case and to something in another."""
+        known = self.module.chosen
+        if id(self.node) not in known:
+            known[id(self.node)] = self._chosen()
+        return known[id(self.node)]
+
+    def _chosen(self) -> set[str]:
+        none: set[str] = set()
+        something: set[str] = set()
+        for name, value in self._set_in(lambda method: method == "__init__"):
+            cases = [value.body, value.orelse] if isinstance(value, ast.IfExp) else [value]
+            for each in cases:
+                is_none = isinstance(each, ast.Constant) and each.value is None
+                (none if is_none else something).add(name)
+        return none & something
+
+    def _set_in(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, ast.expr | None]]:
+        """Attributes of ``self`` that methods set, with what they are set to."""
+        for method in self.node.body:
+            if isinstance(method, ast.FunctionDef) and wanted(method.name):
+                for node in ast.walk(method):
+                    for target in _targets(node):
+                        if isinstance(target, ast.Attribute) and dotted(target.value) == "self":
+                            yield target.attr, getattr(node, "value", None)
 
     def ancestors(self, seen: frozenset[int] = frozenset()) -> list[str]:
         """Names of all classes it derives from, outside ones by their full name."""

@@ -42,6 +42,7 @@ from ampwise.lint.model.queries import (
     is_real,
     receiver,
     same_owner,
+    site_in,
     statement_edit,
 )
 from ampwise.lint.rule import Mistake, rule
@@ -111,9 +112,10 @@ def _mistake(trace: Trace, index: int, clip: Clip, step: ScalerStep) -> Mistake:
     scaler, optimizer = receiver(step.node) or "scaler", first_argument(step.node) or "optimizer"
     call = f"{scaler}.unscale_({optimizer})"
     edits = _edits(trace, index, clip, step, call)
+    site = site_in(clip, step.module)
     return Mistake(
-        clip.node,
-        clip.module,
+        site.node,
+        site.module,
         f"gradients are clipped while they are still multiplied by the loss scale: the limit is "
         f"the loss scale too strict, so updates shrink by as much; call {call} before clipping",
         edits,

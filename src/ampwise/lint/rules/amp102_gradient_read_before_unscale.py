@@ -35,7 +35,7 @@ from collections.abc import Iterator
 from ampwise.lint.model.analysis import Analysis
 from ampwise.lint.model.events import Backward, GradientRead, ScalerStep, Unscale, ZeroGrad
 from ampwise.lint.model.nodes import Node, lines_of
-from ampwise.lint.model.queries import first_argument, is_real, receiver, statement_edit
+from ampwise.lint.model.queries import first_argument, is_real, receiver, site_in, statement_edit
 from ampwise.lint.rule import Mistake, rule
 
 
@@ -62,12 +62,14 @@ def check(code: Analysis) -> Iterator[Mistake]:
 def _mistake(read: GradientRead, step: ScalerStep | Unscale) -> Mistake:
     scaler, optimizer = receiver(step.node) or "scaler", first_argument(step.node) or "optimizer"
     call = f"{scaler}.unscale_({optimizer})"
-    inline = read.module is step.module and read.context.functions == step.context.functions
-    edits = (statement_edit("before", read.module, _outermost(read), call),) if inline else ()
+    site = site_in(read, step.module)
+    inline = site.module is step.module and site.functions == step.context.functions
+    before = _outermost(read) if site.node is read.node else site.node
+    edits = (statement_edit("before", site.module, before, call),) if inline else ()
     what = "edited" if read.is_edit else "read"
     return Mistake(
-        read.node,
-        read.module,
+        site.node,
+        site.module,
         f"gradients are {what} while they are still multiplied by the loss scale: values are up to "
         f"65,536 times too large and change when the scale does; call {call} first",
         edits,

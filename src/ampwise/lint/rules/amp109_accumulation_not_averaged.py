@@ -41,6 +41,7 @@ from collections.abc import Iterator
 from ampwise.lint.findings import Edit
 from ampwise.lint.model.analysis import Analysis, Trace
 from ampwise.lint.model.events import Backward, GradientRead, OptimizerStep, ScalerStep, ZeroGrad
+from ampwise.lint.model.nodes import Node
 from ampwise.lint.model.places import assignments, grouped, in_reach, scope_of
 from ampwise.lint.model.queries import accumulates, edit, is_managed, uses_amp
 from ampwise.lint.model.roles import dotted
@@ -81,10 +82,28 @@ def _is_plain_sum(trace: Trace, backward: Backward, step: ScalerStep | Optimizer
             return False
         if repr(value) == _count(backward, step):
             return False
+    if _sees_whole_batch(backward.context.loops[-1].node):
+        return False
     zeroed = [e for e in trace.of(ZeroGrad) if e.context.loops]
     window = [e for e in zeroed if e.context.loops[-1].serial == backward.context.loops[-1].serial]
     # Gradients that are zeroed on each micro-batch do not add up.
-    return not any(not e.context.is_periodic for e in window) or _is_nested(backward, step)
+    return all(e.context.is_periodic for e in window)
+
+
+def _sees_whole_batch(loop: Node) -> bool:
+    """Whether each loss is that of all micro-batches: ``cat(kept[:i] + [new] + kept[i + 1:])``.
+
+    So contrastive losses are accumulated: each backward adds what one micro-batch adds to it.
+    """
+    over = dotted(loop.target) if isinstance(loop, ast.For) else ""
+    cuts = [each.slice for each in ast.walk(loop) if isinstance(each, ast.Subscript)]
+    uppers = {dotted(each.upper) for each in cuts if isinstance(each, ast.Slice) and each.upper}
+    lowers = {
+        dotted(each.lower.left)
+        for each in cuts
+        if isinstance(each, ast.Slice) and isinstance(each.lower, ast.BinOp)
+    }
+    return bool(over) and over in uppers & lowers
 
 
 def _is_nested(backward: Backward, step: ScalerStep | OptimizerStep) -> bool:

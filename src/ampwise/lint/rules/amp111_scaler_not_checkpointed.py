@@ -41,7 +41,14 @@ from ampwise.lint.findings import Edit
 from ampwise.lint.model.analysis import Analysis
 from ampwise.lint.model.events import Backward, Save, ScalerStep, StateDict
 from ampwise.lint.model.nodes import Node
-from ampwise.lint.model.places import alone, assignments, bound_in, class_of, scope_of
+from ampwise.lint.model.places import (
+    alone,
+    assignments,
+    bound_in,
+    class_of,
+    functions_of,
+    scope_of,
+)
 from ampwise.lint.model.queries import edit, is_real, receiver
 from ampwise.lint.model.roles import dotted
 from ampwise.lint.model.values import (
@@ -50,6 +57,7 @@ from ampwise.lint.model.values import (
     Optimizer,
     Parameters,
     Scaler,
+    Scheduler,
     Unknown,
     Value,
 )
@@ -64,7 +72,8 @@ def check(code: Analysis) -> Iterator[Mistake]:
     states = [each for each in code.of(StateDict) if isinstance(each.of, Scaler)]
     saved = any(not each.loads for each in states)
     lacking = list(_saves_without(code, saved))
-    for save in lacking:
+    once = {id(each.mapping.node if each.mapping else each.node): each for each in lacking[::-1]}
+    for save in reversed(once.values()):  # a dict that is saved in several places lacks it once
         yield _save_mistake(code, save)
     if lacking or any(each.loads for each in states):
         return
@@ -82,13 +91,31 @@ def check(code: Analysis) -> Iterator[Mistake]:
 
 
 def _saves_without(code: Analysis, saved: bool) -> Iterator[Save]:
-    """Saves of an optimizer's state without a scaler's."""
-    for save in code.of(Save):
+    """Saves of an optimizer's state without a scaler's, on any path."""
+    saves = [each for trace in code.traces for each in trace.of(Save)]
+    whole = {id(each.node) for each in saves if _holds(each.mapping, Scaler)}
+    for save in saves:
         if isinstance(save.mapping, DictValue):
-            if _holds(save.mapping, Optimizer) and not _holds(save.mapping, Scaler):
+            # A function nobody showed us may be given an optimizer's state to log it.
+            writes = _is_torch_save(save) or _has_weights(save.mapping)
+            if writes and id(save.node) not in whole and _holds(save.mapping, Optimizer):
                 yield save
         elif not saved and _is_optimizer_state(code, save):
             yield save
+
+
+def _is_torch_save(save: Save) -> bool:
+    call = save.node
+    return isinstance(call, ast.Call) and save.module.imports.full(call.func) == "torch.save"
+
+
+def _has_weights(mapping: DictValue) -> bool:
+    """Whether there is state in it that is no optimizer's or scheduler's."""
+    states = [v for each in _mappings(mapping) for v in each.items.values()]
+    return any(
+        isinstance(each, Parameters) and not isinstance(each.of, Optimizer | Scheduler)
+        for each in states
+    )
 
 
 def _is_optimizer_state(code: Analysis, save: Save) -> bool:
@@ -163,8 +190,11 @@ def _is_same_scaler(module: Module, name: str, step: ast.AST, load: ast.AST) -> 
 def _save_mistake(code: Analysis, save: Save) -> Mistake:
     node, module = save.node, save.module
     made = save.mapping.node if save.mapping is not None else None
-    if isinstance(made, ast.Dict) and not module.holds(made) and code.module.holds(made):
-        node, module = made, code.module  # another file's function only writes what it is given
+    home = next((each for each in (module, code.module) if made and each.holds(made)), None)
+    if isinstance(made, ast.Dict) and home is not None:
+        within = functions_of(home, made)[:1]
+        if home is not module or within != functions_of(module, node)[:1]:
+            node, module = made, home  # another function only writes what it is given
     return Mistake(
         node,
         module,

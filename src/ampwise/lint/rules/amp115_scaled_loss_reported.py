@@ -35,7 +35,7 @@ from functools import partial
 
 from ampwise.lint.findings import Edit
 from ampwise.lint.model.analysis import Analysis, Trace
-from ampwise.lint.model.events import Accumulate, Report
+from ampwise.lint.model.events import Accumulate, Managed, Report
 from ampwise.lint.model.nodes import Node
 from ampwise.lint.model.places import (
     assignments,
@@ -83,6 +83,9 @@ def _windows(trace: Trace) -> Windows:
             around = {id(each.node) for each in step.context.loops}
             inner = {id(each.node) for each in backward.context.loops} - around
             found.setdefault(key_of(backward.tensor.divisor), set()).update(inner)
+    for each in trace.of(Managed):
+        if each.loss is not None and each.loss.divided:
+            found.setdefault(key_of(each.loss.divisor), set())
     return found
 
 

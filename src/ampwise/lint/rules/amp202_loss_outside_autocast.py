@@ -36,7 +36,7 @@ from ampwise.lint.findings import Edit
 from ampwise.lint.model.analysis import Analysis
 from ampwise.lint.model.events import Backward, Loss
 from ampwise.lint.model.places import grouped
-from ampwise.lint.model.queries import edit
+from ampwise.lint.model.queries import edit, is_given
 from ampwise.lint.model.tensors import flatten, is_low
 from ampwise.lint.model.values import Tensor, Value
 from ampwise.lint.rule import Mistake, rule
@@ -45,7 +45,7 @@ from ampwise.lint.rule import Mistake, rule
 @rule("AMP202", "loss-outside-autocast", "warning", fix="unsafe")
 def check(code: Analysis) -> Iterator[Mistake]:
     for trace in code.traces:
-        if not trace.of(Backward):
+        if not trace.of(Backward) and not any(map(is_given, trace.events)):
             continue
         for event in trace.of(Loss):
             if event.context.regions or event.context.no_grad:

@@ -36,10 +36,10 @@ from functools import partial
 
 from ampwise.lint.findings import Edit
 from ampwise.lint.model.analysis import Analysis, Trace
-from ampwise.lint.model.events import Backward, Forward, Loss
+from ampwise.lint.model.events import Backward, CastDown, Forward, Loss
 from ampwise.lint.model.places import block_of, has_own_lines, has_torch, in_reach, wrap
 from ampwise.lint.model.roles import EVALUATION, dotted
-from ampwise.lint.model.values import Region, key_of
+from ampwise.lint.model.values import Instance, Model, Region, key_of
 from ampwise.lint.project import Module
 from ampwise.lint.rule import Mistake, rule
 
@@ -55,12 +55,20 @@ def check(code: Analysis) -> Iterator[Mistake]:
     covered = {
         id(each.node) for trace in code.traces for each in trace.of(Forward) if each.context.regions
     }
+    halved = {
+        each.context.functions
+        for trace in code.traces
+        for each in trace.of(CastDown)
+        if isinstance(each.value, Model | Instance)
+    }
     for trace in code.traces:
         models = {key_of(each.model) for each in _trained(trace)}
         for event in trace.of(Forward):
             same = (key_of(event.model) in models and _is_reached(trace, event)) or (
                 _name(event.node) in trained and not _is_another(event, trained, plain)
             )
+            if event.context.functions in halved:
+                continue  # it says itself what validates, if not on every path
             if same and id(event.node) not in covered and _validates(event):
                 yield Mistake(
                     event.node,
@@ -133,10 +141,27 @@ def _validates(event: Forward) -> bool:
     """Whether it belongs to a validation: by the mode, or by a function's name."""
     if not event.is_root or not event.context.loops or _is_fallback(event):
         return False
+    if _is_discarded(event.module, event.node):
+        return False  # a warm-up, a measurement of speed
     if not event.context.no_grad and event.training is not False:
         return False
+    over = getattr(event.context.loops[-1].node, "iter", None)
     names = [each.rpartition(".")[2] for each in event.context.functions[-2:]]
+    if names and "train" in names[-1] and not event.context.no_grad:
+        return False
+    names += [dotted(each) for each in ast.walk(over) if isinstance(each, ast.Name)] if over else []
     return event.training is False or any(EVALUATION.search(each) for each in names)
+
+
+def _is_discarded(module: Module, node: ast.AST) -> bool:
+    """Whether nobody looks at the output."""
+    match module.parents.get(id(node)):
+        case ast.Expr():
+            return True
+        case ast.Assign(targets=[ast.Name(id="_")]):
+            return True
+        case _:
+            return False
 
 
 def _is_fallback(event: Forward) -> bool:

@@ -65,7 +65,9 @@ def check(code: Analysis) -> Iterator[Mistake]:
                 continue
             class_ = event.class_
             forward = _method(class_.node, "forward")
-            if forward is None or _passes_on(class_.node, forward):
+            if forward is None or _method(class_.node, "backward") is None:
+                continue
+            if _passes_on(class_.node, forward) or _only_moves(class_.node):
                 continue
             if not _is_prepared(class_.node):
                 yield Mistake(
@@ -100,6 +102,26 @@ def _passes_on(class_: ast.ClassDef, forward: ast.FunctionDef) -> bool:
         for each in ast.walk(class_)
     )
     return bool(returned) and returned <= inputs and not saves and not kept & returned
+
+
+MOVES = VIEWS | {
+    "apply", "zeros_like", "ones_like", "empty_like", "new_zeros", "new_empty", "new_full", "stack",
+    "cat", "split", "chunk", "unbind", "narrow", "transpose", "permute", "squeeze", "unsqueeze",
+    "size", "dim", "all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all",
+    "all_to_all_single", "reduce_scatter", "reduce_scatter_tensor", "broadcast", "get_rank",
+    "get_world_size", "is_initialized", "save_for_backward", "mark_dirty", "list", "tuple", "range",
+    "len", "append", "enumerate", "zip",
+}  # fmt: skip
+"""What keeps a tensor's dtype, whatever autocast says."""
+
+
+def _only_moves(class_: ast.ClassDef) -> bool:
+    """Whether forward and backward only move tensors: collectives, with what goes with them."""
+    walked = [each for each in map(partial(_method, class_), ("forward", "backward")) if each]
+    inside = [node for each in walked for body in each.body for node in ast.walk(body)]
+    calls = [dotted(e.func).rpartition(".")[2] for e in inside if isinstance(e, ast.Call)]
+    computes = any(isinstance(each, ast.BinOp) for each in inside)
+    return not computes and set(calls) <= MOVES
 
 
 def _viewed(node: ast.expr) -> str:

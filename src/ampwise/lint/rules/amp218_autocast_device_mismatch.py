@@ -74,7 +74,7 @@ def _is_cpu(trace: Trace) -> bool:
     """Whether the path surely trains on the CPU, and not for want of a GPU."""
     if any("available" in key or "cuda" in key or "cpu" in key for key in trace.decided):
         return False
-    devices = {each.device for each in trace.of(Moved)}
+    devices = {each.device for each in trace.of(Moved) if not each.context.no_grad}
     models = [e.model for e in trace.of(Forward) if isinstance(e.model, Model)]
     return (devices == {"cpu"}) or (bool(models) and all(each.cpu for each in models))
 

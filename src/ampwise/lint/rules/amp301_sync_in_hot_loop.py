@@ -57,7 +57,9 @@ def check(code: Analysis) -> Iterator[Mistake]:
         for event in trace.of(HostSync):
             if event.how == "get_scale" and event.context.functions in waits:
                 continue  # the price of a schedule that waits for skipped steps: AMP112
-            if is_hot(event, loops, trace):
+            # Of what another file is given more has to be known.
+            sure = event.module is code.module or isinstance(event.tensor, Tensor)
+            if sure and is_hot(event, loops, trace):
                 yield Mistake(
                     event.node,
                     event.module,

@@ -31,6 +31,7 @@ from collections.abc import Iterator
 
 from ampwise.lint.model.analysis import Analysis, Trace
 from ampwise.lint.model.events import Clock, Synchronize
+from ampwise.lint.model.places import functions_of
 from ampwise.lint.model.queries import is_hot, statement_edit, step_loops
 from ampwise.lint.rule import Mistake, rule
 
@@ -63,7 +64,10 @@ def _measures(trace: Trace, event: Synchronize) -> bool:
     """Whether the clock is read beside it, or events of the device are, in the same loop."""
     index = trace.events.index(event)
     near = trace.events[max(0, index - 3) : index + 4]
-    inside = event.context.loops[-1].node if event.context.loops else event.node
+    around: list[ast.AST] = [*functions_of(event.module, event.node)[:1]]
+    around += [each.node for each in event.context.loops[-1:]]
     return any(isinstance(each, Clock) for each in near) or any(
-        isinstance(each, ast.Attribute) and each.attr == "elapsed_time" for each in ast.walk(inside)
+        isinstance(each, ast.Attribute) and each.attr == "elapsed_time"
+        for outer in around
+        for each in ast.walk(outer)
     )

@@ -49,10 +49,23 @@ def check(code: Analysis) -> Iterator[Mistake]:
     if not uses_amp(code):
         return
     loops = step_loops(code)
+    waited = {
+        id(each.node)
+        for trace in code.traces
+        for each in trace.of(Elapsed)
+        if _waits(trace.events[each.begin : each.end])
+    }
     for trace in code.traces:
         for event in trace.of(Elapsed):
+            if id(event.node) in waited:
+                continue  # on some path it waits: there where there is something to wait for
             begun = trace.events[event.begin - 1].context.loops[-1:]
-            inside = any(id(each.node) in loops.nodes for each in event.context.loops)
+            around = {id(each.node) for each in event.context.loops}
+            inside = around & loops.nodes or any(
+                each.is_root and around and each.context.loops == event.context.loops
+                for each in trace.events[event.begin : event.end]
+                if isinstance(each, Forward)
+            )
             # Over a whole epoch, what is still queued at its end does not count.
             if (
                 inside
@@ -60,6 +73,11 @@ def check(code: Analysis) -> Iterator[Mistake]:
                 and _ends_at_work(trace.events[event.begin : event.end])
             ):
                 yield _mistake(trace.events[event.end - 1])
+
+
+def _waits(events: list[Event]) -> bool:
+    """Whether the device is waited for by a call that does nothing else."""
+    return not _ends_at_work(events) and any(isinstance(each, Synchronize) for each in events)
 
 
 def _ends_at_work(events: list[Event]) -> bool:

@@ -23,18 +23,20 @@ No automatic fix: the shapes of parameters change, and old checkpoints no longer
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 
 from ampwise.lint.model.analysis import Analysis
 from ampwise.lint.model.events import Made
+from ampwise.lint.model.nodes import Node
 from ampwise.lint.model.queries import uses_amp
 from ampwise.lint.model.values import Const, Model, Value
 from ampwise.lint.rule import Mistake, rule
 
 LAYER = re.compile(r"^torch\.nn\.(Linear|Embedding|Conv[123]d|LSTM|GRU)$")
 NAMES = (
-    ("#0", "in_features", "in_channels", "num_embeddings", "input_size"),
+    ("#0", "in_features", "in_channels", "input_size"),
     ("#1", "out_features", "out_channels", "embedding_dim", "hidden_size"),
 )
 SMALLEST = 64
@@ -49,7 +51,13 @@ def check(code: Analysis) -> Iterator[Mistake]:
         layer = event.value
         if not isinstance(layer, Model) or not LAYER.match(layer.path):
             continue
-        widths = [_width(layer.arguments, names) for names in NAMES]
+        written = [_written(event.node, names) for names in NAMES]
+        widths = [
+            _width(layer.arguments, names)
+            for names, node in zip(NAMES, written, strict=True)
+            if isinstance(node, ast.Constant | ast.Name | ast.Attribute)
+            and (layer.path != "torch.nn.Embedding" or names is not NAMES[0])
+        ]
         odd = [each for each in widths if each is not None and each > SMALLEST and each % 8]
         if odd:
             yield Mistake(
@@ -58,6 +66,15 @@ def check(code: Analysis) -> Iterator[Mistake]:
                 f"a width of {odd[0]} is no multiple of 8: tensor cores pad it or are not used, "
                 f"and lower precision gains little; use {-(-odd[0] // 8) * 8}",
             )
+
+
+def _written(call: Node, names: tuple[str, ...]) -> ast.expr | None:
+    """The width as it is written: of a sum of other layers' widths nobody is free to choose."""
+    if not isinstance(call, ast.Call):
+        return None
+    index = int(names[0][1:])
+    named = [each.value for each in call.keywords if each.arg in names]
+    return next(iter([*call.args[index : index + 1], *named]), None)
 
 
 def _width(arguments: dict[str, Value], names: tuple[str, ...]) -> int | None:

@@ -36,8 +36,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampwise.lint.model.analysis import Analysis
-from ampwise.lint.model.events import Forward
+from ampwise.lint.model.analysis import Analysis, Trace
+from ampwise.lint.model.events import Backward, Event, Forward, Managed, ZeroGrad
 from ampwise.lint.model.queries import accumulates, is_managed, uses_amp
 from ampwise.lint.model.values import Instance, Model
 from ampwise.lint.rule import Mistake, rule
@@ -52,16 +52,35 @@ def check(code: Analysis) -> Iterator[Mistake]:
             isinstance(each.model, Model | Instance) and each.model.wrapped == "ddp"
             for each in trace.of(Forward)
         )
-        if not parallel or is_managed(trace) or _is_handled(code):
+        if not parallel or _is_handled(code):
             continue
-        for backward, _ in accumulates(trace):
+        for event in _micro_batches(trace):
             yield Mistake(
-                backward.node,
-                backward.module,
+                event.node,
+                event.module,
                 "every micro-batch averages gradients over all processes, though only the last one "
                 "of the window needs it: as many all-reduces as micro-batches; run the others "
                 "under model.no_sync()",
             )
+
+
+def _micro_batches(trace: Trace) -> Iterator[Event]:
+    """Each backward of part of a window: that a wrapper runs by the division of its loss."""
+    if not is_managed(trace):
+        yield from (each for each, _ in accumulates(trace) if not _is_zeroed(trace, each))
+    for each in trace.of(Managed):
+        if each.loss is not None and each.loss.divided:
+            yield each
+
+
+def _is_zeroed(trace: Trace, backward: Backward) -> bool:
+    """Whether the gradients are zeroed each time: an adversary's, say, that nobody steps on."""
+    return any(
+        each.context.loops
+        and each.context.loops[-1].serial == backward.context.loops[-1].serial
+        and not each.context.is_periodic
+        for each in trace.of(ZeroGrad)
+    )
 
 
 def _is_handled(code: Analysis) -> bool:
