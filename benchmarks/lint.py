@@ -9,9 +9,7 @@ another in one process each, taking turns. ``pip install torchfix`` first.
 
 from __future__ import annotations
 
-import json
 import os
-import platform
 import random
 import statistics
 import subprocess
@@ -22,7 +20,8 @@ from pathlib import Path
 
 import torch
 
-HOME = Path(__file__).parent
+from _common import save
+
 TREE = Path(torch.__file__).parent
 
 
@@ -56,15 +55,11 @@ def main(count: int) -> None:
         pairs.append({"ampwise_s": round(ours, 2), "torchfix_s": round(theirs, 2)})
         print(f"{count} files: ampwise {ours:.2f} s, torchfix {theirs:.2f} s, {ratios[-1]:.1f}x")
     result = {
-        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} CPUs",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
         "tree": {"files": len(files), "bytes": size, "two_processes_s": round(two, 1),
                  "cached_s": round(again, 1)},
         "torchfix": {"files": count, "pairs": pairs, "ratio": round(statistics.median(ratios), 1)},
     }  # fmt: skip
-    target = HOME / "results" / "lint.json"
-    target.write_text(json.dumps(result, indent=2) + "\n")
+    save("lint", result)
 
 
 if __name__ == "__main__":
