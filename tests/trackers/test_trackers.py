@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,19 @@ def test_wandb_offline_run_file(tmp_path):
     assert [float(rows[step]["amp/loss_scale"]) for step in range(1, 6)] == SCALES
     assert NUMBERS | {"amp/precision"} <= rows[2].keys()
     assert float(rows[5]["eval/accuracy"]) == 0.9
+
+
+def test_a_wandb_run_file_is_read_when_it_is_whole(tmp_path):
+    """The process that writes it may be behind; of one that was killed, what there is."""
+    log_a_run("wandb", tmp_path)
+    (file,) = tmp_path.rglob("*.wandb")
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2])
+    assert len(wandb_history(file, wait_s=0.0)) < 5
+    late = threading.Timer(0.3, file.write_bytes, [whole])
+    late.start()
+    assert len(wandb_history(file)) == 5
+    late.join()
 
 
 def test_tensorboard_event_file(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import os
 import struct
+import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,14 +48,21 @@ def _wandb(folder: Path) -> list[Any]:
     ]
 
 
-def wandb_history(file: Path) -> dict[int, dict[str, str]]:
-    """What an offline W&B run file logged: by step, JSON text by name."""
-    from wandb.proto import wandb_internal_pb2
+def wandb_history(file: Path, wait_s: float = 10.0) -> dict[int, dict[str, str]]:
+    """What an offline W&B run file logged: by step, JSON text by name.
 
+    W&B writes it in a process of its own, which on a busy machine may not be done yet when the run
+    is: it is waited for the record that the run has ended, for so long.
+    """
+    until = time.monotonic() + wait_s
+    while True:
+        records = list(_wandb_records(file))
+        ended = any(each.WhichOneof("record_type") == "exit" for each in records)
+        if ended or time.monotonic() > until:
+            break
+        time.sleep(0.1)
     rows: dict[int, dict[str, str]] = {}
-    for data in _leveldb_records(file.read_bytes()[_WANDB_HEADER:]):
-        record: Any = wandb_internal_pb2.Record()  # pyright: ignore[reportAttributeAccessIssue]
-        record.ParseFromString(data)
+    for record in records:
         if record.WhichOneof("record_type") == "history":
             items = {
                 item.key or "/".join(item.nested_key): item.value_json
@@ -64,9 +72,19 @@ def wandb_history(file: Path) -> dict[int, dict[str, str]]:
     return rows
 
 
+def _wandb_records(file: Path) -> Iterator[Any]:
+    from wandb.proto import wandb_internal_pb2
+
+    for data in _leveldb_records(file.read_bytes()[_WANDB_HEADER:]):
+        record: Any = wandb_internal_pb2.Record()  # pyright: ignore[reportAttributeAccessIssue]
+        record.ParseFromString(data)
+        yield record
+
+
 def _leveldb_records(log: bytes) -> Iterator[bytes]:
     """Records of a LevelDB log: blocks of 32 KiB, each record with checksum, length and type.
 
+    One that is cut short ends it: the rest is not written yet.
     W&B puts a header of its own before the first block, which counts as part of it.
     """
     place, parts = 0, b""
@@ -76,6 +94,8 @@ def _leveldb_records(log: bytes) -> Iterator[bytes]:
             place += room
             continue
         length, kind = struct.unpack_from("<HB", log, place + 4)
+        if place + 7 + length > len(log):
+            return
         parts += log[place + 7 : place + 7 + length]
         place += 7 + length
         if kind in (1, 4):  # whole, or the last part
