@@ -264,6 +264,12 @@ def test_a_checkpoint_lacks_the_scaler_where_its_dict_is_made(folder):
     assert files[1].read_text() == SAVE
 
 
+def test_a_script_runs_the_file_whose_dict_lacks_it(folder):
+    main = "from train import train\n\ntrain(*open('all'))\n"
+    home = folder(train=SAVING, util=SAVE, main=main)
+    assert [each[:3] for each in found(home)] == [("train.py", 13, "AMP111")]
+
+
 def test_the_cache_knows_the_files_that_decide(folder):
     home = folder(
         loop=LOOP.format(names="make, mixed"), helpers="def make(): ...\n\nmixed = make\n"

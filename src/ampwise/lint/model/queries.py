@@ -86,7 +86,7 @@ def step_loops(code: Analysis) -> Steps:
             if loops:
                 found.nodes.add(id(loops[-1].node))
                 found.nodes |= {id(each.node) for each in loops if each.over_data}
-            elif trace.root and isinstance(event, Backward):
+            elif trace.root:
                 found.traces.add(id(trace.events))
             if not isinstance(event, Backward):
                 found.windows |= {id(each.node) for each in event.context.conditions}
@@ -102,7 +102,11 @@ def is_hot(event: Event, steps: Steps, trace: Trace) -> bool:
     if event.context.no_grad:
         return False
     conditions = list(event.context.conditions)
-    if id(trace.events) not in steps.traces:
+    if id(trace.events) in steps.traces:
+        # Objects that the step is handed were made before it.
+        if any(each.endswith(".__init__") for each in event.context.functions):
+            return False
+    else:
         around = [each for each in event.context.loops if id(each.node) in steps.nodes]
         if not around:
             return False

@@ -190,7 +190,8 @@ def _is_same_scaler(module: Module, name: str, step: ast.AST, load: ast.AST) -> 
 def _save_mistake(code: Analysis, save: Save) -> Mistake:
     node, module = save.node, save.module
     made = save.mapping.node if save.mapping is not None else None
-    home = next((each for each in (module, code.module) if made and each.holds(made)), None)
+    ways = [module, *(each.module for each in save.context.sites), code.module]
+    home = next((each for each in ways if made is not None and each.holds(made)), None)
     if isinstance(made, ast.Dict) and home is not None:
         within = functions_of(home, made)[:1]
         if home is not module or within != functions_of(module, node)[:1]:
