@@ -2,8 +2,8 @@
 
 The same as ``ampwise bench charlm --set size=base``, for a stated number of rounds; the report is
 stored as it is. Speed depends on the units of the machine (see `machine.isa`), and so do temporary
-buffers of its kernels; the rest of the peak is the same on every CPU. Results of other machines than
-the first one are kept under a name of their own.
+buffers of its kernels; the rest of the peak is the same on every CPU. Results of further machines are
+kept under names of their own.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--size", default="base")
-    parser.add_argument("--batch", default="", help="windows a batch, where the task's are too slow")
+    parser.add_argument("--batch", default="", help="windows a batch, for slow machines")
     options = parser.parse_args()
     config = BenchConfig(
         DEVICE,
