@@ -2,8 +2,8 @@
 
 The same as ``ampwise bench charlm --set size=base``, for a stated number of rounds; the report is
 stored as it is. Speed depends on the units of the machine (see `machine.isa`), and so do temporary
-buffers of its kernels; the rest of the peak is the same on every CPU. Results of further machines are
-kept under names of their own.
+buffers of its kernels; the rest of the peak is the same on every CPU. Results of further machines
+are kept under names of their own.
 """
 
 from __future__ import annotations
