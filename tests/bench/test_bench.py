@@ -18,7 +18,8 @@ from ampwise.bench.memory import PARTS, measure
 from ampwise.bench.race import Race, run_race, speedups
 from ampwise.bench.requirements import Thresholds, judge
 from ampwise.bench.result import BenchReport, PrecisionResult
-from ampwise.bench.run import CONTROL, BenchConfig, choose, run_bench
+from ampwise.bench.parity import ParityReport
+from ampwise.bench.run import CONTROL, BenchConfig, _taught, choose, run_bench
 from ampwise.bench.stats import Interval, paired_speedup
 from ampwise.bench.trial import Trial, try_first_step
 from ampwise.bench.verdict import verdict
@@ -543,3 +544,25 @@ def test_the_race_ends_when_it_is_decided(monkeypatch):
     monkeypatch.setattr(racing, "DECIDED", 10.0)
     report = bench(small_task(), "tf32", max_rounds=100)
     assert report.rounds == racing.MIN_ROUNDS
+
+
+@pytest.mark.parametrize(
+    ("asked", "taught"),
+    [({}, ["fp32", "bf16"]), ({"precisions": [PRESETS["fp16"]]}, ["fp32", "bf16", "fp16"]),
+     ({"parity_steps": 50}, ["fp32", "bf16", "fp16"])],
+)  # fmt: skip
+def test_a_hopelessly_slow_precision_is_not_taught_unless_asked_for(asked, taught):
+    """Emulated float16 would take the time in which the others learn something."""
+    steps = {"fp32": 10.0, "bf16": 30.0, "fp16": 170.0}
+    results = {
+        name: PrecisionResult(name, step_ms=Interval(ms, ms, ms)) for name, ms in steps.items()
+    }
+    parity = ParityReport()
+    kept = _taught(BenchConfig(CPU, **asked), [PRESETS[name] for name in steps], results, parity)
+    assert [each.text for each in kept] == taught
+    assert set(parity.left_out) == set(steps) - set(taught)
+    judged = judge(results["fp16"], Thresholds(), parity)
+    if asked:
+        return
+    assert judged["accuracy_difference"].status == "not measured"
+    assert "17 times as long" in judged["accuracy_difference"].reason

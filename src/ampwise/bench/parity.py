@@ -129,6 +129,8 @@ class ParityReport:
         Per undecided precision the seeds that would decide it.
     errors
         Per precision what ended a run early.
+    left_out
+        Per precision that was not trained, why.
     """
 
     metric: str = ""
@@ -141,6 +143,7 @@ class ParityReport:
     why_not: str = ""
     arms: dict[str, Parity] = field(default_factory=dict[str, Parity])
     losses: dict[str, Parity] = field(default_factory=dict[str, Parity])
+    left_out: dict[str, str] = field(default_factory=dict[str, str])
     loss: str = "loss"
     resolution: float = 0.0
     finals: dict[str, list[float]] = field(default_factory=dict[str, list[float]])

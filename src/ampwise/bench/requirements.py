@@ -120,6 +120,8 @@ def _accuracy(
 
     if parity is None:
         return unmeasured(_why_not(precision, ended) if ended else NOT_ASKED)
+    if precision.name in parity.left_out:
+        return unmeasured(parity.left_out[precision.name])
     if precision.name not in parity.arms:
         return unmeasured(_why_not(precision, ended))
     if not parity.learning:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -262,8 +262,9 @@ def _measure(
     if config.max_seeds:
         progress.stage("parity")
         report.parity = ParityReport()
-        plan = _plan(config, [results[policy.text] for policy in running])
-        run_parity(task, running, settings, plan, report.parity, progress.seed)
+        taught = _taught(config, running, results, report.parity)
+        plan = _plan(config, [results[policy.text] for policy in taught])
+        run_parity(task, taught, settings, plan, report.parity, progress.seed)
     if config.levers_s:
         report.levers = Levers()
         _levers(task, config, running, batches, report, progress)
@@ -339,6 +340,32 @@ def _levers(
         report.levers.refit = refit(
             task, smallest, config.settings, batches[0], limit, config.levers_s
         )
+
+
+HOPELESS = 5
+"""Times float32's step from which on nobody trains in a precision."""
+
+
+def _taught(
+    config: BenchConfig,
+    policies: Sequence[Policy],
+    results: Mapping[str, PrecisionResult],
+    parity: ParityReport,
+) -> list[Policy]:
+    """Precisions to train for parity: all that were asked for, else those with a usable speed."""
+    baseline = results[policies[0].text].step_ms
+    kept: list[Policy] = []
+    for policy in policies:
+        step = results[policy.text].step_ms
+        times = step.median / baseline.median if step and baseline else 1.0
+        if config.precisions is None and config.parity_steps is None and times > HOPELESS:
+            parity.left_out[policy.text] = (
+                f"a step takes {times:.0f} times as long as in {BASELINE}: training in it would "
+                f"take the time of all others; --precisions {policy.text} compares it"
+            )
+        else:
+            kept.append(policy)
+    return kept
 
 
 def _plan(config: BenchConfig, results: Sequence[PrecisionResult]) -> ParityPlan:
