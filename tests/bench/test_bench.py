@@ -15,10 +15,10 @@ from ampwise import Task
 from ampwise.bench import race as racing
 from ampwise.bench.arm import Arm, Settings
 from ampwise.bench.memory import PARTS, measure
+from ampwise.bench.parity import ParityReport
 from ampwise.bench.race import Race, run_race, speedups
 from ampwise.bench.requirements import Thresholds, judge
 from ampwise.bench.result import BenchReport, PrecisionResult
-from ampwise.bench.parity import ParityReport
 from ampwise.bench.run import CONTROL, BenchConfig, _taught, choose, run_bench
 from ampwise.bench.stats import Interval, paired_speedup
 from ampwise.bench.trial import Trial, try_first_step
