@@ -11,6 +11,7 @@ from ampwise.lint.glance import Glances
 from ampwise.lint.model.imports import Imports, imports
 from ampwise.lint.model.nodes import Index, Node, span
 from ampwise.lint.model.roles import Roles
+from ampwise.lint.model.values import Assigned
 from ampwise.lint.source import Source, UnreadableError, read
 
 
@@ -24,9 +25,8 @@ class Module:
     """Files that were read to understand this one."""
     assigned: dict[int, set[str]] = field(default_factory=dict[int, set[str]])
     """Names each loop binds, by ``id`` of the loop."""
-    set_later: dict[int, set[str]] = field(default_factory=dict[int, set[str]])
-    chosen: dict[int, set[str]] = field(default_factory=dict[int, set[str]])
-    """Attributes each class sets outside ``__init__``, by ``id`` of the class."""
+    set_in: dict[int, Assigned] = field(default_factory=dict[int, Assigned])
+    """How each class sets attributes, by ``id`` of the class."""
     _texts: dict[int, str] = field(default_factory=dict[int, str])
 
     @property

@@ -418,8 +418,8 @@ class Examiner:
 
 def _same(recorded: Sequence[Tensor], replayed: Sequence[Tensor]) -> bool:
     """Whether losses are equal; a window that was not recorded has nothing to compare."""
-    pairs = list(zip(recorded, replayed, strict=False))
-    return _equal([a for a, _ in pairs], [b for _, b in pairs])
+    both = min(len(recorded), len(replayed))
+    return _equal(recorded[:both], replayed[:both])
 
 
 def _equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:

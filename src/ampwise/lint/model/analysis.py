@@ -27,7 +27,7 @@ E = TypeVar("E", bound=Event)
 NODES = 600_000
 """Nodes of syntax walked for one file, over all its paths: a few seconds."""
 
-KEPT = NODES // 24
+KEPT = 25_000
 """Of those, kept for the first path through each function; other paths end where this begins."""
 
 SCRIPT_PATHS = 48

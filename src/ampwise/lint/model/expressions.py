@@ -151,7 +151,8 @@ def _is_placeholder(machine: Machine, class_: Class, value: Value, attr: str, te
     if isinstance(value.value, bool | str) and SETTINGS.search(class_.node.name):
         return True
     used = value.value is None and bool(machine.here.roles.methods.get(text))
-    return (used and attr not in class_.chosen()) or attr in class_.set_later()
+    assigned = class_.assigned()
+    return (used and attr not in assigned.chosen) or attr in assigned.later
 
 
 def _of_class(node: Node, owner: Class, attr: str) -> Value:

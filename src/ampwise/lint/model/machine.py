@@ -13,6 +13,7 @@ where they are called; recursion and depth end that, and a budget of nodes ends 
 from __future__ import annotations
 
 import ast
+import itertools
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -122,12 +123,15 @@ class Machine:
     def context(self) -> Context:
         """The place, as events keep it."""
         if self._context is None:
-            names = tuple(
-                calls.name_of(frame.function) for frame in self.frames if frame.function is not None
-            )
-            sites = tuple(frame.site for frame in self.frames if frame.site is not None)
+            names: tuple[str, ...] = ()
+            sites: list[Site] = []
+            for around, frame in itertools.pairwise(self.frames):
+                if frame.call is not None:
+                    sites.append(Site(frame.call, around.scope.module, names))
+                if frame.function is not None:
+                    names = (*names, calls.name_of(frame.function))
             self._context = Context(
-                self._loops, self._conditions, self._regions, self._no_grad, names, sites
+                self._loops, self._conditions, self._regions, self._no_grad, names, tuple(sites)
             )
         return self._context
 
@@ -238,7 +242,7 @@ class Machine:
             return self.unknown(node, "called", calls.name_of(function))
         self.walked.add(id(function.node))
         scope = Scope(function.module, function.scope)
-        frame = Frame(function, scope, Site(node, self.here, self.context.functions))
+        frame = Frame(function, scope, node)
         unsure, self.unsure = self.unsure, 0
         with self._frame(frame):
             calls.bind(self, function, arguments, scope)
@@ -410,10 +414,7 @@ class Machine:
         match target:
             case ast.Name(id=name):
                 before = self.scope.get(name)
-                if self.unsure and isinstance(before, Optimizer) and isinstance(value, Optimizer):
-                    value.others = (*before.others, before)
-                if self.unsure and isinstance(before, Const) and isinstance(value, Const):
-                    value = self._either(target, before, value)
+                value = self._either(target, before, value)
                 if not (self.unsure and _is_lost(before, value)):
                     self.scope.set(name, named(value, name))
             case ast.Tuple(elts=targets) | ast.List(elts=targets):
@@ -431,13 +432,19 @@ class Machine:
             case _:
                 pass
 
-    def _either(self, target: ast.Name, before: Const, value: Const) -> Value:
-        """One constant or another, as a branch that is not followed was taken or not."""
-        if before.value == value.value:
+    def _either(
+        self, target: ast.Name | ast.Attribute, before: Value | None, value: Value
+    ) -> Value:
+        """What is bound in a branch that may not be taken: of optimizers both, of constants one."""
+        if not self.unsure:
             return value
-        either = self.unknown(target, label=target.id)
-        either.periodic = any(each.periodic for each in self._conditions)
-        return either
+        if isinstance(before, Optimizer) and isinstance(value, Optimizer):
+            value.others = (*before.others, before)
+        if isinstance(before, Const) and isinstance(value, Const) and before.value != value.value:
+            either = self.unknown(target, label=dotted(target))
+            either.periodic = any(each.periodic for each in self._conditions)
+            return either
+        return value
 
     def _parts(self, value: Value, targets: list[ast.expr]) -> list[Value]:
         starred = any(isinstance(each, ast.Starred) for each in targets)
@@ -466,8 +473,6 @@ class Machine:
                 self.emit(GradientRead, node, True, value.divisor)
         elif isinstance(owner, Instance):
             before = owner.attributes.get(attr)
-            if self.unsure and isinstance(before, Optimizer) and isinstance(value, Optimizer):
-                value.others = (*before.others, before)
             owner.attributes[attr] = named(self._kept(node, before, value), attr)
         elif isinstance(owner, Class):
             owner.attributes[attr] = value
@@ -478,11 +483,9 @@ class Machine:
 
     def _kept(self, node: ast.Attribute, before: Value | None, value: Value) -> Value:
         """What an attribute holds: of a setting and a branch's constant, either may stand."""
-        if not self.unsure or not isinstance(value, Const):
-            return value
-        if isinstance(before, Const) and before.value != value.value:
-            return self.unknown(node, label=dotted(node))
-        return before if isinstance(before, Unknown) else value
+        if self.unsure and isinstance(before, Unknown) and isinstance(value, Const):
+            return before
+        return self._either(node, before, value)
 
     def _return(self, node: ast.Return) -> Flow:
         value = NONE if node.value is None else self.evaluate(node.value)

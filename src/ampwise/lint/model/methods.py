@@ -324,9 +324,10 @@ def _tensor(machine: Machine, node: ast.Call, owner: Tensor, name: str, a: Argum
     match name:
         case "backward":
             gradient = a.first("gradient")
-            of_gradient = gradient.scaled if isinstance(gradient, Tensor) else gradient
-            known = owner.scaled is not None or of_gradient in (None, NONE)
-            machine.emit(Backward, node, owner, owner.scaled if known else of_gradient)
+            scaled = owner.scaled
+            if scaled is None and gradient is not NONE:
+                scaled = gradient.scaled if isinstance(gradient, Tensor) else gradient
+            machine.emit(Backward, node, owner, scaled)
             return NONE
         case _ if name in READS:
             if owner.data and not owner.moved:
@@ -369,7 +370,8 @@ def _moved(machine: Machine, node: ast.Call, owner: Tensor, name: str, a: Argume
     if dtype in ("float16", "bfloat16"):
         return halved(machine, node, owner, dtype)
     # A variable may be "cpu" for want of a GPU only.
-    if any("cpu" in ast.unparse(each) for each in node.args if not isinstance(each, ast.IfExp)):
+    named = [each for each in node.args if not isinstance(each, ast.IfExp)]
+    if any("cpu" in machine.here.unparsed(each) for each in named):
         return owner if owner.data else tensors.read(machine, node, owner, "cpu")
     owner = owner.but(host=False) if owner.host and (dtype is None or a.count > 1) else owner
     if dtype is None and (owner.data or not (owner.forward or owner.loss)):

@@ -19,6 +19,7 @@ from ampwise.lint.model.events import (
     OptimizerStep,
     ScalerStep,
     Site,
+    ZeroGrad,
 )
 from ampwise.lint.model.nodes import Node, span
 from ampwise.lint.model.roles import dotted
@@ -29,6 +30,7 @@ from ampwise.lint.model.values import (
     Parameter,
     Parameters,
     Scaler,
+    Tensor,
     Unknown,
     Value,
     Wrapper,
@@ -45,6 +47,13 @@ def is_managed(trace: Trace) -> bool:
 def is_given(event: Event) -> bool:
     """Whether a wrapper runs backward of a loss there."""
     return isinstance(event, Managed) and event.loss is not None
+
+
+def given_in_parts(trace: Trace) -> Iterator[tuple[Managed, Tensor]]:
+    """Each backward of part of a window that a wrapper runs: of a loss that was divided."""
+    for event in trace.of(Managed):
+        if event.loss is not None and event.loss.divided:
+            yield event, event.loss
 
 
 def uses_amp(code: Analysis) -> bool:
@@ -181,6 +190,15 @@ def accumulates(trace: Trace) -> Iterator[tuple[Backward, ScalerStep | Optimizer
         )
         if step is not None and (_is_deeper(event, step) or _is_rarer(event, step)):
             yield event, step
+
+
+def zeroed_with(trace: Trace, backward: Backward) -> Iterator[ZeroGrad]:
+    """What zeroes gradients each time a backward runs, in the loop around it."""
+    serial = backward.context.loops[-1].serial
+    for event in trace.of(ZeroGrad):
+        loops = event.context.loops
+        if loops and loops[-1].serial == serial and not event.context.is_periodic:
+            yield event
 
 
 def _is_deeper(event: Event, step: Event) -> bool:

@@ -58,8 +58,8 @@ STEP_NAMES = {
 
 Role = Literal["scaler", "wrapper", "optimizer", "scheduler", "network", ""]
 
-HALF = {"torch.float16", "torch.half", "torch.bfloat16"}
 LOW = {"float16", "half", "bfloat16"}
+HALF = {f"torch.{each}" for each in LOW}
 CORE = {"backward", "autocast", "GradScaler", "ShardedGradScaler", "unscale_", "scale_loss"}
 
 

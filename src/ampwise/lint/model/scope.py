@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ampwise.lint.model.events import Site
+from ampwise.lint.model.nodes import Node
 from ampwise.lint.model.values import Function, Value
 
 if TYPE_CHECKING:
@@ -63,7 +63,8 @@ class Frame:
 
     function: Function | None
     scope: Scope
-    site: Site | None = None
+    call: Node | None = None
+    """Where it is called."""
     returned: Value | None = None
     may_return: list[Value] = field(default_factory=list[Value])
 

@@ -298,13 +298,16 @@ def _operation(machine: Machine, node: ast.Call, path: str, a: Arguments) -> Val
         like = a.first("input") if name.endswith("_like") else None
         if isinstance(like, Tensor) and dtype is None:
             kind = like.dtype
-        told = like is not None or "device" in a.named or a.open
+        if "device" in a.named or a.open:
+            host = False
+        else:
+            host = like.host if isinstance(like, Tensor) else like is None
         return Tensor(
             key=_place(machine, node, name),
             dtype=dtype or kind,
             op=name,
             inputs=tuple(a.positional),
-            host=like.host if isinstance(like, Tensor) and "device" not in a.named else not told,
+            host=host,
         )
     if not a.values and name not in library.PLAIN:
         return machine.unknown(node, "called", path)

@@ -10,11 +10,11 @@ the value was handed to.
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2s
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ampwise.lint.model.nodes import Node
 from ampwise.lint.model.roles import dotted
@@ -95,6 +95,15 @@ class Function(Value):
     class_: Class | None = None
 
 
+class Assigned(NamedTuple):
+    """Attributes of an object, by how its class sets them."""
+
+    later: set[str]
+    """In a method other than ``__init__``."""
+    chosen: set[str]
+    """In ``__init__``, to None in one case and to something in another."""
+
+
 @dataclass(eq=False, slots=True)
 class Class(Value):
     """A class of the code that is read."""
@@ -114,41 +123,26 @@ class Class(Value):
                 return found
         return None
 
-    def set_later(self) -> set[str]:
-        """Attributes of ``self`` that a method other than ``__init__`` sets."""
-        known = self.module.set_later
+    def assigned(self) -> Assigned:
+        """How methods set attributes of ``self``."""
+        known = self.module.set_in
         if id(self.node) not in known:
-            known[id(self.node)] = self._set_later()
+            known[id(self.node)] = self._assigned()
         return known[id(self.node)]
 
-    def _set_later(self) -> set[str]:
-        return {name for name, _ in self._set_in(lambda method: method != "__init__")}
-
-    def chosen(self) -> set[str]:
-        """Attributes that ``__init__`` sets to None in one case and to something in another."""
-        known = self.module.chosen
-        if id(self.node) not in known:
-            known[id(self.node)] = self._chosen()
-        return known[id(self.node)]
-
-    def _chosen(self) -> set[str]:
-        none: set[str] = set()
-        something: set[str] = set()
-        for name, value in self._set_in(lambda method: method == "__init__"):
-            cases = [value.body, value.orelse] if isinstance(value, ast.IfExp) else [value]
-            for each in cases:
-                is_none = isinstance(each, ast.Constant) and each.value is None
-                (none if is_none else something).add(name)
-        return none & something
-
-    def _set_in(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, ast.expr | None]]:
-        """Attributes of ``self`` that methods set, with what they are set to."""
+    def _assigned(self) -> Assigned:
+        later, none, something = set[str](), set[str](), set[str]()
         for method in self.node.body:
-            if isinstance(method, ast.FunctionDef) and wanted(method.name):
-                for node in ast.walk(method):
-                    for target in _targets(node):
-                        if isinstance(target, ast.Attribute) and dotted(target.value) == "self":
-                            yield target.attr, getattr(node, "value", None)
+            if isinstance(method, ast.FunctionDef):
+                for name, value in _set_in(method):
+                    if method.name != "__init__":
+                        later.add(name)
+                        continue
+                    cases = [value.body, value.orelse] if isinstance(value, ast.IfExp) else [value]
+                    for each in cases:
+                        is_none = isinstance(each, ast.Constant) and each.value is None
+                        (none if is_none else something).add(name)
+        return Assigned(later, none & something)
 
     def ancestors(self, seen: frozenset[int] = frozenset()) -> list[str]:
         """Names of all classes it derives from, outside ones by their full name."""
@@ -163,6 +157,14 @@ class Class(Value):
             elif isinstance(base, Unknown):
                 names.append(base.key)
         return names
+
+
+def _set_in(method: ast.FunctionDef) -> Iterator[tuple[str, ast.expr | None]]:
+    """Attributes of ``self`` that a method sets, with what they are set to."""
+    for node in ast.walk(method):
+        for target in _targets(node):
+            if isinstance(target, ast.Attribute) and dotted(target.value) == "self":
+                yield target.attr, getattr(node, "value", None)
 
 
 def _targets(node: ast.AST) -> list[ast.expr]:

@@ -40,10 +40,10 @@ from collections.abc import Iterator
 
 from ampwise.lint.findings import Edit
 from ampwise.lint.model.analysis import Analysis, Trace
-from ampwise.lint.model.events import Backward, GradientRead, OptimizerStep, ScalerStep, ZeroGrad
+from ampwise.lint.model.events import Backward, GradientRead, OptimizerStep, ScalerStep
 from ampwise.lint.model.nodes import Node
 from ampwise.lint.model.places import assignments, grouped, in_reach, scope_of
-from ampwise.lint.model.queries import accumulates, edit, is_managed, uses_amp
+from ampwise.lint.model.queries import accumulates, edit, is_managed, uses_amp, zeroed_with
 from ampwise.lint.model.roles import dotted
 from ampwise.lint.model.values import Const, Tensor, Unknown
 from ampwise.lint.rule import Mistake, rule
@@ -84,10 +84,8 @@ def _is_plain_sum(trace: Trace, backward: Backward, step: ScalerStep | Optimizer
             return False
     if _sees_whole_batch(backward.context.loops[-1].node):
         return False
-    zeroed = [e for e in trace.of(ZeroGrad) if e.context.loops]
-    window = [e for e in zeroed if e.context.loops[-1].serial == backward.context.loops[-1].serial]
     # Gradients that are zeroed on each micro-batch do not add up.
-    return all(e.context.is_periodic for e in window)
+    return not any(zeroed_with(trace, backward))
 
 
 def _sees_whole_batch(loop: Node) -> bool:

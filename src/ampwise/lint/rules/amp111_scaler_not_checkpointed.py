@@ -71,9 +71,8 @@ def check(code: Analysis) -> Iterator[Mistake]:
         return
     states = [each for each in code.of(StateDict) if isinstance(each.of, Scaler)]
     saved = any(not each.loads for each in states)
-    lacking = list(_saves_without(code, saved))
-    once = {id(each.mapping.node if each.mapping else each.node): each for each in lacking[::-1]}
-    for save in reversed(once.values()):  # a dict that is saved in several places lacks it once
+    lacking = _saves_without(code, saved)
+    for save in lacking:
         yield _save_mistake(code, save)
     if lacking or any(each.loads for each in states):
         return
@@ -90,18 +89,24 @@ def check(code: Analysis) -> Iterator[Mistake]:
             )
 
 
-def _saves_without(code: Analysis, saved: bool) -> Iterator[Save]:
-    """Saves of an optimizer's state without a scaler's, on any path."""
+def _saves_without(code: Analysis, saved: bool) -> list[Save]:
+    """Saves of an optimizer's state without a scaler's, on any path; of one dict the first."""
     saves = [each for trace in code.traces for each in trace.of(Save)]
     whole = {id(each.node) for each in saves if _holds(each.mapping, Scaler)}
+    found: dict[int, Save] = {}
     for save in saves:
-        if isinstance(save.mapping, DictValue):
+        place = id(save.node if save.mapping is None else save.mapping.node)
+        if place in found:
+            continue
+        if save.mapping is None:
+            lacks = not saved and _is_optimizer_state(code, save)
+        else:
             # A function nobody showed us may be given an optimizer's state to log it.
             writes = _is_torch_save(save) or _has_weights(save.mapping)
-            if writes and id(save.node) not in whole and _holds(save.mapping, Optimizer):
-                yield save
-        elif not saved and _is_optimizer_state(code, save):
-            yield save
+            lacks = writes and id(save.node) not in whole and _holds(save.mapping, Optimizer)
+        if lacks:
+            found[place] = save
+    return list(found.values())
 
 
 def _is_torch_save(save: Save) -> bool:

@@ -36,7 +36,13 @@ from collections.abc import Iterator
 
 from ampwise.lint.model.analysis import Analysis, Trace
 from ampwise.lint.model.events import Backward, Event, OptimizerStep, ScalerStep, ZeroGrad
-from ampwise.lint.model.queries import accumulates, is_managed, same_owner, uses_amp
+from ampwise.lint.model.queries import (
+    accumulates,
+    is_managed,
+    same_owner,
+    uses_amp,
+    zeroed_with,
+)
 from ampwise.lint.model.values import Optimizer, Parameter
 from ampwise.lint.rule import Mistake, rule
 
@@ -123,11 +129,8 @@ def _last(events: list[Event]) -> Event | None:
 def _inside_window(trace: Trace) -> Iterator[Mistake]:
     """Zeroed on every micro-batch of a window."""
     for backward, step in accumulates(trace):
-        for event in trace.of(ZeroGrad):
-            inside = event.context.loops and (
-                event.context.loops[-1].serial == backward.context.loops[-1].serial
-            )
-            if inside and not event.context.is_periodic and _same(event, step):
+        for event in zeroed_with(trace, backward):
+            if _same(event, step):
                 yield Mistake(
                     event.node,
                     event.module,

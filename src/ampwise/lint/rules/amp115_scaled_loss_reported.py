@@ -35,7 +35,7 @@ from functools import partial
 
 from ampwise.lint.findings import Edit
 from ampwise.lint.model.analysis import Analysis, Trace
-from ampwise.lint.model.events import Accumulate, Managed, Report
+from ampwise.lint.model.events import Accumulate, Report
 from ampwise.lint.model.nodes import Node
 from ampwise.lint.model.places import (
     assignments,
@@ -46,7 +46,7 @@ from ampwise.lint.model.places import (
     scope_of,
     stores,
 )
-from ampwise.lint.model.queries import accumulates, edit, step_loops, uses_amp
+from ampwise.lint.model.queries import accumulates, edit, given_in_parts, step_loops, uses_amp
 from ampwise.lint.model.roles import dotted
 from ampwise.lint.model.values import Scaler, Tensor, Wrapper, key_of
 from ampwise.lint.project import Module
@@ -83,9 +83,8 @@ def _windows(trace: Trace) -> Windows:
             around = {id(each.node) for each in step.context.loops}
             inner = {id(each.node) for each in backward.context.loops} - around
             found.setdefault(key_of(backward.tensor.divisor), set()).update(inner)
-    for each in trace.of(Managed):
-        if each.loss is not None and each.loss.divided:
-            found.setdefault(key_of(each.loss.divisor), set())
+    for _, loss in given_in_parts(trace):
+        found.setdefault(key_of(loss.divisor), set())
     return found
 
 

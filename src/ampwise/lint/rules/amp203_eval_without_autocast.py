@@ -145,11 +145,12 @@ def _validates(event: Forward) -> bool:
         return False  # a warm-up, a measurement of speed
     if not event.context.no_grad and event.training is not False:
         return False
-    over = getattr(event.context.loops[-1].node, "iter", None)
     names = [each.rpartition(".")[2] for each in event.context.functions[-2:]]
     if names and "train" in names[-1] and not event.context.no_grad:
         return False
-    names += [dotted(each) for each in ast.walk(over) if isinstance(each, ast.Name)] if over else []
+    loop = event.context.loops[-1].node
+    if isinstance(loop, ast.For | ast.AsyncFor):
+        names += [each.id for each in ast.walk(loop.iter) if isinstance(each, ast.Name)]
     return event.training is False or any(EVALUATION.search(each) for each in names)
 
 

@@ -60,19 +60,21 @@ def check(code: Analysis) -> Iterator[Mistake]:
             if id(event.node) in waited:
                 continue  # on some path it waits: there where there is something to wait for
             begun = trace.events[event.begin - 1].context.loops[-1:]
-            around = {id(each.node) for each in event.context.loops}
-            inside = around & loops.nodes or any(
-                each.is_root and around and each.context.loops == event.context.loops
-                for each in trace.events[event.begin : event.end]
-                if isinstance(each, Forward)
-            )
+            timed = trace.events[event.begin : event.end]
+            inside = any(
+                id(each.node) in loops.nodes for each in event.context.loops
+            ) or _times_forward(event, timed)
             # Over a whole epoch, what is still queued at its end does not count.
-            if (
-                inside
-                and begun == event.context.loops[-1:]
-                and _ends_at_work(trace.events[event.begin : event.end])
-            ):
+            if inside and begun == event.context.loops[-1:] and _ends_at_work(timed):
                 yield _mistake(trace.events[event.end - 1])
+
+
+def _times_forward(event: Elapsed, timed: list[Event]) -> bool:
+    """Whether a network runs in it, each time round the same loop."""
+    loops = event.context.loops
+    return bool(loops) and any(
+        isinstance(each, Forward) and each.is_root and each.context.loops == loops for each in timed
+    )
 
 
 def _waits(events: list[Event]) -> bool:

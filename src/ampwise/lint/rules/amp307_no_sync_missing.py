@@ -37,8 +37,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ampwise.lint.model.analysis import Analysis, Trace
-from ampwise.lint.model.events import Backward, Event, Forward, Managed, ZeroGrad
-from ampwise.lint.model.queries import accumulates, is_managed, uses_amp
+from ampwise.lint.model.events import Event, Forward
+from ampwise.lint.model.queries import (
+    accumulates,
+    given_in_parts,
+    is_managed,
+    uses_amp,
+    zeroed_with,
+)
 from ampwise.lint.model.values import Instance, Model
 from ampwise.lint.rule import Mistake, rule
 
@@ -65,22 +71,11 @@ def check(code: Analysis) -> Iterator[Mistake]:
 
 
 def _micro_batches(trace: Trace) -> Iterator[Event]:
-    """Each backward of part of a window: that a wrapper runs by the division of its loss."""
+    """Each backward of part of a window."""
     if not is_managed(trace):
-        yield from (each for each, _ in accumulates(trace) if not _is_zeroed(trace, each))
-    for each in trace.of(Managed):
-        if each.loss is not None and each.loss.divided:
-            yield each
-
-
-def _is_zeroed(trace: Trace, backward: Backward) -> bool:
-    """Whether the gradients are zeroed each time: an adversary's, say, that nobody steps on."""
-    return any(
-        each.context.loops
-        and each.context.loops[-1].serial == backward.context.loops[-1].serial
-        and not each.context.is_periodic
-        for each in trace.of(ZeroGrad)
-    )
+        # What is zeroed each time, as an adversary's gradients, nobody waits to step on.
+        yield from (e for e, _ in accumulates(trace) if not any(zeroed_with(trace, e)))
+    yield from (event for event, _ in given_in_parts(trace))
 
 
 def _is_handled(code: Analysis) -> bool:
