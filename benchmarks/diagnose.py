@@ -26,7 +26,8 @@ from ampwise.bench.memory import peak_on_cpu
 from ampwise.data import to_device
 from ampwise.numerics.shadow import shadow
 from ampwise.numerics.trace import watch
-from ampwise.step.recorder import Recorder, rehearsal, replay
+from ampwise.step.recorder import Recorder
+from ampwise.step.replay import rehearsal, replay
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

@@ -28,7 +28,7 @@ from _common import paired_ratio, save, show, take_turns
 from ampwise import diagnose, load_task
 from ampwise.numerics.trace import watch
 from ampwise.step import TrainStep
-from ampwise.step.recorder import rehearsal, replay
+from ampwise.step.replay import rehearsal, replay
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from tests.numerics import cases

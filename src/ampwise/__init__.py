@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ampwise.numerics.diagnose import diagnose
     from ampwise.numerics.result import Diagnosis
     from ampwise.policy import Policy, Resolution, resolve
-    from ampwise.step import Activity, LossScale, StepRecord, TrainStep
+    from ampwise.step import Activity, Engine, LossScale, StepRecord, TrainStep
     from ampwise.tasks import Task, load_task
 
 __version__ = "0.1.0"
@@ -38,7 +38,7 @@ _HOMES = {
     "ampwise.numerics.diagnose": ("diagnose",),
     "ampwise.numerics.result": ("Diagnosis",),
     "ampwise.policy": ("Policy", "Resolution", "resolve"),
-    "ampwise.step": ("Activity", "LossScale", "StepRecord", "TrainStep"),
+    "ampwise.step": ("Activity", "Engine", "LossScale", "StepRecord", "TrainStep"),
     "ampwise.tasks": ("Task", "load_task"),
 }  # fmt: skip
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
@@ -48,6 +48,7 @@ __all__ = [
     "AmpwiseError",
     "CheckpointError",
     "Diagnosis",
+    "Engine",
     "GateError",
     "InactivePolicyError",
     "LossScale",
@@ -75,6 +76,17 @@ def __getattr__(name: str) -> object:
     value = getattr(importlib.import_module(_HOME_OF[name]), name)
     globals()[name] = value
     return value
+
+
+def examine_fault(step: TrainStep) -> tuple[Diagnosis | None, str]:
+    """What ``on_fault`` asks: why the last window of a step was skipped, and that in words.
+
+    None if only the loss scale was too high. The analysis lies above the step and is loaded only
+    when one fails, so it is this front that knows both.
+    """
+    fault = importlib.import_module("ampwise.numerics.fault")
+    found = fault.examine(step)
+    return found, "" if found is None else fault.summary(found)
 
 
 def __dir__() -> list[str]:

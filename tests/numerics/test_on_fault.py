@@ -12,7 +12,8 @@ from torch import nn
 from ampwise.cli.main import main
 from ampwise.errors import AmpwiseError, UsageError
 from ampwise.step import LossScale, TrainStep, train_step
-from ampwise.step.recorder import Recorder, replay
+from ampwise.step.recorder import Recorder
+from ampwise.step.replay import replay
 from tests.numerics.cases import data
 from tests.step.conftest import as_on_an_accelerator
 
@@ -107,6 +108,7 @@ class OneLate:
 
     def __init__(self):
         self.pending = []
+        self.at_once = False
 
     def settle(self, flag):
         known, self.pending = self.pending, [bool(flag.tensor)]

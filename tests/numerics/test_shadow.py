@@ -16,7 +16,7 @@ from ampwise.numerics.shadow import compare, shadow
 from ampwise.numerics.trace import NAN, NEGATIVE, POSITIVE, bad_bits, watch
 from ampwise.policy import Policy
 from ampwise.step import TrainStep
-from ampwise.step.recorder import rehearsal, replay
+from ampwise.step.replay import rehearsal, replay
 from ampwise.tasks import load_task
 from tests.numerics.cases import data
 

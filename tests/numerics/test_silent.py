@@ -16,7 +16,7 @@ from ampwise.numerics.result import percent
 from ampwise.numerics.shadow import shadow
 from ampwise.report.diagnosis import render, to_html
 from ampwise.step import TrainStep
-from ampwise.step.recorder import rehearsal
+from ampwise.step.replay import rehearsal
 from ampwise.tasks import Task
 from tests.numerics.cases import (
     CASES,

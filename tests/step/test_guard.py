@@ -303,11 +303,14 @@ def test_settling_of_the_loss_scale_does_not_abort():
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
-        ({"accumulate": 0}, "accumulate: expected a window of 1 or more, got 0"),
+        (
+            {"accumulate": 0},
+            "accumulate: expected a whole number of micro-batches, 1 or more, got 0",
+        ),
         ({"max_grad_norm": -1.0}, "max_grad_norm: expected a norm above 0"),
         ({"max_grad_norm": float("nan")}, "max_grad_norm: expected a norm above 0"),
         ({"skip": "some"}, "skip: expected 'all' or 'each', got 'some'"),
-        ({"max_skips": 0}, "max_skips: expected 1 or more"),
+        ({"max_skips": 0}, "max_skips: expected a whole number of skipped steps, 1 or more"),
         ({"policy": "fp15"}, "unknown precision 'fp15'"),
     ],
 )

@@ -7,7 +7,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ampwise.step import TrainStep
-from ampwise.step.recorder import Recorder, rehearsal, replay
+from ampwise.step.recorder import Recorder
+from ampwise.step.replay import rehearsal, replay
 
 
 def recorded(accumulate=2):

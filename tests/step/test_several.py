@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 from torch import nn
 
+from ampwise.errors import UsageError
 from ampwise.step import LossScale, TrainStep
 
 
@@ -33,14 +35,16 @@ def test_looking_at_the_gradients_of_one_optimizer_leaves_the_others_free():
     assert step.steps == 2
 
 
-def test_a_penalty_for_one_optimizer_goes_with_weighed_micro_batches():
+def test_a_loss_without_a_weight_among_weighed_ones_is_refused():
+    """By how much would it count? The window's samples do not say."""
     models, (d, _), step = pair(accumulate=2)
 
     def both(_, x):
         return sum(each(x).square().mean() for each in models)
 
     step(both, torch.ones(3, 4))
-    step.backward(0.1 * models[0].weight.square().sum(), optimizers=[d])
+    with pytest.raises(UsageError, match="give every backward"):
+        step.backward(0.1 * models[0].weight.square().sum(), optimizers=[d])
     step(both, torch.ones(3, 4), last=True)
     assert step.steps == 1
 

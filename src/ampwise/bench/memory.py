@@ -7,7 +7,8 @@ keeps, and is not used.)
 
 The parts at the peak come from `torch.distributed._tools.MemTracker`, which is private: where it
 fails, parameters and optimizer state are counted and the rest is left undivided. The autocast cache
-(the half-precision copies of the weights) counts as activations there; it is measured apart.
+(16-bit copies of weights, made in forward or kept by the policy) counts as activations there; it is
+measured apart.
 """
 
 from __future__ import annotations
@@ -32,7 +33,6 @@ from ampwise.step.compiled import eager
 
 PARTS = (
     "parameters",
-    "master weights",
     "gradients",
     "optimizer state",
     "autocast cache",
@@ -116,8 +116,7 @@ def _parts(make: Callable[[], Arm], batches: Sequence[Any], device: torch.device
         for batch in batches:
             arm.run(batch)
         return _countable(arm)
-    parts["master weights"] = _master_bytes(arm)  # the tracker knows only what the model holds
-    cache = _autocast_cache(make(), batches[0])
+    cache = _autocast_cache(make(), batches[0]) + arm.step.copied_bytes
     parts["autocast cache"] = min(cache, parts["activations"])
     parts["activations"] -= parts["autocast cache"]
     return parts
@@ -126,8 +125,19 @@ def _parts(make: Callable[[], Arm], batches: Sequence[Any], device: torch.device
 def _tracked(arm: Arm, batches: Sequence[Any], device: torch.device) -> dict[str, int]:
     from torch.distributed._tools.mem_tracker import MemTracker
 
-    tracker = MemTracker()
+    class Tracker(MemTracker):
+        """Looks at parameters themselves, not at copies that stand for them during forward."""
+
+        def _track_module_params_and_buffers(
+            self, module: nn.Module, install_grad_hooks: bool = True
+        ) -> tuple[int, int]:
+            if not all(each.is_leaf for each in module.parameters()):
+                return 0, 0
+            return super()._track_module_params_and_buffers(module, install_grad_hooks)
+
+    tracker = Tracker()
     tracker.track_external(arm.model, arm.optimizer)
+    tracker._track_module_params_and_buffers(arm.model)  # with hooks on their gradients
     with eager([arm.model]), tracker:
         for index, batch in enumerate(batches):
             if index:
@@ -138,7 +148,6 @@ def _tracked(arm: Arm, batches: Sequence[Any], device: torch.device) -> dict[str
     by_name = {str(kind).rpartition(".")[2]: size for kind, size in found.items()}
     return {
         "parameters": by_name.get("PARAM", 0) + by_name.get("BUFFER", 0),
-        "master weights": 0,
         "gradients": by_name.get("GRAD", 0),
         "optimizer state": by_name.get("OPT", 0),
         "autocast cache": 0,
@@ -157,16 +166,9 @@ def _countable(arm: Arm) -> dict[str, int]:
     ]
     parts: dict[str, int] = dict.fromkeys(PARTS, 0)
     parts["parameters"] = _bytes([*arm.model.parameters(), *arm.model.buffers()])
-    parts["master weights"] = _master_bytes(arm)
+    parts["autocast cache"] = arm.step.copied_bytes
     parts["optimizer state"] = _bytes(state)
     return parts
-
-
-def _master_bytes(arm: Arm) -> int:
-    """What the optimizer holds and the model does not."""
-    own = {id(each) for each in arm.model.parameters()}
-    held = [each for group in arm.optimizer.param_groups for each in group["params"]]
-    return _bytes([each for each in held if id(each) not in own])
 
 
 def _fill_up(peak: int, parts: dict[str, int]) -> dict[str, int]:
@@ -176,7 +178,7 @@ def _fill_up(peak: int, parts: dict[str, int]) -> dict[str, int]:
 
 
 def held_bytes(arm: Arm) -> int:
-    """What this process holds between steps: parameters, masters, buffers, optimizer state."""
+    """What this process holds between steps: parameters, their copies, buffers, optimizer state."""
     return sum(_countable(arm).values())
 
 
@@ -224,6 +226,7 @@ class _WeightCasts(TorchDispatchMode):
 
 
 def _autocast_cache(arm: Arm, batch: Any) -> int:
+    """16-bit copies of weights that autocast makes in a forward."""
     with eager([arm.model]), _WeightCasts(arm.model) as casts, arm.step.autocast():
         arm.loss(arm.model, to_device(batch, arm.step.device))
-    return casts.bytes
+        return casts.bytes

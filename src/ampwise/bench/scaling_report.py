@@ -36,7 +36,7 @@ class Scaled:
     peak_memory_bytes
         Peak of live tensors over whole steps, of each rank.
     held_bytes
-        What each rank holds between steps: parameters, masters, buffers, optimizer state.
+        What each rank holds between steps: parameters, their copies, buffers, optimizer state.
     """
 
     precision: str

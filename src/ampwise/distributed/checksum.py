@@ -7,13 +7,13 @@ sign of zero included.
 Compared are the parameters of DDP modules; with FSDP2 (or any DTensor) plain parameters, and of
 DTensors those with copies, such as the replicas of HSDP, where a key says which part a rank holds.
 Parameters that are sharded only exist once, so there is nothing to compare. Buffers are DDP's own
-business, which broadcasts them. With master weights the masters are compared.
+business, which broadcasts them.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -33,41 +33,36 @@ class Compared:
     ----------
     models
         As they are trained, wrapped in DDP or sharded.
-    trained
-        What holds the truth of a parameter: its master, or itself.
     device
         Where they are.
-
-    Attributes
-    ----------
-    key
-        The same on ranks that hold the same parts of DTensors.
     """
 
-    def __init__(
-        self,
-        models: Sequence[nn.Module],
-        trained: Callable[[nn.Parameter], Tensor],
-        device: torch.device,
-    ) -> None:
+    def __init__(self, models: Sequence[nn.Module], device: torch.device) -> None:
+        self._models = models
+        self._none = torch.zeros((), dtype=torch.int64, device=device)
+
+    @property
+    def key(self) -> int:
+        """The same on ranks that hold the same parts of DTensors."""
+        places = sorted({_place(each) for each in self._held()[1]})
+        return zlib.crc32(repr(places).encode())
+
+    def checksums(self) -> Tensor:
+        """Of what all ranks have, and of the parts that some have: two int64 on the device."""
+        return torch.stack([self._sum(each) for each in self._held()])
+
+    def _held(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """What all ranks have, and the parts that some have."""
         everywhere: list[nn.Parameter] = []
         parts: list[nn.Parameter] = []
-        for model in models:
+        for model in self._models:
             held = list(model.parameters())
             if any(is_sharded(each) for each in held):
                 everywhere += [each for each in held if not is_sharded(each)]
                 parts += [each for each in held if is_sharded(each) and copies(each, 1) > 1]
             else:
                 everywhere += _copied_by_ddp(model)
-        self._none = torch.zeros((), dtype=torch.int64, device=device)
-        self._everywhere = [trained(each) for each in everywhere]
-        self._parts = [trained(each) for each in parts]
-        places = sorted({_place(each) for each in parts})
-        self.key = zlib.crc32(repr(places).encode())
-
-    def checksums(self) -> Tensor:
-        """Of what all ranks have, and of the parts that some have: two int64 on the device."""
-        return torch.stack((self._sum(self._everywhere), self._sum(self._parts)))
+        return everywhere, parts
 
     def _sum(self, tensors: Sequence[Tensor]) -> Tensor:
         return torch.stack([self._none, *(checksum(local(each)) for each in tensors)]).sum()

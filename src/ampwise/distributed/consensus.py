@@ -39,11 +39,11 @@ class Consensus:
         self.size = dist.get_world_size(group)
         self.stop_wanted = False
 
-    def first(self, value: float | Tensor) -> Tensor:
-        """The mean of what the ranks have, 1 if that is 0; a float64 scalar on the device."""
+    def mean(self, value: float | Tensor) -> Tensor:
+        """The mean of what the ranks have; a float64 scalar on the device."""
         shared = self._scalar(value)
         dist.all_reduce(shared, group=self.group)
-        return torch.where(shared > 0, shared / self.size, 1.0)
+        return shared / self.size
 
     def sums(self, squares: Tensor, share: float | Tensor, loss: Tensor) -> Tensor:
         """Sum over ranks: squared norm, non-finite norms, shares, losses, wishes to stop.

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from ampwise.errors import UsageError
+from ampwise.errors import LostRankError, UsageError
 
 _ALIKE_S = 5.0
 """How long a process that failed waits for the first one to fail in the same way."""
@@ -114,6 +114,8 @@ def on_sigterm(handler: Any) -> Generator[None]:
 
 def is_lost(error: BaseException) -> bool:
     """Whether an error is what a rank sees when another one has left a collective."""
+    if isinstance(error, LostRankError):
+        return True
     if any(kind.__name__ == "DistError" for kind in type(error).__mro__):  # without loading torch
         return True
     return isinstance(error, RuntimeError) and _COLLECTIVE.search(str(error)) is not None

@@ -77,8 +77,6 @@ class GradientSync:
     ----------
     on
         Whether backwards sum.
-    owes
-        Whether gradients are there that only this rank has.
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
@@ -91,30 +89,11 @@ class GradientSync:
         # To sum once more changes nothing: the mean over ranks of what is the same on all.
         self._records = any(each.static_graph for each in self._copied)
         self.on = True
-        self.owes = False
 
     @property
     def shards(self) -> bool:
         """Whether parameters are gathered for forward and backward."""
         return bool(self._sharded)
-
-    def master_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype parameters are lowered to: shards stay float32, FSDP2 lowers what it gathers.
-
-        Raises
-        ------
-        UsageError
-            When DDP was made before the parameters were lowered: it cannot follow.
-        """
-        if dtype == torch.float32 or self._sharded:
-            return torch.float32
-        held = {each.dtype for model in self._copied for each in model.parameters()}
-        if dtype not in held:
-            raise UsageError(
-                "bf16-master: DDP was made over float32 parameters and sums no others; wrap the "
-                "model with ampwise.distributed.replicate(model, 'bf16-master') instead"
-            )
-        return dtype
 
     @contextmanager
     def apart(self) -> Generator[None]:
@@ -132,7 +111,6 @@ class GradientSync:
     def switch(self, on: bool) -> None:
         """Sum gradients in the backwards from now on, or only collect them on each rank."""
         on, self._records = on or self._records, False
-        self.owes |= not on
         if on == self.on:
             return
         self.on = on

@@ -5,11 +5,11 @@ A model that is wrapped already works too; what these two add is the policy:
 ===============  ==================================  ============================================
 policy           ``replicate``: DDP                  ``shard``: FSDP2
 ===============  ==================================  ============================================
-parameters       float32, or bfloat16 with float32   float32 shards; gathered as bfloat16 with
-                 masters (``bf16-master``)           ``bf16-master``
+parameters       float32; the step casts them in     float32 shards; gathered as bfloat16 with
+                 forward (``bf16-master``)           ``bf16-master``
 ``reduce=``      dtype gradients are sent and        the same, ``MixedPrecisionPolicy``'s
                  summed in                           ``reduce_dtype``
-islands          float32, by hooks                   units of their own, in float32
+islands          float32, in forward                 units of their own, in float32
 ===============  ==================================  ============================================
 
 Sums over ranks are in float32 unless the policy says ``reduce=bf16``: that halves what is sent, and
@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from ampwise.errors import PolicyError, UsageError
 from ampwise.policy import Policy
-from ampwise.step.master import lower_parameters
 from ampwise.step.precision import islands_of
 
 if TYPE_CHECKING:
@@ -40,12 +40,12 @@ Parallel = Literal["ddp", "fsdp"]
 def replicate(
     model: nn.Module, policy: str | Policy = "fp32", **arguments: Any
 ) -> DistributedDataParallel:
-    """Put a model in DDP, its parameters and the sum of its gradients in the policy's dtypes.
+    """Put a model in DDP, the sum of its gradients in the policy's dtype.
 
     Parameters
     ----------
     model
-        On its device; changed in place where the policy stores parameters in bfloat16.
+        On its device.
     arguments
         For `DistributedDataParallel`, such as ``find_unused_parameters=True``.
 
@@ -55,8 +55,7 @@ def replicate(
         For a policy that sums gradients in float16.
     """
     policy = _checked(policy)
-    islands = islands_of(model, policy.islands)
-    lower_parameters(model, getattr(torch, policy.param_dtype), islands)
+    islands_of(model, policy.islands)  # whether there are any of these names
     device = next(model.parameters()).device
     if device.type == "cuda":
         arguments.setdefault("device_ids", [device.index])
@@ -91,7 +90,7 @@ def shard(
         param_dtype=param_dtype, reduce_dtype=getattr(torch, policy.reduce_dtype)
     )
     settings: dict[str, Any] = {} if mesh is None else {"mesh": mesh}
-    for island in islands_of(model, policy.islands):
+    for island in (*islands_of(model, policy.islands), *_with_statistics(model)):
         fully_shard(island, mp_policy=MixedPrecisionPolicy(), **settings)
     for block in _blocks(model):
         fully_shard(block, mp_policy=lowered, **settings)
@@ -126,6 +125,11 @@ def _check_all_can_be_split(model: nn.Module) -> None:
             f"shard: {', '.join(cannot)}: FSDP2 splits no scalar, no empty and no non-contiguous "
             "parameter; make it one of shape (1,), leave it out, or call .contiguous() on it"
         )
+
+
+def _with_statistics(model: nn.Module) -> list[nn.Module]:
+    """BatchNorms: their statistics are float32, and kernels want weights of the same dtype."""
+    return [each for each in model.modules() if isinstance(each, _NormBase) and _parameters(each)]
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:

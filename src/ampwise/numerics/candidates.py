@@ -17,7 +17,8 @@ from ampwise.numerics import interventions as change
 from ampwise.numerics.interventions import Scope, on
 from ampwise.numerics.places import Place
 from ampwise.policy import PRESETS, Policy
-from ampwise.step.recorder import Stash, replay
+from ampwise.step.recorder import Stash
+from ampwise.step.replay import replay
 from ampwise.step.train_step import TrainStep
 
 FLOAT32_CAUSES = ("RANGE_OVERFLOW", "EPS_UNDERFLOW", "UNDERFLOW", "CANCELLATION", "PRECISION_LOSS",
@@ -151,7 +152,7 @@ def _fresh_buffers(step: TrainStep, _: Stash, __: Place) -> list[Candidate]:
             "restore the buffers",
             "reset the running statistics (reset_running_stats()) or load them from a checkpoint "
             "of before",
-            partial(change.fresh_statistics, step._models),
+            partial(change.fresh_statistics, step.models),
         )
     ]
 
@@ -184,7 +185,7 @@ def _float32(step: TrainStep, place: Place) -> list[Candidate]:
                 )
             )
     modules = dict(
-        each for model in step._models for each in model.named_modules(remove_duplicate=False)
+        each for model in step.models for each in model.named_modules(remove_duplicate=False)
     )
     if place.module in modules and place.module:
         pattern = "+".join((*step.policy.islands, place.module))
@@ -195,7 +196,7 @@ def _float32(step: TrainStep, place: Place) -> list[Candidate]:
             Candidate(
                 f"module {place.module} in float32",
                 f"--precision {text}, or TrainStep(policy='{text}')",
-                partial(change.islands, [modules[place.module]], device),
+                partial(change.in_float32, [modules[place.module]], device),
             )
         )
     return found

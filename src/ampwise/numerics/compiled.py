@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from ampwise.step.compiled import eager
-from ampwise.step.recorder import Stash, replay
+from ampwise.step.recorder import Stash
+from ampwise.step.replay import replay
 from ampwise.step.train_step import TrainStep
 
 
@@ -24,7 +25,7 @@ def stages(step: TrainStep, stash: Stash) -> dict[str, bool]:
     found = {"compiled": replay(step, stash).clean}
     with _backend(step, "aot_eager"):
         found["aot_eager"] = replay(step, stash).clean
-    found["eager"] = replay(step, stash, around=lambda: eager(step._models)).clean
+    found["eager"] = replay(step, stash, around=lambda: eager(step.models)).clean
     return found
 
 
@@ -51,7 +52,7 @@ def _backend(step: TrainStep, backend: str) -> Generator[None]:
             return torch.compile(inner, backend=backend)  # pyright: ignore[reportReturnType]
         return model
 
-    for model in step._models:
+    for model in step.models:
         for each in model.modules():
             if each._compiled_call_impl is not None and not hasattr(each, "_orig_mod"):
                 undo.append((each, each._compiled_call_impl))

@@ -29,7 +29,8 @@ from ampwise.numerics.result import Diagnosis
 from ampwise.numerics.trace import watch_update
 from ampwise.numerics.values import origin_of
 from ampwise.policy import Policy
-from ampwise.step.recorder import NonFiniteLossError, Recorder, Stash, UntilBad, rehearsal
+from ampwise.step.recorder import NonFiniteLossError, Recorder, Stash, UntilBad
+from ampwise.step.replay import rehearsal
 from ampwise.tasks import Task
 from ampwise.tasks.checks import endless
 from ampwise.telemetry.ring import StepRecord
@@ -191,7 +192,7 @@ def in_update(task: Task, config: DiagnoseConfig, steps: int, found: Diagnosis) 
         arm.run(next(batches))
     while arm.step.position < config.settings.accumulate:
         batch = to_device(next(batches), arm.step.device)
-        arm.step._micro_batch(arm.loss, batch, None)
+        arm.step.micro_batch(arm.loss, batch)
     root, name = watch_update(arm.step)
     if root is None:
         return

@@ -35,7 +35,8 @@ from ampwise.numerics.trace import Root, Trace, has_finite_inputs, watch
 from ampwise.numerics.values import at, exponents, loss_of, origin_of
 from ampwise.policy import PRESETS
 from ampwise.step.compiled import is_compiled
-from ampwise.step.recorder import Replayed, Stash, finite, let_go, replay
+from ampwise.step.recorder import Stash, finite
+from ampwise.step.replay import Replayed, let_go, replay
 from ampwise.step.train_step import TrainStep
 from ampwise.telemetry.environment import environment
 from ampwise.telemetry.ring import StepRecord
@@ -94,7 +95,6 @@ class Examiner:
         assert self.step.recorder is not None
         stash = self.step.recorder.open
         assert stash is not None
-        self.step._buffers.undo()
         return self.failure(stash)
 
     def settling(self, stash: Stash) -> bool:
@@ -110,7 +110,7 @@ class Examiner:
         backward = all(map(finite, stash.losses))
         trace, histograms = self._watched(stash, backward=backward)
         # Watched, a compiled model runs eagerly: whether it fails is seen without watching.
-        eagerly = is_compiled(step._models)
+        eagerly = is_compiled(step.models)
         plain = replay(step, stash, backward=backward) if eagerly else trace.replayed
         found = self._new(stash, plain.losses)
         found.histograms = histograms
@@ -242,7 +242,7 @@ class Examiner:
         if stash is None or not self.step.policy.autocast:
             return None
         let_go(error)
-        self.step._buffers.undo()
+        self.step.rewind_buffers()
         if replay(self.step, stash, policy=PRESETS["fp32"], scale=1.0).error is not None:
             return None
         trace = watch(self.step, stash)
@@ -399,7 +399,7 @@ class Examiner:
     def _outputs(self) -> Generator[dict[str, dict[str, float]]]:
         """Exponents of what each module returns, the first time in the context."""
         found: dict[str, dict[str, float]] = {}
-        names = {id(m): n for model in self.step._models for n, m in model.named_modules() if n}
+        names = {id(m): n for model in self.step.models for n, m in model.named_modules() if n}
 
         def note(module: nn.Module, _: Any, output: Any) -> None:
             name = names.get(id(module))

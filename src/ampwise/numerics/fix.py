@@ -32,7 +32,8 @@ from ampwise.numerics.interventions import Scope, as_it_is, on
 from ampwise.numerics.result import Fix
 from ampwise.numerics.shadow import ShadowRun, shadow
 from ampwise.policy import PRESETS
-from ampwise.step.recorder import Replayed, Stash, finite, replay
+from ampwise.step.recorder import Stash, finite
+from ampwise.step.replay import Replayed, replay
 from ampwise.step.train_step import TrainStep
 
 _LOSS_WITHIN = 0.05
@@ -167,7 +168,7 @@ def _try(
 
 def _forward(step: TrainStep, stash: Stash, candidate: Candidate) -> _Forward:
     """The forwards with a candidate: what they take, and keep for backward, parameters aside."""
-    own = {each.untyped_storage()._cdata for each in step._names.values()}
+    own = {each.untyped_storage()._cdata for each in step.parameters().values()}
     kept: dict[int, tuple[Any, int]] = {}
 
     def pack(tensor: Tensor) -> Tensor:

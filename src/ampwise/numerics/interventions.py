@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from ampwise.numerics.places import is_internal
-from ampwise.step.precision import make_island
+from ampwise.step.precision import Islands
 
 _SINGULAR = {
     "sqrt": 0.0, "rsqrt": 0.0, "log": 0.0, "log2": 0.0, "log10": 0.0, "reciprocal": 0.0,
@@ -193,14 +193,14 @@ class FiniteScores(TorchDispatchMode):
 
 
 @contextmanager
-def islands(modules: Sequence[nn.Module], device_type: str) -> Generator[None]:
+def in_float32(modules: Sequence[nn.Module], device_type: str) -> Generator[None]:
     """Some modules in float32, for a while."""
-    undo = [make_island(each, device_type) for each in modules]
+    islands = Islands(lambda: modules, device_type)
+    islands.enter()
     try:
         yield
     finally:
-        for each in undo:
-            each()
+        islands.leave()
 
 
 @contextmanager

@@ -23,7 +23,8 @@ from ampwise.distributed.host_group import HostGroup, beside
 from ampwise.numerics.examine import Examiner
 from ampwise.numerics.result import Diagnosis
 from ampwise.step.compiled import eager
-from ampwise.step.recorder import Stash, finite, replay
+from ampwise.step.recorder import Stash, finite
+from ampwise.step.replay import replay
 from ampwise.step.train_step import TrainStep
 
 _ALIKE_S = 10.0
@@ -63,7 +64,7 @@ def talks(step: TrainStep, stash: Stash) -> bool:
 
     @contextmanager
     def around() -> Generator[None]:
-        with eager(step._models), collectives:
+        with eager(step.models), collectives:
             yield
 
     replay(step, stash, around=around)

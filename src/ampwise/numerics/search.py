@@ -29,7 +29,8 @@ from ampwise.numerics.result import Diagnosis
 from ampwise.numerics.shadow import shadow
 from ampwise.numerics.trace import watch
 from ampwise.policy import PRESETS, Policy
-from ampwise.step.recorder import Stash, rehearsal, replay
+from ampwise.step.recorder import Stash
+from ampwise.step.replay import rehearsal, replay
 from ampwise.step.train_step import TrainStep
 from ampwise.tasks import Task
 from ampwise.tasks.checks import endless
@@ -272,7 +273,7 @@ class Search:
         self.windows = [each for each in windows if replay(step, each).error is None]
         self._wanted = [fix.reference(step, each) for each in self.windows]
         self._modules = {
-            name: module for model in step._models for name, module in model.named_modules() if name
+            name: module for model in step.models for name, module in model.named_modules() if name
         }
 
     def smallest(self) -> list[str] | None:
@@ -303,7 +304,7 @@ class Search:
 
     def _candidate(self, names: Sequence[str]) -> Candidate:
         modules = [self._modules[name] for name in names]
-        return Candidate("", "", partial(change.islands, modules, self.step.device.type))
+        return Candidate("", "", partial(change.in_float32, modules, self.step.device.type))
 
     def _ranked(self) -> list[str]:
         """Modules in which something is computed, the most suspicious first."""

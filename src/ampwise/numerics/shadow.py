@@ -38,7 +38,8 @@ from ampwise.numerics.trace import (
     sources,
 )
 from ampwise.policy import Policy
-from ampwise.step.recorder import Replayed, Stash, replay
+from ampwise.step.recorder import Stash
+from ampwise.step.replay import Replayed, replay
 from ampwise.step.train_step import TrainStep
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -280,9 +281,9 @@ def shadow(
     policy, scale
         As for `replay`.
     """
-    with placing(step._models) as places:
+    with placing(step.models) as places:
         mode = Shadow(places, errors=errors, at=at)
-        for _, tensor, _ in sources(step._models, stash):
+        for _, tensor, _ in sources(step.models, stash):
             mode.source(tensor)
         replayed = replay(step, stash, around=lambda: mode, policy=policy, scale=scale)
     run = ShadowRun(replayed, mode.errors, inputs=mode.inputs, makers=mode.makers)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ampwise.numerics.places import Place
 from ampwise.numerics.result import percent
 from ampwise.numerics.values import at
-from ampwise.step.recorder import replay
+from ampwise.step.replay import replay
 from ampwise.step.train_step import TrainStep
 
 _HALF_BYTES = 2
@@ -33,7 +33,7 @@ class Stagnant:
 
 def weights_of(step: TrainStep) -> dict[str, Tensor]:
     """Copies of what the optimizers hold, by parameter name."""
-    return {name: step._master.of(each).detach().clone() for name, each in step._names.items()}
+    return {name: each.detach().clone() for name, each in step.parameters().items()}
 
 
 def stagnant(step: TrainStep, before: dict[str, Tensor]) -> Stagnant | None:
@@ -47,8 +47,9 @@ def stagnant(step: TrainStep, before: dict[str, Tensor]) -> Stagnant | None:
     touched = replay(step, stash).gradients
     share: dict[str, float] = {}
     dtype = ""
+    parameters = step.parameters()
     for name, old in before.items():
-        now = step._master.of(step._names[name]).detach()
+        now = parameters[name].detach()
         gradient = touched.get(name)
         if gradient is None or gradient.is_sparse or now.element_size() > _HALF_BYTES:
             continue
@@ -66,7 +67,7 @@ def in_words(stagnant: Stagnant, step: TrainStep) -> tuple[str, Any]:
     named = ", ".join(
         f"{name} {percent(share)}" for name, share in list(stagnant.share.items())[:6]
     )
-    rate = float(step._optimizers[0].param_groups[0]["lr"])
+    rate = float(step.optimizers[0].param_groups[0]["lr"])
     text = (
         f"Updates are lost: of the weights that have a gradient, most did not move in this step "
         f"({named}). At a learning rate of {rate:g} the update is below half an ULP of a "
@@ -84,8 +85,8 @@ def moves_in_float32(step: TrainStep) -> bool:
     assert recorder.closed is not None
     gradients = replay(step, recorder.closed).gradients
     scale = float(recorder.closed.scale)
-    held = {id(step._master.of(each)): name for name, each in step._names.items()}
-    original = step._optimizers[0]
+    held = {id(each): name for name, each in step.parameters().items()}
+    original = step.optimizers[0]
     twin, pushed = copy.deepcopy(original), list[nn.Parameter]()
     twin.state.clear()
     for group, own in zip(twin.param_groups, original.param_groups, strict=True):

@@ -28,7 +28,8 @@ from torch.utils._pytree import tree_map
 
 from ampwise.data import leaves
 from ampwise.numerics.places import NOWHERE, Phase, Place, Places, placing
-from ampwise.step.recorder import Replayed, Stash, replay
+from ampwise.step.recorder import Stash
+from ampwise.step.replay import Replayed, replay
 from ampwise.step.train_step import TrainStep
 
 NAN, POSITIVE, NEGATIVE = 1, 2, 4
@@ -155,9 +156,9 @@ def watch(
     once
         Do not replay again for the inputs of an origin that were not kept.
     """
-    with placing(step._models) as places:
+    with placing(step.models) as places:
         watcher = Watcher(places, capture)
-        for name, tensor, kind in sources(step._models, stash):
+        for name, tensor, kind in sources(step.models, stash):
             watcher.source(name, tensor, kind)
         replayed = replay(step, stash, around=lambda: watcher, scale=scale, backward=backward)
     trace = Trace(replayed, watcher.count, watcher.roots, failed=watcher.failed)
@@ -177,15 +178,14 @@ def watch_update(step: TrainStep) -> tuple[Root | None, str]:
     tuple
         The operation that first made a parameter non-finite (None if none did), and which one.
     """
-    with placing(step._models) as places:
+    with placing(step.models) as places:
         watcher = Watcher(places, phase="optimizer")
         with watcher:
             step.update()
-    for name, parameter in step._names.items():
-        for tensor in (step._master.of(parameter), parameter):
-            roots = watcher.roots_of(tensor)
-            if roots:
-                return min(roots, key=lambda root: root.index), name
+    for name, parameter in step.named_tensors().items():
+        roots = watcher.roots_of(parameter)
+        if roots:
+            return min(roots, key=lambda root: root.index), name
     return None, ""
 
 

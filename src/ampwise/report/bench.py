@@ -16,7 +16,6 @@ from ampwise.report.table import new_table
 _STYLES = {"pass": "green", "fail": "red", "not measured": "yellow"}
 _SHORT = {
     "parameters": "params",
-    "master weights": "masters",
     "gradients": "grads",
     "optimizer state": "optimizer",
     "autocast cache": "casts",

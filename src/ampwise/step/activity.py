@@ -1,51 +1,45 @@
 """Proof of activity: what the first forward really did, as opposed to what was asked.
 
 A policy can be inactive without an error: a nested ``autocast(enabled=False)``, a model that casts
-by hand, autocast for another device. So the first forward runs under a dispatch mode that notes the
-dtype of every matrix product and convolution; later ones are not watched and cost nothing.
+by hand, autocast for another device. And float32 can be: somebody else's autocast in the model. So
+the autograd graph of the first loss is read: its nodes are the operations of forward, and each
+knows the dtype of its result. Nothing is hooked in, so nothing runs otherwise than without it;
+compiled code stays compiled.
 
-Under `torch.compile` a dispatch mode would switch compilation off, so a compiled model is not
-watched, and the result says so.
+Not seen are products that no gradient goes through, and what is inside a node of its own: compiled
+code, reentrant checkpoints, custom autograd functions. Where these leave it open, nothing is said;
+custom functions do only where nothing else was seen, since most are activations.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Generator, Iterable, Mapping
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 from ampwise.errors import InactivePolicyError
 from ampwise.policy import Policy
-from ampwise.step.compiled import is_compiled
 from ampwise.step.warn import warn_user
 
-_MATMULS = frozenset(
-    [
-        "mm",
-        "addmm",
-        "bmm",
-        "baddbmm",
-        "addmv",
-        "mv",
-        "convolution",
-        "_convolution",
-        "linear",
-        "mkldnn_linear",
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-        "_scaled_mm",
-        "_scaled_grouped_mm",
-        "_grouped_mm",
-    ]
-)
+_PRODUCTS = frozenset(
+    f"{each}Backward0"
+    for each in (
+        "Mm", "Addmm", "Bmm", "Baddbmm", "Addmv", "Mv", "Addbmm", "Linear", "MkldnnLinear",
+        "Trilinear", "Convolution", "ConvolutionOverrideable",
+        "ScaledDotProductFlashAttention", "ScaledDotProductFlashAttentionForCpu",
+        "ScaledDotProductEfficientAttention", "ScaledDotProductCudnnAttention",
+        "ScaledDotProductFusedAttentionOverrideable", "GroupedMm",
+        "CudnnRnn", "MiopenRnn", "MkldnnRnnLayer",
+    )
+)  # fmt: skip
+"""Autograd nodes of matrix products, convolutions, attention and RNN layers."""
+
+_WHOLE_PARTS = ("CompiledFunctionBackward", "CheckpointFunctionBackward")
+_HALF = ("float16", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -55,91 +49,95 @@ class Activity:
     Attributes
     ----------
     matmul_dtypes
-        Number of matrix products, convolutions and attention calls by dtype name.
+        Number of matrix products, convolutions, attention calls and RNN layers by dtype name.
     parameter_dtypes
         Number of parameter tensors by the dtype the optimizer updates them in.
     loss_scale_live
-        Whether the loss is scaled dynamically.
+        Whether the loss is scaled.
     watched
-        False when the model is compiled, and `matmul_dtypes` is therefore empty.
+        Whether anything was seen; not where all of forward is compiled, say. `matmul_dtypes` is
+        then empty.
     """
 
     matmul_dtypes: Mapping[str, int]
     parameter_dtypes: Mapping[str, int]
     loss_scale_live: bool
     watched: bool
+    hidden: bool = False
+    """Whether parts of forward could not be looked into."""
 
-    def complaint(self, policy: Policy) -> str:
-        """Why the policy was not active; empty when it was, or could not be watched."""
-        if not self.watched or not policy.autocast:
-            return ""
+    @classmethod
+    def of(cls, loss: Tensor, held: Iterable[Tensor], *, loss_scale_live: bool) -> Activity:
+        """What the forward of a loss did; `held` are the tensors that the optimizers update."""
+        ran: Counter[str] = Counter()
+        custom = hidden = False
+        for node in _graph(loss):
+            name = node.name()
+            if name in _PRODUCTS:
+                result = next(each for each in node._input_metadata if each is not None)
+                ran[_name(result.dtype)] += 1
+            elif isinstance(node, BackwardCFunction):
+                hidden |= name in _WHOLE_PARTS
+                custom = True
+        hidden |= custom and not ran
+        parameters = Counter(_name(each.dtype) for each in held)
+        watched = bool(ran) or not hidden
+        return cls(dict(ran), dict(parameters), loss_scale_live, watched, hidden)
+
+    def mismatch(self, policy: Policy) -> str:
+        """How what ran differs from what was asked; empty where it does not, or may not."""
         ran = self.matmul_dtypes
+        lowered = {name: count for name, count in ran.items() if name in _HALF}
+        if not policy.autocast:
+            return (
+                f"{_counted(lowered)} of {sum(ran.values())} matrix products: the model, or the "
+                "trainer that prepared it, enters autocast by itself, or its parameters are 16-bit"
+                if lowered
+                else ""
+            )
+        if policy.compute_dtype in ran or self.hidden:
+            return ""
         if not ran:
             return f"the model ran no matrix product, so {policy.compute_dtype} had nothing to do"
-        if policy.compute_dtype not in ran:
-            return (
-                f"no matrix product ran in {policy.compute_dtype}, but "
-                f"{', '.join(f'{count} in {name}' for name, count in ran.items())}: look for a "
-                "nested autocast(enabled=False) or casts by hand in the model or loss"
-            )
-        return ""
+        return (
+            f"no matrix product ran in {policy.compute_dtype}, but {_counted(ran)}: look for a "
+            "nested autocast(enabled=False) or casts by hand in the model or loss"
+        )
 
     def demand(self, policy: Policy, *, strict: bool) -> None:
         """Warn, or with `strict` raise `InactivePolicyError`, if the policy was not active."""
-        if complaint := self.complaint(policy):
-            message = f"precision {policy.text} was not active: {complaint}"
+        if mismatch := self.mismatch(policy):
+            message = f"precision {policy.text} was not active: {mismatch}"
             if strict:
                 raise InactivePolicyError(message)
             warn_user(message)
 
     def __str__(self) -> str:
-        ran = ", ".join(f"{count} in {name}" for name, count in self.matmul_dtypes.items())
-        held = ", ".join(f"{count} in {name}" for name, count in self.parameter_dtypes.items())
-        matmuls = ran or ("none" if self.watched else "not watched (compiled model)")
+        ran = _counted(self.matmul_dtypes) or "none"
+        if self.hidden:
+            seen = f"{ran}, beside those in compiled code or custom functions"
+            ran = seen if self.watched else "not watched (compiled, or in custom functions)"
         scale = "live" if self.loss_scale_live else "not used"
-        return f"matrix products: {matmuls}; parameters: {held}; loss scale: {scale}"
+        held = _counted(self.parameter_dtypes)
+        return f"matrix products: {ran}; parameters: {held}; loss scale: {scale}"
 
 
-class _Watch(TorchDispatchMode):
-    """Counts matrix products by dtype while it is entered."""
-
-    def __init__(self, counts: Counter[str]) -> None:
-        super().__init__()
-        self._counts = counts
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if func._overloadpacket.__name__ in _MATMULS:
-            operand = next(each for each in args if isinstance(each, Tensor))
-            self._counts[_name(operand.dtype)] += 1
-        return func(*args, **(kwargs or {}))
+def _graph(loss: Tensor) -> Iterator[Any]:
+    """The nodes of a loss's autograd graph."""
+    seen: set[Any] = set()
+    ahead: list[Any] = [loss.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield node
+        ahead += [each for each, _ in node.next_functions]
 
 
-@dataclass
-class Seen:
-    """What `watched` has seen."""
-
-    watched: bool
-    matmul_dtypes: Counter[str] = field(default_factory=Counter)
-
-    def activity(self, held: Iterable[Tensor], *, loss_scale_live: bool) -> Activity:
-        """The finding; `held` are the tensors that the optimizers update."""
-        parameters = dict(Counter(_name(tensor.dtype) for tensor in held))
-        return Activity(dict(self.matmul_dtypes), parameters, loss_scale_live, self.watched)
+def _counted(by_dtype: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} in {name}" for name, count in by_dtype.items())
 
 
-@contextmanager
-def watched(modules: Iterable[nn.Module]) -> Generator[Seen]:
-    """Note the matrix products of a forward, unless a part of the modules is compiled."""
-    seen = Seen(watched=not is_compiled(modules))
-    with _Watch(seen.matmul_dtypes) if seen.watched else nullcontext():
-        yield seen
-
-
-def _name(dtype: torch.dtype) -> str:
+def _name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ampwise.distributed.layout import copies, local
+from ampwise.step.modules import held_by
 
 _DOT_FROM = 16_384  # elements: from here one BLAS dot product beats the foreach norm on CPUs
 
@@ -35,23 +36,22 @@ def gradients_of(optimizers: Iterable[Optimizer]) -> list[Tensor]:
     stand in the list as their values; complex ones as pairs of reals.
     """
     found: dict[int, Tensor] = {}
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    found[id(parameter)] = _dense(parameter)
+    for parameter in held_by(optimizers):
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        if type(gradient) is not Tensor or gradient.is_sparse or gradient.is_complex():
+            gradient = _dense(parameter)
+        found[id(parameter)] = gradient
     return list(found.values())
 
 
 def spread_of(optimizers: Iterable[Optimizer], ranks: int) -> dict[int, list[Tensor]]:
     """The same, grouped by how many of the ranks hold the same part as this one."""
     groups: dict[int, dict[int, Tensor]] = defaultdict(dict)
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    held = copies(parameter.grad, ranks)
-                    groups[held][id(parameter)] = _dense(parameter)
+    for parameter in held_by(optimizers):
+        if parameter.grad is not None:
+            groups[copies(parameter.grad, ranks)][id(parameter)] = _dense(parameter)
     return {held: list(found.values()) for held, found in groups.items()}
 
 
@@ -97,7 +97,7 @@ def together(norms: Sequence[Tensor], device: torch.device) -> Tensor:
         norms = [each.to(device, torch.float64) for each in norms]
     all_of_them = norms[0] if len(norms) == 1 else torch.cat(list(norms))
     if all_of_them.numel() == 1:
-        return all_of_them.squeeze()
+        return all_of_them.squeeze().clone()
     return torch.linalg.vector_norm(all_of_them)
 
 
@@ -120,6 +120,15 @@ def wide_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     return together(_norms(gradients, _norms_in_float64), device)
 
 
+def largest(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The largest magnitude of an element, a float64 scalar on `device`; inf and NaN stay so."""
+    found = [
+        torch.stack(list(torch._foreach_norm(tensors, math.inf))).amax().to(device, torch.float64)
+        for tensors in by_device(gradients).values()
+    ]
+    return torch.stack(found).amax() if found else torch.zeros((), device=device).double()
+
+
 def _norms(
     gradients: Sequence[Tensor], on_cpu: Callable[[list[Tensor]], list[Tensor]]
 ) -> list[Tensor]:
@@ -135,9 +144,9 @@ def _norms_in_float64(tensors: list[Tensor]) -> list[Tensor]:
 
 def _norms_on_cpu(tensors: list[Tensor]) -> list[Tensor]:
     """Norms in float32 (float64 where some tensor is)."""
-    large, small, found = list[Tensor](), list[Tensor](), list[Tensor]()
-    for tensor in tensors:
-        (large if _suits_dot(tensor) else small).append(tensor)
+    large = [each for each in tensors if each.numel() >= _DOT_FROM and _suits_dot(each)]
+    small = [each for each in tensors if each.numel() < _DOT_FROM or not _suits_dot(each)]
+    found: list[Tensor] = []
     if large:
         flat = [tensor.view(-1) for tensor in large]
         found.append(torch.stack([torch.dot(each, each) for each in flat]).sqrt_())
@@ -147,7 +156,7 @@ def _norms_on_cpu(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _suits_dot(tensor: Tensor) -> bool:
-    return tensor.numel() >= _DOT_FROM and tensor.dtype == torch.float32 and tensor.is_contiguous()
+    return tensor.dtype == torch.float32 and tensor.is_contiguous()
 
 
 def _sum_dtype(tensors: Sequence[Tensor]) -> torch.dtype | None:
@@ -162,6 +171,19 @@ def multiply_(gradients: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply gradients by a scalar tensor, in place."""
     for device, tensors in by_device(gradients).items():
         torch._foreach_mul_(tensors, factor.to(device))
+
+
+@contextmanager
+def kept(optimizers: Iterable[Optimizer]) -> Generator[None]:
+    """Context: after an error inside, the gradients of some optimizers are as before."""
+    held = held_by(optimizers)
+    before = [(each, each.grad.clone()) for each in held if each.grad is not None]
+    try:
+        yield
+    except BaseException:
+        for parameter, gradient in before:
+            parameter.grad = gradient
+        raise
 
 
 @contextmanager

@@ -15,7 +15,9 @@ power-of-two scale without clipping is exact, so there the results are equal bit
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -35,7 +37,8 @@ class Guard:
     Attributes
     ----------
     grad_norm
-        Global L2 norm of the true gradients, before clipping; a float32 scalar on the device.
+        Global L2 norm of the true gradients, before clipping; a float32 scalar on the device. inf
+        or NaN with `found_inf`.
     found_inf
         1.0 when any gradient is inf or NaN, else 0.0; a float32 scalar on the device, written
         anew by each step.
@@ -47,24 +50,22 @@ class Guard:
     def __init__(
         self, optimizers: Sequence[Optimizer], device: torch.device, max_norm: float | None
     ) -> None:
-        self._agreed: Tensor | None = None
         self.optimizers = tuple(optimizers)
         self.max_norm = max_norm
         self._device = device
+        self._agreed: Tensor | None = None
         self.flag = HostFlag(torch.zeros((), device=device))
         self.found_inf = self.flag.tensor
         self.grad_norm = torch.zeros((), device=device)
         self.norms: list[Tensor] = []
         self._one = torch.ones((), device=device)
-        self._folds = all(optim.folds(optimizer) for optimizer in self.optimizers)
+        self._excess_of = torch.ones(())  # on the host, written through its view
+        self._excess_view = self._excess_of.numpy()
 
     @property
     def folds(self) -> bool:
-        """Whether the optimizers' kernels unscale, clip and skip by themselves, on the device.
-
-        Not while step hooks watch: they would see gradients that are still scaled.
-        """
-        return self._folds and not any(optim.watched(optimizer) for optimizer in self.optimizers)
+        """Whether the optimizers' kernels unscale, clip and skip by themselves, on the device."""
+        return all(optim.folds(optimizer) for optimizer in self.optimizers)
 
     def divide_(self, divisor: Tensor) -> None:
         """Turn scaled gradients into true ones now, in place; pass `step` None afterwards."""
@@ -78,7 +79,7 @@ class Guard:
         """Let the next `step` go by this norm of the gradients, still scaled: that of all ranks."""
         self._agreed = norm
 
-    def step(self, divisor: Tensor | None) -> None:
+    def step(self, divisor: Tensor | None, *, keep: bool = False) -> None:
         """Examine the gradients, then step or skip.
 
         Parameters
@@ -86,13 +87,16 @@ class Guard:
         divisor
             Scalar that turns the gradients into true ones: loss scale times window weight. None
             when they are true already.
+        keep
+            Have the gradients as before if an optimizer raises; where they are made true in place,
+            that takes a copy.
         """
         gradients = grads.gradients_of(self.optimizers)
         self._examine(gradients, divisor)
         if self.folds:
             self._step_folded(divisor)
         else:
-            self._step_in_place(gradients, divisor)
+            self._step_in_place(gradients, divisor, keep=keep)
 
     def _examine(self, gradients: Sequence[Tensor], divisor: Tensor | None) -> None:
         """Set `found_inf` and `grad_norm`."""
@@ -103,33 +107,58 @@ class Guard:
         self.norms = grads.norms(gradients)
         self._judge(grads.together(self.norms, self._device), divisor)
         if self.flag.on_host and self.flag.read():
-            # Perhaps only the float32 sum of squares overflowed. Looking costs no sync here.
-            self._judge(grads.wide_norm(gradients, self._device), divisor)
+            self._look_again(gradients, divisor)
 
-    def _judge(self, norm: Tensor, divisor: Tensor | None) -> None:
-        """Raise `found_inf` if the norm of the scaled gradients is not finite, and unscale it."""
-        inverse = self._one if divisor is None else divisor.reciprocal()
+    def _look_again(self, gradients: Sequence[Tensor], divisor: Tensor | None) -> None:
+        """Judge by the largest element: perhaps only a sum overflowed. No sync on the host."""
+        norm = grads.wide_norm(gradients, self._device)
+        if norm.isfinite().numpy():
+            self._judge(grads.largest(gradients, self._device), divisor)
+        if not self.flag.read():
+            norm = norm if divisor is None else norm / divisor
+            self.grad_norm = norm.clamp(max=_LARGEST).float()
+
+    def _judge(self, bound: Tensor, divisor: Tensor | None) -> None:
+        """Raise `found_inf` if a gradient is not finite, or will not be once it is divided.
+
+        A small divisor, as of a short window or under a scale below 1, can take float32 beyond its
+        end. The norm is a bound for all elements; so a true norm beyond float32's end counts as
+        inf, but where the host can look again.
+        """
+        true = bound if divisor is None else bound / divisor
+        self.grad_norm = true.to(torch.float32)
+        if self.flag.on_host:
+            self.flag.set(not math.isfinite(self.grad_norm.numpy()))
+            return
         self.found_inf.zero_()
-        # Both in one kernel on one element.
-        torch._amp_foreach_non_finite_check_and_unscale_([norm], self.found_inf, inverse)
-        if norm.dtype == torch.float64:
-            norm = norm.clamp(max=_LARGEST).to(torch.float32)
-        self.grad_norm = norm
+        torch._amp_foreach_non_finite_check_and_unscale_(
+            [self.grad_norm], self.found_inf, self._one
+        )
+
+    def _excess(self) -> Tensor | None:
+        """How many times too long the gradient is; None where the host knows that it is not."""
+        if self.max_norm is None:
+            return None
+        if self.flag.on_host:
+            excess = (self.grad_norm.numpy() + _EPS) / self.max_norm  # in float32, as below
+            self._excess_view[...] = excess
+            return self._excess_of if excess > 1 else None
+        return ((self.grad_norm + _EPS) / self.max_norm).clamp_(min=1.0)
 
     def _step_folded(self, divisor: Tensor | None) -> None:
-        grad_scale = divisor
-        if self.max_norm is not None:
-            # 1 / coefficient: how many times too long the gradient is.
-            excess = ((self.grad_norm + _EPS) / self.max_norm).clamp_(min=1.0)
-            grad_scale = excess if divisor is None else divisor * excess
         # Where the host knows, the kernel need not be asked to skip.
         if self.flag.on_host and self.flag.read():
             return
+        grad_scale, excess = divisor, self._excess()
+        if excess is not None:
+            grad_scale = excess if divisor is None else divisor * excess
         found_inf = None if self.flag.on_host else self.found_inf
         for optimizer in self.optimizers:
             optim.step_folded(optimizer, grad_scale, found_inf)
 
-    def _step_in_place(self, gradients: Sequence[Tensor], divisor: Tensor | None) -> None:
+    def _step_in_place(
+        self, gradients: Sequence[Tensor], divisor: Tensor | None, *, keep: bool
+    ) -> None:
         """The general path: true, clipped gradients in ``.grad``, and the host decides."""
         if self.flag.read():
             return
@@ -138,7 +167,8 @@ class Guard:
             factor = (self.max_norm / (self.grad_norm + _EPS)).clamp_(max=1.0)
         if divisor is not None:
             factor = divisor.reciprocal() if factor is None else factor / divisor
-        if factor is not None:
-            grads.multiply_(gradients, factor)
-        for optimizer in self.optimizers:
-            optimizer.step()
+        with grads.kept(self.optimizers) if keep and factor is not None else nullcontext():
+            if factor is not None:
+                grads.multiply_(gradients, factor)
+            for optimizer in self.optimizers:
+                optimizer.step()

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_AS_THEY_ARE = nullcontext()
+
 _Hooks = MutableMapping[int, Callable[..., Any]]
 _Wrap = Callable[[Callable[..., Any], Tensor], Callable[..., Any]]
 
@@ -25,7 +27,29 @@ def true_gradients(
 ) -> AbstractContextManager[None]:
     """Context: hooks on `parameters` see gradients divided by `scale` (None: nothing to do)."""
     hooked = [] if scale is None else list(_hooked(parameters))
-    return _wrapped(hooked, scale) if hooked and scale is not None else nullcontext()
+    return _wrapped(hooked, scale) if hooked and scale is not None else _AS_THEY_ARE
+
+
+def counting(parameters: Iterable[Tensor], counts: Tensor | None) -> AbstractContextManager[None]:
+    """Context: gradients of `parameters` are 0 unless `counts` is true (None: they count).
+
+    Multiplied by 0 a NaN would stay NaN. This way it is gone, and the host need not know.
+    """
+    return _AS_THEY_ARE if counts is None else _counting(parameters, counts)
+
+
+@contextmanager
+def _counting(parameters: Iterable[Tensor], counts: Tensor) -> Generator[None]:
+    handles = [
+        each.register_hook(lambda gradient: torch.where(counts, gradient, 0.0))
+        for each in parameters
+        if each.requires_grad
+    ]
+    try:
+        yield
+    finally:
+        for each in handles:
+            each.remove()
 
 
 @contextmanager

@@ -29,6 +29,12 @@ class HostFlag:
         # A view of the same memory: no operator runs, so nothing can synchronise.
         self._view = tensor.numpy() if self.on_host else None
 
+    def set(self, value: bool) -> None:
+        """Write the value; for flags on the host."""
+        assert self._view is not None
+        if bool(self._view) is not value:
+            self._view[...] = value
+
     def read(self) -> bool:
         """The value now; on an accelerator this waits for the device (one host sync)."""
         return bool(self._view) if self._view is not None else bool(self.tensor.item())
@@ -44,17 +50,22 @@ class Outcomes:
     at_once
         Know each outcome at its own step, also on an accelerator (one host sync a step).
 
-    On the CPU a step's outcome is known at once, on an accelerator at the next step. The lag is
-    fixed, rather than "as soon as it has arrived", so that runs are reproducible.
+    Attributes
+    ----------
+    at_once
+        Whether each outcome is known at its own step; on the CPU it always is.
+
+    On an accelerator it is known at the next step otherwise. The lag is fixed, rather than "as soon
+    as it has arrived", so that runs are reproducible.
     """
 
     def __init__(self, device: torch.device, *, at_once: bool = False) -> None:
-        self._at_once = at_once or device.type == "cpu"
+        self.at_once = at_once or device.type == "cpu"
         self._pending: deque[tuple[Tensor, torch.Event]] = deque()
 
     def settle(self, found_inf: HostFlag) -> list[bool]:
         """Take in a step's flag; the outcomes that became known, the oldest first."""
-        if self._at_once:
+        if self.at_once:
             return [found_inf.read()]
         known = self.drain()
         pinned = torch.empty((), pin_memory=True)

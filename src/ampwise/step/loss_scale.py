@@ -18,6 +18,7 @@ Nothing here reads a value back to the host, except `state_dict` and `value`.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,7 +33,10 @@ CEILING = 2.0**24
 
 
 class LossScale:
-    """A dynamic loss scale.
+    """A dynamic loss scale: settings, and in a step (`TrainStep.loss_scale`) state.
+
+    A step takes over the settings and keeps a state of its own, so one instance can be given to
+    several steps.
 
     Parameters
     ----------
@@ -70,6 +74,7 @@ class LossScale:
         _check("hysteresis", hysteresis, hysteresis >= 1, "at least 1")
         _check("floor", floor, 0 < floor <= init_scale, "above 0 and at most init_scale")
         _check("ceiling", ceiling, ceiling >= init_scale, "at least init_scale")
+        self.init_scale = float(init_scale)
         self.growth_factor = growth_factor
         self.backoff_factor = backoff_factor
         self.growth_interval = growth_interval
@@ -78,14 +83,15 @@ class LossScale:
         self.ceiling = ceiling
         self.scale = torch.tensor(float(init_scale))
         self._growth_tracker = torch.zeros((), dtype=torch.int32)
-        self._patience = torch.tensor(float(hysteresis))
+        self._hysteresis_left = torch.tensor(float(hysteresis))
 
-    def to(self, device: torch.device) -> LossScale:
-        """Move the state to a device, in place."""
-        self.scale = self.scale.to(device)
-        self._growth_tracker = self._growth_tracker.to(device)
-        self._patience = self._patience.to(device)
-        return self
+    def fresh(self, device: torch.device) -> LossScale:
+        """One with the same settings on a device, in its first state."""
+        twin = copy.copy(self)
+        twin.scale = torch.tensor(self.init_scale, device=device)
+        twin._growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
+        twin._hysteresis_left = torch.tensor(float(self.hysteresis), device=device)
+        return twin
 
     @property
     def value(self) -> float:
@@ -104,7 +110,7 @@ class LossScale:
     def update(self, found_inf: Tensor) -> None:
         """Apply the rule; `found_inf` is a float32 scalar, 1 when the step was bad, else 0."""
         if self.hysteresis > 1:
-            self._update_patiently(found_inf)
+            self._update_with_hysteresis(found_inf)
             return
         torch._amp_update_scale_(
             self.scale,
@@ -116,17 +122,17 @@ class LossScale:
         )
         self.scale.clamp_(self.floor, self.ceiling)
 
-    def _update_patiently(self, found_inf: Tensor) -> None:
+    def _update_with_hysteresis(self, found_inf: Tensor) -> None:
         bad = found_inf > 0
-        self._patience.sub_(found_inf)
+        self._hysteresis_left.sub_(found_inf)
         self._growth_tracker.add_(1).masked_fill_(bad, 0)
         grow = self._growth_tracker >= self.growth_interval
-        back_off = bad & (self._patience <= 0)
+        back_off = bad & (self._hysteresis_left <= 0)
         self.scale.copy_(torch.where(grow, self.scale * self.growth_factor, self.scale))
         self.scale.copy_(torch.where(back_off, self.scale * self.backoff_factor, self.scale))
         self.scale.clamp_(self.floor, self.ceiling)
         self._growth_tracker.masked_fill_(grow, 0)
-        self._patience.masked_fill_(grow, float(self.hysteresis))
+        self._hysteresis_left.masked_fill_(grow, float(self.hysteresis))
 
     def state_dict(self) -> dict[str, Any]:
         """The keys of `torch.amp.GradScaler.state_dict`, which can load it, and a few more."""
@@ -137,7 +143,7 @@ class LossScale:
             "growth_interval": self.growth_interval,
             "_growth_tracker": int(self._growth_tracker),
             "hysteresis": self.hysteresis,
-            "_patience": float(self._patience),
+            "_patience": float(self._hysteresis_left),
             "floor": self.floor,
             "ceiling": self.ceiling,
         }
@@ -167,7 +173,7 @@ class LossScale:
         self.ceiling = max(float(state.get("ceiling", self.ceiling)), scale)
         self.scale.fill_(scale)
         self._growth_tracker.fill_(int(state["_growth_tracker"]))
-        self._patience.fill_(float(state.get("_patience", self.hysteresis)))
+        self._hysteresis_left.fill_(float(state.get("_patience", self.hysteresis)))
 
 
 class UnitLossScale(LossScale):

@@ -12,6 +12,7 @@ ignore them, some divide twice.
 from __future__ import annotations
 
 import inspect
+from functools import cache
 
 import torch.optim.optimizer as torch_optimizer
 from torch import Tensor, zeros_like
@@ -31,10 +32,6 @@ def check(optimizer: Optimizer) -> None:
         When its ``step`` needs a closure (as LBFGS does): it evaluates the loss several times
         inside one step, so there is no moment between backward and step to check gradients at.
     """
-    if not isinstance(optimizer, Optimizer):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise UsageError(
-            f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}"
-        )
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UsageError(
@@ -45,18 +42,23 @@ def check(optimizer: Optimizer) -> None:
 
 
 def folds(optimizer: Optimizer) -> bool:
-    """Whether the optimizer's own kernel unscales, clips and skips, on the device."""
+    """Whether the optimizer's own kernel unscales, clips and skips, on the device.
+
+    Not while step hooks watch: they would see gradients that are still scaled.
+    """
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
-    owner = next(cls for cls in type(optimizer).__mro__ if "step" in vars(cls))
-    return owner in _TRUSTED and not any(
-        group.get("momentum", 0) and group.get("dampening", 0) for group in optimizer.param_groups
+    if optimizer._optimizer_step_pre_hooks or torch_optimizer._global_optimizer_pre_hooks:
+        return False
+    return _is_trusted(type(optimizer)) and not any(
+        not group.get("fused") or (group.get("momentum", 0) and group.get("dampening", 0))
+        for group in optimizer.param_groups
     )
 
 
-def watched(optimizer: Optimizer) -> bool:
-    """Whether step hooks look at the gradients before the kernel would have unscaled them."""
-    return bool(optimizer._optimizer_step_pre_hooks or torch_optimizer._global_optimizer_pre_hooks)
+@cache
+def _is_trusted(kind: type[Optimizer]) -> bool:
+    return next(cls for cls in kind.__mro__ if "step" in vars(cls)) in _TRUSTED
 
 
 def step_folded(optimizer: Optimizer, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:

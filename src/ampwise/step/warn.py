@@ -1,4 +1,4 @@
-"""Warnings that point at the line of the user's that led to them."""
+"""The user's own lines: where a warning points to, and where an error began."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import sys
 import warnings
 from pathlib import Path
+from types import TracebackType
 
 import torch
 
@@ -23,3 +24,14 @@ def warn_user(message: str) -> None:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THEIRS):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, stacklevel=level)
+
+
+def users_line(trace: TracebackType | None) -> str:
+    """``file:line`` of the innermost line in a traceback that is the user's; empty if none is."""
+    found = ""
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if not file.startswith(_NOT_THEIRS):
+            found = f"{file}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return found

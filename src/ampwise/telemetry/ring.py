@@ -3,7 +3,7 @@
 A step writes one row of float32 scalars into a ring on the device: loss, loss scale before and
 after, grad norm, found_inf. Every `CHUNK` rows the ring's new part is copied to pinned memory
 without waiting. `poll` turns what has arrived into `StepRecord`s; `drain` waits for the rest. On
-the CPU a row can be read as soon as it is written.
+the CPU a row can be read as soon as it is written. The last `HISTORY` records stay, read or not.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from torch import Tensor
 
 CHUNK = 32
 """Rows between two copies to the host, on accelerators."""
+
+HISTORY = 10_000
+"""Records that are kept."""
 
 COLUMNS = 5
 """A row holds loss, loss scale before and after, grad norm and found_inf."""
@@ -74,19 +77,24 @@ class Ring:
     ----------
     device
         Where rows are written.
+    totals
+        What was counted before.
     chunk
         Rows the ring holds on the device before they are copied to the host.
     """
 
-    def __init__(self, device: torch.device, chunk: int = CHUNK) -> None:
-        self.totals = Totals()
+    def __init__(
+        self, device: torch.device, totals: Totals | None = None, chunk: int = CHUNK
+    ) -> None:
+        self.totals = totals or Totals()
         self._on_cpu = device.type == "cpu"
         self._device = device
         self._rows = torch.zeros(chunk, COLUMNS, device=device)
         self._slots = self._rows.unbind()
         self._lrs: list[float | Tensor] = []
         self._in_flight: deque[tuple[Tensor, list[float | Tensor], torch.Event]] = deque()
-        self._read: list[StepRecord] = []
+        self._records: deque[StepRecord] = deque(maxlen=HISTORY)
+        self._unread = 0
 
     @property
     def row(self) -> Tensor:
@@ -101,20 +109,38 @@ class Ring:
 
     def poll(self) -> list[StepRecord]:
         """Records that have arrived since the last call of `poll` or `drain`; never waits."""
-        while self._in_flight and self._in_flight[0][2].query():
-            self._receive()
         if self._on_cpu:
             self._send()
-        records, self._read = self._read, []
-        return records
+        self._land()
+        return self._new()
 
     def drain(self) -> list[StepRecord]:
         """All records since the last call of `poll` or `drain`; waits for the device."""
+        self._arrive()
+        return self._new()
+
+    @property
+    def history(self) -> list[StepRecord]:
+        """All records that are kept, the oldest first; waits for the device."""
+        self._arrive()
+        return list(self._records)
+
+    @property
+    def complete_totals(self) -> Totals:
+        """What was counted in all steps; waits for the device."""
+        self._arrive()
+        return self.totals
+
+    def _new(self) -> list[StepRecord]:
+        count, self._unread = min(self._unread, len(self._records)), 0
+        return [self._records[index] for index in range(-count, 0)]
+
+    def _arrive(self) -> None:
+        """Wait for all rows."""
         self._send()
         while self._in_flight:
             self._in_flight[0][2].synchronize()
             self._receive()
-        return self.poll()
 
     def _send(self) -> None:
         """Start the copy of the filled rows to the host, and reuse the ring."""
@@ -124,12 +150,18 @@ class Ring:
         if self._on_cpu:
             self._record(self._rows[: len(lrs)], lrs)
             return
+        self._land()  # also where nobody polls, so that no more than a few copies are kept
         # Later rows go to the same memory on the same stream, after this copy.
         pinned = torch.empty(len(lrs), COLUMNS, pin_memory=True)
         pinned.copy_(self._rows[: len(lrs)], non_blocking=True)
         event = torch.Event(self._device)
         event.record()
         self._in_flight.append((pinned, lrs, event))
+
+    def _land(self) -> None:
+        """Take in what has arrived."""
+        while self._in_flight and self._in_flight[0][2].query():
+            self._receive()
 
     def _receive(self) -> None:
         rows, lrs, _ = self._in_flight.popleft()
@@ -144,7 +176,8 @@ class Ring:
             totals.skipped += found_inf > 0
             totals.growths += next_scale > scale
             totals.backoffs += next_scale < scale
-            self._read.append(
+            self._unread += 1
+            self._records.append(
                 StepRecord(
                     step=totals.steps,
                     loss=loss,

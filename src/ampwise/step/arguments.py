@@ -1,0 +1,243 @@
+"""What a step is given: each thing checked, and its mistakes told in a line.
+
+Optimizers and parameters are checked again whenever they have changed (`members`), settings once.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
+
+from ampwise.errors import UsageError
+from ampwise.policy import Policy, Resolution, resolve
+from ampwise.step import optimizers as optim
+from ampwise.step.loss_scale import LossScale, UnitLossScale
+from ampwise.step.modules import held_by, several
+from ampwise.step.warn import warn_user
+
+_HALF = (torch.float16, torch.bfloat16)
+_SPELLED = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+_One = TypeVar("_One")
+
+
+# -- models and optimizers -------------------------------------------------------------------------
+
+
+def models_of(model: Any) -> tuple[nn.Module, ...]:
+    """The models of what was given as such."""
+    return _all_of("model", model, nn.Module, "an nn.Module, or several")
+
+
+def optimizers_of(optimizer: Any) -> tuple[Optimizer, ...]:
+    """The optimizers of what was given as such; each can be driven, and is there once."""
+    found = _all_of("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer, or several")
+    for index, each in enumerate(found):
+        optim.check(each)
+        if any(each is other for other in found[:index]):
+            raise UsageError(
+                f"optimizer: {type(each).__name__} is listed twice (positions "
+                f"{found.index(each)} and {index}); its step would be made twice"
+            )
+    return found
+
+
+def _all_of(name: str, given: Any, kind: type[_One], expected: str) -> tuple[_One, ...]:
+    found: tuple[Any, ...] = (given,) if isinstance(given, nn.Module) else several(given)
+    if not found:
+        raise UsageError(f"{name}: expected {expected}, got none ({given!r})")
+    for each in found:
+        if not isinstance(each, kind):
+            raise UsageError(f"{name}: expected {expected}, got {_in_words(each)}")
+    return found
+
+
+def _in_words(thing: object) -> str:
+    if isinstance(thing, type):
+        return f"the class {thing.__name__}; make an instance of it"
+    return "None" if thing is None else f"{type(thing).__name__} {str(thing)[:60]!r}"
+
+
+def device_of(parameters: Mapping[str, nn.Parameter]) -> torch.device:
+    """The device that models are on: that of their first parameter."""
+    if not parameters:
+        raise UsageError("model: it has no parameters, so there is nothing to train")
+    return next(iter(parameters.values())).device
+
+
+def check_parameters(
+    named: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer], policy: Policy
+) -> None:
+    """Whether optimizers train the models, and parameters are in a format that can be trained.
+
+    Raises
+    ------
+    UsageError
+        When no optimizer holds a parameter of the models; for 16-bit parameters under a policy that
+        scales the loss.
+    """
+    names = {id(parameter): name for name, parameter in named.items()}
+    strangers = [
+        each
+        for each in optimizers
+        if (held := held_by([each])) and not any(id(parameter) in names for parameter in held)
+    ]
+    if strangers:
+        _foreign(strangers, optimizers)
+    _check_formats(names, held_by(optimizers), policy)
+
+
+def _foreign(strangers: Sequence[Optimizer], optimizers: Sequence[Optimizer]) -> None:
+    kinds = ", ".join(type(each).__name__ for each in strangers)
+    if len(strangers) == len(optimizers):
+        raise UsageError(
+            f"optimizer: {kinds} holds no parameter of the model, so nothing of it would be "
+            "trained; make the optimizer over model.parameters() of this very model, after it was "
+            "copied, wrapped or sharded"
+        )
+    warn_user(
+        f"optimizer: {kinds} holds no parameter of the models given; its own are trained all the "
+        "same, where the loss depends on them"
+    )
+
+
+def _check_formats(names: Mapping[int, str], held: Iterable[Tensor], policy: Policy) -> None:
+    half = [each for each in held if each.dtype in _HALF and each.requires_grad]
+    if not half:
+        return
+    dtype = str(half[0].dtype).removeprefix("torch.")
+    shown = names.get(id(half[0]), "one outside the model")
+    more = f" and {len(half) - 1} more" if len(half) > 1 else ""
+    if policy.loss_scaling:
+        raise UsageError(
+            f"model: parameters are {dtype} ({shown}{more}), and {policy.name} scales the loss for "
+            "float32 ones: their scaled gradients overflow, and their updates are lost or NaN; "
+            "call model.float() before the optimizer is made, autocast computes in 16 bits anyway"
+        )
+    warn_user(
+        f"model: parameters are {dtype} ({shown}{more}): updates below half an ULP of a weight are "
+        "lost, and Adam's eps of 1e-8 is 0 in float16; keep them float32 (model.float()) and let "
+        "the policy compute in 16 bits"
+    )
+
+
+# -- settings --------------------------------------------------------------------------------------
+
+
+def check_settings(
+    max_grad_norm: Any, skip: Any, max_skips: Any, watch_every: Any, undo: Any
+) -> None:
+    """Refuse settings that cannot work."""
+    is_norm = isinstance(max_grad_norm, int | float) and not isinstance(max_grad_norm, bool)
+    if max_grad_norm is not None and not (is_norm and max_grad_norm > 0):
+        raise UsageError(f"max_grad_norm: expected a norm above 0, or None, got {max_grad_norm!r}")
+    if skip not in ("all", "each"):
+        raise UsageError(f"skip: expected 'all' or 'each', got {skip!r}")
+    if undo not in ("micro-batch", "window"):
+        raise UsageError(f"undo: expected 'micro-batch' or 'window', got {undo!r}")
+    whole_number("max_skips", max_skips, 1, "skipped steps")
+    whole_number("watch_every", watch_every, 0, "steps")
+
+
+def whole_number(name: str, value: Any, least: int, what: str) -> int:
+    """`value` as an int of at least `least`; NumPy's are taken, too."""
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or number < least:
+        raise UsageError(
+            f"{name}: expected a whole number of {what}, {least} or more, got {value!r}"
+        )
+    return number
+
+
+def check_callable(name: str, value: object, expected: str) -> None:
+    """Refuse what cannot be called; None can be left out."""
+    if value is not None and (not callable(value) or isinstance(value, type)):
+        raise UsageError(f"{name}: expected {expected}, got {_in_words(value)}")
+
+
+def checked_ema(ema: AveragedModel | None) -> AveragedModel | None:
+    """The averaged model, if it is one."""
+    if ema is not None and not isinstance(ema, AveragedModel):
+        raise UsageError(
+            f"ema: expected a torch.optim.swa_utils.AveragedModel, got {_in_words(ema)}; update "
+            "any other average after the step, where step.boundary is true"
+        )
+    return ema
+
+
+def policy_for(request: Any, device: torch.device) -> tuple[Policy, Resolution | None]:
+    """A named policy is taken at its word; ``auto`` is resolved for the model's device."""
+    if isinstance(request, Policy):
+        return request, None
+    if isinstance(request, Resolution):
+        return request.policy, request
+    if isinstance(request, str):
+        if request.strip().lower() != "auto":
+            return Policy.parse(request), None
+        resolution = resolve(request, device)
+        return resolution.policy, resolution
+    instead = f"; did you mean {_SPELLED[request]!r}?" if request in _SPELLED else ""
+    raise UsageError(
+        "policy: expected a precision such as 'bf16', or an ampwise.Policy, got "
+        f"{request!r}{instead}"
+    )
+
+
+def loss_scale_for(policy: Policy, settings: Any, device: torch.device) -> LossScale:
+    """The loss scale of a step, in its first state."""
+    if settings is not None and not isinstance(settings, LossScale):
+        raise UsageError(f"loss_scale: expected an ampwise.LossScale, got {_in_words(settings)}")
+    if policy.loss_scaling:
+        return (settings or LossScale()).fresh(device)
+    if settings is not None:
+        warn_user(f"loss_scale: policy {policy.text} does not scale the loss, so it is not used")
+    return UnitLossScale().fresh(device)
+
+
+# -- the schedule ----------------------------------------------------------------------------------
+
+
+def schedule_of(scheduler: Any, optimizers: Sequence[Optimizer]) -> Callable[[], object] | None:
+    """What makes a step of a scheduler; None without one.
+
+    Raises
+    ------
+    UsageError
+        For one that needs more than to be called, or that is of another optimizer.
+    """
+    if scheduler is None:
+        return None
+    step = getattr(scheduler, "step", None)
+    if isinstance(scheduler, type) or not callable(step):
+        raise UsageError(
+            f"scheduler: expected a learning-rate scheduler, got {_in_words(scheduler)}"
+        )
+    kind = type(scheduler).__name__
+    needed = [each.name for each in inspect.signature(step).parameters.values() if _needed(each)]
+    if needed:
+        raise UsageError(
+            f"scheduler: {kind}.step needs {' and '.join(needed)}, which a training step does not "
+            f"have; leave it out, and call it where you do (after an evaluation or an epoch, say)"
+        )
+    owner = getattr(scheduler, "optimizer", None)
+    known = [*optimizers, *(getattr(each, "optimizer", None) for each in optimizers)]
+    if isinstance(owner, Optimizer) and not any(owner is each for each in known):
+        raise UsageError(
+            f"scheduler: {kind} belongs to another optimizer ({type(owner).__name__}), so it would "
+            "change nothing here; make it over an optimizer of this step"
+        )
+    return step
+
+
+def _needed(parameter: inspect.Parameter) -> bool:
+    by_name = (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    return parameter.default is parameter.empty and parameter.kind not in by_name

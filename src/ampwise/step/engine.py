@@ -1,0 +1,758 @@
+"""The engine of a step: precision, loss scale, guard, decision, telemetry.
+
+    forward     under the policy                                     (`precision`)
+    backward    of loss * scale                                      (`hooks`)
+    parallel    with several ranks: one sum of what they decide by   (`parallel`)
+    guard       norm, found_inf, unscale and clip in one pass        (`gradients`, `guard`)
+    optimizer   step or skip, decided on the device                  (`pending`, `optimizers`)
+    loss scale  back off or grow                                     (`loss_scale`)
+    buffers     put back if the step was skipped                     (`buffers`)
+    telemetry   one row on the device                                (`telemetry.ring`)
+    host        learns of the outcome when that costs no wait        (`host`, `skips`)
+
+It has no window, no schedule and no EMA: that is for loops that have their own (a trainer's). The
+step that people write loops with, `TrainStep`, is this with these three.
+
+float32 takes the same path as every precision, with a scale of 1 that divides nothing. The comments
+say where the host waits for the device; with fused optimizers it nowhere does.
+
+Nothing is changed about models and optimizers, and what belongs to them is read when it is needed
+(`members`). A call that raises leaves everything as before (`attempt`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from threading import get_ident
+from types import TracebackType
+from typing import Any, Literal, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
+
+from ampwise.distributed.layout import is_sharded
+from ampwise.errors import UsageError
+from ampwise.policy import Policy, Resolution
+from ampwise.step import arguments
+from ampwise.step import gradients as grads
+from ampwise.step.activity import Activity
+from ampwise.step.attempt import Attempt
+from ampwise.step.buffers import BufferGuard
+from ampwise.step.guard import Guard
+from ampwise.step.hooks import counting, true_gradients
+from ampwise.step.host import HostFlag, Outcomes
+from ampwise.step.loss_scale import LossScale
+from ampwise.step.members import Members
+from ampwise.step.parallel import OneRank, parallel_of
+from ampwise.step.pending import Pending
+from ampwise.step.precision import islands_of, precision_of
+from ampwise.step.skips import Skips, explain
+from ampwise.step.state import OpenState, StepState
+from ampwise.step.warn import warn_user
+from ampwise.step.window import Weight, Window, divide
+from ampwise.telemetry.ring import Ring, StepRecord, Totals
+
+
+class Engine:
+    """Mixed precision for a loop that is somebody else's: parts of a step, right by construction.
+
+    ::
+
+        engine = ampwise.Engine(model, optimizer, policy="fp16", max_grad_norm=1.0)
+        with engine.autocast():
+            loss = loss_fn(model, batch)
+        engine.backward(loss)
+        engine.update()
+
+    Parameters
+    ----------
+    model
+        The model, or the models, that are trained; already on their device. Wrapped in DDP or
+        sharded by FSDP2 (``fully_shard``), all ranks take the same decisions.
+    optimizer
+        The optimizer, or optimizers, over their parameters. Fused ones decide on the device; others
+        cost one host sync a step on accelerators.
+    policy
+        A preset or policy, used exactly as asked; ``auto`` or a `Resolution` for what fits the
+        device.
+    max_grad_norm
+        Clip the global L2 norm of the true gradients to this.
+    loss_scale
+        Settings of the loss scale, for policies that scale the loss.
+    skip
+        With several optimizers, on a non-finite gradient: skip ``all`` that update together, or
+        only ``each`` that has it. Norm and clipping are over the same set.
+    max_skips
+        Skipped steps in a row after which training aborts.
+    watch_every
+        With several ranks, steps between two comparisons of loss scale, step count and a checksum
+        of the parameters over ranks; 0 compares nothing. Turn it off where plain parameters differ
+        between ranks on purpose.
+    strict
+        Fail, rather than warn, if the asked precision was not active in the first forward.
+    undo
+        What an error in backward or in the optimizer takes back. The ``micro-batch`` alone: from
+        the second one of a step on that holds a second set of gradients. Or the whole ``window``
+        of gradients, which holds none; several ranks always do that.
+
+    Attributes
+    ----------
+    policy
+        The policy in force.
+    resolution
+        How it came about, when it was resolved rather than named.
+    steps
+        Completed steps; skipped ones count.
+    loss_scale
+        The loss scale, its state on the device.
+    activity
+        What the first forward really ran in; None before its backward.
+
+    Raises
+    ------
+    UsageError
+        For arguments that cannot work; the message names what was expected.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module],
+        optimizer: Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer],
+        *,
+        policy: str | Policy | Resolution = "auto",
+        max_grad_norm: float | None = None,
+        loss_scale: LossScale | None = None,
+        skip: Literal["all", "each"] = "all",
+        max_skips: int = 50,
+        watch_every: int = 50,
+        strict: bool = False,
+        undo: Literal["micro-batch", "window"] = "micro-batch",
+    ) -> None:
+        arguments.check_settings(max_grad_norm, skip, max_skips, watch_every, undo)
+        self._members = members = Members(model, optimizer)
+        named = members.parameters()
+        self.device = arguments.device_of(named)
+        self.policy, self.resolution = arguments.policy_for(policy, self.device)
+        self._check(named, members.optimizers)
+        self.loss_scale = arguments.loss_scale_for(self.policy, loss_scale, self.device)
+        self.steps = 0
+        self.activity: Activity | None = None
+
+        if self.resolution is not None:
+            # A typo is one also where this device fell back to a policy without islands.
+            for each in members.models:
+                islands_of(each, self.resolution.asked_islands)
+        self.skip: Literal["all", "each"] = skip
+        self._strict = strict
+        self._parallel = self._find_parallel(watch_every)
+        self._precision = precision_of(
+            self.policy, self.device.type, members, casts=not self._parallel.shards
+        )
+        self._undoes_micro_batch = undo == "micro-batch" and self._parallel.size == 1
+        self._attempt: Attempt | None = None
+        self._window = Window()
+        self._buffers = BufferGuard(members)
+        self._pending = Pending(members, self.device, max_grad_norm, together=skip == "all")
+        self._outcomes = Outcomes(self.device)
+        self._missed: dict[int, list[str]] = {}  # buffers that a skip would not put back, by step
+        self._skips = Skips(max_skips)
+        self._ring = Ring(self.device)
+
+    def _find_parallel(self, watch_every: int) -> OneRank:
+        """The processes that train these models together."""
+        return parallel_of(self._members.wrapped, self.device, watch_every)
+
+    # -- what is trained ---------------------------------------------------------------------------
+
+    def _check(self, named: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]) -> None:
+        """Look whether parameters and optimizers can be trained under the policy."""
+        arguments.check_parameters(named, optimizers, self.policy)
+
+    @property
+    def model(self) -> Any:
+        """The model or models, as given; others may be put in place between two steps."""
+        return self._members.model
+
+    @model.setter
+    def model(self, model: Any) -> None:
+        arguments.models_of(model)
+        self._members.model = model
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer or optimizers, as given; others may be put in place between two steps."""
+        return self._members.optimizer
+
+    @optimizer.setter
+    def optimizer(self, optimizer: Any) -> None:
+        arguments.optimizers_of(optimizer)
+        self._members.optimizer = optimizer
+
+    @property
+    def models(self) -> tuple[nn.Module, ...]:
+        """The models, out of DDP."""
+        return self._members.models
+
+    @property
+    def optimizers(self) -> tuple[Optimizer, ...]:
+        """The optimizers."""
+        return arguments.optimizers_of(self._members.optimizer)
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The models' parameters by FQN; with several models the position comes first."""
+        return self._members.parameters()
+
+    def named_tensors(self) -> dict[str, Tensor]:
+        """The same, and those that only an optimizer knows, as ``optimizers.0.5``."""
+        return self._members.named()
+
+    # -- the parts of a step -----------------------------------------------------------------------
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """Context for forward and loss under the policy; for evaluation too."""
+        return _Training(self) if torch.is_grad_enabled() else self._evaluation()
+
+    def backward(
+        self,
+        loss: Tensor,
+        *,
+        optimizers: Sequence[Optimizer] | None = None,
+        retain_graph: bool = False,
+    ) -> None:
+        """Backward of the scaled loss; losses of several calls add up.
+
+        Parameters
+        ----------
+        loss
+            Floating-point scalar that requires grad, unscaled; divided as the loop wants it.
+        optimizers
+            Only the parameters of these receive gradients (of a GAN's discriminator, say).
+        retain_graph
+            Keep the graph for another backward through it.
+
+        Raises
+        ------
+        UsageError
+            When `loss` is no such scalar, or gradients were already unscaled by `gradients`.
+        """
+        with self._parallel.telling():
+            self._backward(loss, optimizers, None, retain_graph=retain_graph)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """True gradients of the step so far, by parameter name, before clipping.
+
+        They are the tensors the optimizer will use: edits count, and are checked like the rest.
+        """
+        if self._parallel.owes:
+            raise UsageError(
+                "gradients() in the middle of a window: with several ranks gradients are summed in "
+                "its last micro-batch; look at them after that, or pass last=True to it"
+            )
+        self._look()
+        every = self._members.indices(None)
+        if self._window.position and not self._window.agreed:
+            self._parallel.agree(self._pending.guard(tuple(every)), self._window)
+        self._pending.unscale(self._pending.with_gradients(every), self._divisor())
+        named = self._members.named()
+        return {name: each.grad for name, each in named.items() if each.grad is not None}
+
+    def update(
+        self, optimizers: Sequence[Optimizer] | None = None, *, update_scale: bool = True
+    ) -> None:
+        """Guard, then step or skip, on whatever gradients are there; adapt the scale; record.
+
+        Parameters
+        ----------
+        optimizers
+            Those that step now; default all.
+        update_scale
+            False for all but the last of several updates in one iteration: the loss scale adapts
+            once per iteration, to what all of them found, and one record is written.
+
+        Raises
+        ------
+        UsageError
+            When there was no `backward` since the last step.
+        SkippedStepsError
+            When too many steps in a row were skipped.
+        DivergedRanksError
+            On all ranks, when they no longer train one model.
+        """
+        self._look()
+        with self._parallel.telling():
+            self._decide(optimizers, last=update_scale)
+            if update_scale:
+                self._close()
+
+    def discard(self) -> None:
+        """Drop what there is of a step: gradients go, buffers are as before its first forward."""
+        self._buffers.undo()
+        self._drop()
+
+    def _drop(self) -> None:
+        """Drop what there is of a step; buffers stay as they are."""
+        self._buffers.forget()
+        self._parallel.drop_rest()
+        self._window.close()
+        self._pending.clear()
+        for parameter in self._members.held:
+            parameter.grad = None
+
+    def reset(self) -> None:
+        """Forget everything but settings, as after going back to an earlier state of the model.
+
+        An open step is dropped as by `discard`, but for the buffers: they are of that earlier
+        state, and stay as they are.
+        """
+        self._drop()
+        self._window.unit = None
+        self.loss_scale = self.loss_scale.fresh(self.device)
+        self._start_from(Totals())
+
+    def close(self) -> None:
+        """Let go of model and optimizer, which are as the user made them; a step is dropped."""
+        self.discard()
+        self._precision.close()
+        self._pending.forget_guards()
+
+    # -- for replays -------------------------------------------------------------------------------
+
+    def rewind_buffers(self) -> None:
+        """Put buffers back to where an open step began, and leave it open."""
+        self._buffers.undo()
+
+    def apart(self) -> AbstractContextManager[None]:
+        """Context: this process by itself; what is in DDP sums nothing."""
+        return self._parallel.apart()
+
+    # -- what happened -----------------------------------------------------------------------------
+
+    @property
+    def stopping(self) -> bool:
+        """Whether `ask_to_stop` was called, on this rank or another; the same on all."""
+        return self._parallel.stopping
+
+    def ask_to_stop(self) -> None:
+        """Have `stopping` become true on all ranks at the same step (alone: at once)."""
+        self._parallel.ask_to_stop()
+
+    @property
+    def slow_rank(self) -> str | None:
+        """The rank that keeps the others waiting, in words, the same on all; None if none does.
+
+        The first rank warns of it, too, once.
+        """
+        return self._parallel.slow_rank
+
+    @property
+    def ranks(self) -> int:
+        """Processes that train these models together."""
+        return self._parallel.size
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """The ranks that train together and take one decision; None for one process."""
+        return self._parallel.group
+
+    @property
+    def can_replay(self) -> bool:
+        """Whether this process can run a step by itself: not where it has only a part of it."""
+        return not any(map(is_sharded, self.parameters().values()))
+
+    @property
+    def copied_bytes(self) -> int:
+        """Memory of 16-bit copies of weights that stay from step to step."""
+        return self._precision.held_bytes
+
+    @property
+    def syncs_per_step(self) -> int:
+        """Host syncs that a step costs on an accelerator; 0 with fused optimizers."""
+        self._look()
+        sets = self._pending.sets(self._members.indices(None))
+        return sum(not self._pending.guard(each).folds for each in sets)
+
+    @property
+    def history(self) -> list[StepRecord]:
+        """What happened in the last 10,000 steps, the oldest first; waits for the device."""
+        return self._ring.history
+
+    def poll(self) -> list[StepRecord]:
+        """Records that have arrived since the last `poll` or `drain`; never waits.
+
+        As `history` does, it goes back 10,000 steps at most.
+        """
+        return self._ring.poll()
+
+    def drain(self) -> list[StepRecord]:
+        """All records since the last `poll` or `drain`; waits for the device."""
+        return self._ring.drain()
+
+    # -- state -------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Policy, loss scale, counters and an open step; loads with ``weights_only=True``.
+
+        In the middle of a step it holds the gradients collected so far, and the buffers as they
+        were before it.
+        """
+        self._learn(self._outcomes.drain())
+        totals = self._ring.complete_totals
+        state = StepState(
+            policy=self.policy.text,
+            loss_scale=self.loss_scale.state_dict(),
+            steps=self.steps,
+            skipped=totals.skipped,
+            growths=totals.growths,
+            backoffs=totals.backoffs,
+            skipped_in_a_row=self._skips.in_a_row,
+            held=self._skips.to_hold,
+            unit=self._window.unit,
+        )
+        if self._is_open:
+            state.open = self._open_state()
+        return state.to_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where a state was taken; takes a `torch.amp.GradScaler.state_dict` too.
+
+        Whatever the step had open is dropped. A loss scale saved under another precision is taken
+        over only if both scale the loss.
+
+        Raises
+        ------
+        UsageError
+            When `state` is neither, or has gradients of parameters that are not there.
+        """
+        scale = self.loss_scale.fresh(self.device)
+        if not isinstance(state, Mapping):
+            raise UsageError(f"step state: expected a state_dict(), got {type(state).__name__}")
+        if "scale" in state:
+            scale.load_state_dict(state)
+            self._drop()
+            self.loss_scale = scale
+            return
+        loaded = StepState.from_dict(state)
+        self._look()
+        named = self._members.named()
+        opened = None if loaded.open is None else loaded.open.checked(named)
+        if loaded.loss_scale:
+            scale.load_state_dict(loaded.loss_scale)
+        self.reset()
+        self.loss_scale = scale
+        self._start_from(Totals(int(loaded.steps), loaded.skipped, loaded.growths, loaded.backoffs))
+        self._skips.in_a_row, self._skips.to_hold = loaded.skipped_in_a_row, loaded.held
+        if self.ranks > 1 and loaded.unit is not None:
+            unit = torch.tensor(loaded.unit, dtype=torch.float64, device=self.device)
+            self._window.unit = unit
+        if opened is not None:
+            self._reopen(opened, named)
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether there are gradients that nobody has stepped on."""
+        return self._window.position > 0 or self._pending.is_open
+
+    def _open_state(self) -> OpenState:
+        named, pending = self._members.named(), self._pending
+        carried = pending.carried
+        return OpenState(
+            window=self._window.state_dict(),
+            gradients={n: e.grad.clone() for n, e in named.items() if e.grad is not None},
+            unscaled=sorted(pending.unscaled),
+            found=[each.tensor.clone() for each in pending.found],
+            norms=[each.clone() for each in pending.norms],
+            carried={n: carried[e].clone() for n, e in named.items() if e in carried},
+            buffers=self._buffers.state_dict(),
+        )
+
+    def _reopen(self, state: OpenState, named: Mapping[str, Tensor]) -> None:
+        pending, device = self._pending, self.device
+        self._window.load_state_dict(state.window)
+        self._buffers.load_state_dict(state.buffers)
+        pending.unscaled = set(state.unscaled)
+        pending.found = [HostFlag(each.to(device)) for each in state.found]
+        pending.norms = [each.to(device) for each in state.norms]
+        for name, gradient in state.gradients.items():
+            named[name].grad = gradient.to(named[name].device, copy=True)
+        for name, gradient in state.carried.items():
+            pending.carried[named[name]] = gradient.to(named[name].device, copy=True)
+
+    def _start_from(self, totals: Totals) -> None:
+        """Count on from somewhere, with nothing known of what came before."""
+        self.steps = totals.steps
+        self._outcomes.drain()
+        self._missed.clear()
+        self._skips = Skips(self._skips.limit, known=totals.steps)
+        self._ring = Ring(self.device, totals)
+
+    def __reduce_ex__(self, _: Any) -> NoReturn:
+        """Refuse to be copied or pickled: the copy would share some things, and not others.
+
+        Raises
+        ------
+        UsageError
+            Always.
+        """
+        raise UsageError(
+            f"a {type(self).__name__} cannot be copied or pickled; copy the model, make its "
+            "optimizer, and give a new step the state_dict() of this one"
+        )
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """See which optimizers and parameters there are now, and check them if they are new."""
+        if self._members.look(self._check):
+            self._pending.forget_guards()
+
+    def _divisor(self) -> Tensor | None:
+        """What the step's gradients must be divided by; None if they are true as they are."""
+        total = self._window.divisor
+        if not isinstance(total, Tensor) and total == 1:
+            return self.loss_scale.divisor
+        return self.loss_scale.scale * total
+
+    def _backward(
+        self,
+        loss: Tensor,
+        optimizers: Sequence[Optimizer] | None,
+        weight: Weight | None,
+        *,
+        retain_graph: bool,
+    ) -> None:
+        loss = scalar(loss)
+        self._see_activity(loss)
+        self._parallel.end_forward()
+        with self._attempting(forward=False) as attempt:
+            chosen = self._members.indices(optimizers)
+            self._pending.make_way(chosen, self._window.whose)
+            divided_by = self._window.add(loss.detach(), weight, chosen)
+            if isinstance(divided_by, Tensor) or divided_by < torch.inf or self.ranks > 1:
+                held = self._members.held_by(optimizers)
+                attempt.begin_backward(held, exact=self._undoes_micro_batch)
+                leaves = [each for each in held if each.requires_grad]
+                seed = self._seed(divided_by, loss.dtype)
+                with (
+                    self._precision.backward,
+                    true_gradients(leaves, self.loss_scale.divisor),
+                    counting(leaves, _counts(divided_by, self.device)),
+                    self._only(None if optimizers is None else leaves) as inputs,
+                ):
+                    loss.backward(seed, retain_graph=retain_graph, inputs=inputs)
+                attempt.end_backward()
+        self._parallel.end_backward()
+
+    def _seed(self, divided_by: Weight, dtype: torch.dtype) -> Tensor | None:
+        """What backward starts from; None for 1, which it does by itself with less ceremony."""
+        if not self.loss_scale.enabled and not isinstance(divided_by, Tensor) and divided_by == 1:
+            return None
+        return divide(self.loss_scale.scale, divided_by).to(dtype)
+
+    def _see_activity(self, loss: Tensor) -> None:
+        """Learn from the first loss what its forward really ran in."""
+        if self.activity is None:
+            live = self.loss_scale.enabled
+            seen = Activity.of(loss, self._members.held, loss_scale_live=live)
+            seen.demand(self.policy, strict=self._strict)
+            self.activity = seen
+
+    def _refuse_nesting(self, what: str) -> None:
+        """Refuse a step inside a forward that trains the same parameters."""
+        for thread, other in _forwards:
+            mine = other is self or other._members.shares_with(self._members)
+            if mine and thread == get_ident():
+                whose = "the same step" if other is self else "another step on the same model"
+                raise UsageError(
+                    f"{what} inside a forward of {whose}: a step is over before the next begins; "
+                    "call it after that"
+                )
+
+    def _only(self, parameters: list[Tensor] | None) -> AbstractContextManager[list[Tensor] | None]:
+        """Context: a backward to some parameters (None: all); what to give it as its inputs.
+
+        FSDP2's leaves are gathered copies, which nobody can name: it goes to all parameters there,
+        and what is not wanted is put back.
+        """
+        if parameters is None or not self._parallel.shards:
+            return nullcontext(parameters)
+        wanted = set(map(id, parameters))
+        return grads.put_back(e for e in self.parameters().values() if id(e) not in wanted)
+
+    def _decide(self, optimizers: Sequence[Optimizer] | None, *, last: bool) -> None:
+        """Guard, and step or skip, for each set of optimizers; their gradients are used up."""
+        self._refuse_nesting("update()")
+        if not self._is_open:
+            raise UsageError("update() without a backward() before it: there is nothing to step on")
+        self._parallel.sum_rest()
+        for indices in self._pending.sets(self._members.indices(optimizers)):
+            self._step_or_skip(indices, last=last)
+        if not last:  # else the next forward begins a window
+            self._precision.moved(self._members.held_by(optimizers))
+
+    def _step_or_skip(self, indices: tuple[int, ...], *, last: bool) -> None:
+        guard = self._pending.decide(
+            indices,
+            self._divisor,
+            lambda each: self._parallel.agree(each, self._window),
+            keep=self._undoes_micro_batch and self._attempt is None,  # else the attempt knows
+        )
+        self._window.use_up(indices)
+        # A guard writes its flag anew in the next update of this iteration, if there is one.
+        flag = guard.flag if last else HostFlag(guard.flag.tensor.clone())
+        self._pending.found.append(flag)
+        self._decided(guard)
+
+    def _decided(self, guard: Guard) -> None:
+        """A guard has decided; for those that keep a record."""
+
+    def _close(self) -> None:
+        """End the step."""
+        self._follow(self._close_on_host(self._close_on_device(self._ring.row)))
+
+    def _close_on_device(self, row: Tensor) -> HostFlag:
+        """End the step on the device: loss scale, buffers, a row of telemetry; its found_inf."""
+        if left := self._pending.with_gradients(self._window.whose):
+            # Of optimizers that did not step: the scale they were made under is about to change.
+            self._pending.unscale(left, self._divisor())
+        flag, grad_norm = self._pending.outcome()
+        found_inf, scale, loss = flag.tensor, self.loss_scale.scale, self._window.loss
+        before = scale.clone() if self.loss_scale.enabled else scale
+        if not self._window.is_nothing:
+            self.loss_scale.update(found_inf)
+        self._buffers.settle(flag)
+        if loss is None:  # gradients of earlier steps alone
+            loss = torch.full((), torch.nan, device=self.device)
+        torch.stack((loss, before, scale, grad_norm, found_inf), out=row)
+        return flag
+
+    def _close_on_host(self, found_inf: HostFlag) -> list[bool]:
+        """End the step on the host; what became known of steps, the oldest first."""
+        self._ring.written(self._members.optimizers[0].param_groups[0]["lr"])
+        self._window.close()
+        self.steps += 1
+        if self._buffers.missed:
+            self._missed[self.steps] = self._buffers.missed
+        known = self._outcomes.settle(found_inf)  # and so the device is done with the step before
+        self._parallel.close(self.steps, self.loss_scale)
+        return known
+
+    def _follow(self, known: Sequence[bool]) -> None:
+        """What comes of outcomes on the host."""
+        self._learn(known)
+        self._enforce_limit()
+
+    def _enforce_limit(self) -> None:
+        if self._skips.exhausted:
+            scaled = self.loss_scale.enabled
+            raise explain(self.history, self._skips.in_a_row, scaled=scaled)
+
+    def _learn(self, known: Sequence[bool]) -> None:
+        first = self._skips.known + 1
+        self._skips.learn(known)
+        for step, skipped in enumerate(known, first) if self._missed else ():
+            missed = self._missed.pop(step, [])
+            if skipped and missed:
+                warn_user(
+                    f"buffers {', '.join(missed[:6])} were written for the first time, made or "
+                    "reshaped in a step that was skipped; they could not be put back"
+                )
+
+    def _attempting(self, *, forward: bool) -> Attempt:
+        """Context: an error leaves the step as before the outermost one."""
+        if self._attempt is not None:
+            return self._attempt
+        self._look()
+        if forward and not self._buffers.open:
+            self._precision.begin_window()
+        back = self._buffers.before() if forward else None
+        self._attempt = Attempt(self._window, self._pending, back, self.discard, self._end_attempt)
+        return self._attempt
+
+    def _end_attempt(self) -> None:
+        self._attempt = None
+
+    def _evaluation(self) -> AbstractContextManager[None]:
+        """Context of a forward without backward: nothing to put back, nothing to prove."""
+        self._look()
+        if not self._buffers.open:  # else parameters are as the window's forwards found them
+            self._precision.begin_window()
+        return self._precision.forward
+
+
+class _Training:
+    """Context of a forward that a backward will follow."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __enter__(self) -> None:
+        engine = self._engine
+        # Within a call of the step that is what an error ends.
+        self._attempt = engine._attempting(forward=True) if engine._attempt is None else None
+        engine._parallel.begin_forward()
+        try:
+            engine._precision.forward.__enter__()
+        except BaseException as error:
+            self._end(error)
+            raise
+        _forwards.append((get_ident(), engine))
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        _forwards.remove((get_ident(), self._engine))
+        try:
+            self._engine._precision.forward.__exit__(kind, error, trace)
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            self._end(error)
+
+    def _end(self, error: BaseException | None) -> None:
+        if self._attempt is not None:
+            self._attempt.end(error)
+
+
+_forwards: list[tuple[int, Engine]] = []
+"""The engines whose forward a thread is in, by thread."""
+
+
+def scalar(loss: Any) -> Tensor:
+    """The loss as a 0-dimensional tensor of at least float32.
+
+    A 16-bit loss is raised first: multiplied by the scale in its own format it would be inf.
+
+    Raises
+    ------
+    UsageError
+        When it is no scalar that requires grad.
+    """
+    if not isinstance(loss, Tensor):
+        raise UsageError(f"loss: expected a scalar tensor, got {type(loss).__name__}")
+    if loss.numel() != 1 or not loss.is_floating_point():
+        raise UsageError(
+            f"loss: expected a floating-point scalar, got {loss.dtype} of shape "
+            f"{tuple(loss.shape)}; reduce it with .mean()"
+        )
+    if not loss.requires_grad:
+        raise UsageError(
+            "loss: it does not require grad; compute it from the model's output, outside "
+            "torch.no_grad(), without .item() or .detach()"
+        )
+    if loss.dtype in (torch.float16, torch.bfloat16):
+        loss = loss.float()
+    return loss.reshape(()) if loss.dim() else loss
+
+
+def _counts(divided_by: Weight, device: torch.device) -> Tensor | None:
+    """Whether a micro-batch counts, where that is not plain."""
+    if isinstance(divided_by, Tensor):
+        return divided_by != torch.inf
+    return None if divided_by < torch.inf else torch.zeros((), dtype=torch.bool, device=device)

@@ -1,0 +1,124 @@
+"""Which models and optimizers a step has, read whenever it is needed.
+
+A parameter group that was added, a layer that was unfrozen or replaced, another optimizer: all of
+it counts from the next call on, and is checked then as it was at first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ampwise.distributed.layout import unwrapped
+from ampwise.errors import UsageError
+from ampwise.step import arguments
+from ampwise.step.modules import (
+    held_by,
+    modules_of,
+    parameters_by_name,
+    same_tensors,
+    several,
+)
+
+
+class Members:
+    """The models and optimizers of a step.
+
+    Parameters
+    ----------
+    model, optimizer
+        As the user gave them: one, or a sequence or mapping of several.
+
+    Attributes
+    ----------
+    optimizers
+        The optimizers, as `look` last saw them.
+    held
+        The parameters they update.
+    modules
+        All modules of the models, each once.
+    version
+        Another one each time that any of these are others.
+    """
+
+    def __init__(self, model: Any, optimizer: Any) -> None:
+        self.model = tuple(model) if isinstance(model, Iterator) else model
+        self.optimizer = tuple(optimizer) if isinstance(optimizer, Iterator) else optimizer
+        self.optimizers: tuple[Optimizer, ...] = arguments.optimizers_of(self.optimizer)
+        self.held: list[Tensor] = held_by(self.optimizers)
+        self._dtypes = {each.dtype for each in self.held}
+        self.modules: list[nn.Module] = modules_of(self.models)
+        self.version = 0
+
+    @property
+    def wrapped(self) -> tuple[nn.Module, ...]:
+        """The models as they are trained, in DDP or sharded."""
+        return arguments.models_of(self.model)
+
+    @property
+    def models(self) -> tuple[nn.Module, ...]:
+        """The models, out of DDP."""
+        if isinstance(self.model, nn.Module):
+            return (unwrapped(self.model),)
+        return tuple(map(unwrapped, self.wrapped))
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The models' parameters by name."""
+        return parameters_by_name(self.models)
+
+    def look(
+        self, check: Callable[[Mapping[str, nn.Parameter], Sequence[Optimizer]], None]
+    ) -> bool:
+        """See what there is now; whether optimizers or parameters are new, and were checked."""
+        modules = modules_of(self.models)
+        if modules != self.modules:
+            self.modules, self.version = modules, self.version + 1
+        given = self.optimizer
+        optimizers = (given,) if isinstance(given, Optimizer) else several(given)
+        held = held_by(optimizers)
+        dtypes = {each.dtype for each in held}
+        same = optimizers == self.optimizers and dtypes == self._dtypes
+        if same and same_tensors(held, self.held):
+            return False
+        optimizers = arguments.optimizers_of(optimizers)
+        check(self.parameters(), optimizers)
+        self.optimizers, self.held, self._dtypes = optimizers, held, dtypes
+        self.version += 1
+        return True
+
+    def held_by(self, optimizers: Iterable[Optimizer] | None) -> list[Tensor]:
+        """The parameters of some optimizers; None: of all."""
+        return self.held if optimizers is None else held_by(optimizers)
+
+    def held_at(self, indices: Collection[int]) -> list[Tensor]:
+        """The parameters of some optimizers, by their position."""
+        if len(indices) == len(self.optimizers):
+            return self.held
+        return held_by(self.optimizers[index] for index in indices)
+
+    def shares_with(self, other: Members) -> bool:
+        """Whether both train some parameter."""
+        return not set(map(id, self.held)).isdisjoint(map(id, other.held))
+
+    def indices(self, optimizers: Sequence[Optimizer] | None) -> list[int]:
+        """Positions of some optimizers; None: of all."""
+        if optimizers is None:
+            return list(range(len(self.optimizers)))
+        known = {id(each): index for index, each in enumerate(self.optimizers)}
+        if any(id(each) not in known for each in optimizers):
+            raise UsageError("optimizers: expected some of those the step was made with")
+        return [known[id(each)] for each in optimizers]
+
+    def named(self) -> dict[str, Tensor]:
+        """All parameters: the models' by FQN, those that only an optimizer knows by position."""
+        named: dict[str, Tensor] = {**self.parameters()}
+        known = set(map(id, named.values()))
+        for index, optimizer in enumerate(self.optimizers):
+            for number, parameter in enumerate(held_by([optimizer])):
+                if id(parameter) not in known:
+                    known.add(id(parameter))
+                    named[f"optimizers.{index}.{number}"] = parameter
+        return named

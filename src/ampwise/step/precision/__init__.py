@@ -1,0 +1,45 @@
+"""Ways to compute in a precision, a file each; `precision_of` puts a policy's together."""
+
+from __future__ import annotations
+
+import torch
+
+from ampwise.policy import Policy
+from ampwise.step.members import Members
+from ampwise.step.precision.base import Part, Precision
+from ampwise.step.precision.cast_weights import CastWeights
+from ampwise.step.precision.float32_mode import Float32Mode
+from ampwise.step.precision.islands import Found, Islands, islands_of
+
+__all__ = ["Islands", "Part", "Precision", "islands_of", "precision_of"]
+
+
+def precision_of(
+    policy: Policy, device_type: str, members: Members, *, casts: bool = True
+) -> Precision:
+    """A policy in force.
+
+    Parameters
+    ----------
+    device_type
+        Kind of device of the models.
+    members
+        What is trained.
+    casts
+        Whether weights are cast here, if the policy has them cast; FSDP2 does it by itself.
+
+    Raises
+    ------
+    PolicyError
+        When a pattern of the policy's islands matches no module.
+    """
+    parts: list[Part] = [Float32Mode(policy, device_type)]
+    if not policy.autocast:
+        return Precision(policy, device_type, parts)
+    dtype = policy.compute_dtype
+    islands = Found(policy.islands, device_type, dtype, members)
+    islands()
+    parts.append(Islands(islands, device_type))
+    if policy.master_weights and casts:
+        parts.append(CastWeights(getattr(torch, policy.param_dtype), members, islands))
+    return Precision(policy, device_type, parts)

@@ -1,0 +1,95 @@
+"""In which format float32 matrix products and convolutions run while a step does.
+
+float32 means IEEE float32. TF32 means TF32 on GPUs and oneDNN's bfloat16 math on CPUs. The switches
+are global in PyTorch: they are set for forward and backward only, and put back afterwards. Threads
+whose steps want the same mode share it; one that wants another waits until they are out, so no
+thread ever computes in another's mode.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, Literal
+
+import torch
+
+from ampwise.policy import Policy
+from ampwise.step.precision.base import Part
+
+_Mode = Literal["ieee", "tf32", "bf16"]
+
+
+class _Switches:
+    """PyTorch's float32 switches of one kind of device, and the threads that hold them."""
+
+    def __init__(self, *switches: Any) -> None:
+        self._switches = switches
+        self._free = threading.Condition()
+        self._held: dict[int, list[_Mode]] = {}  # modes that each thread is in, by thread
+        self._before: list[tuple[Any, str]] = []  # switches that were changed, as they were
+
+    def enter(self, mode: _Mode) -> None:
+        """Be in a mode; waits for other threads that are in another one."""
+        me = threading.get_ident()
+        with self._free:
+            while self._held and self._others_differ(me, mode):
+                self._free.wait()
+            modes = self._held.get(me, [])
+            if not self._held:
+                self._before = self._set(mode)
+            elif modes and modes[-1] != mode:
+                self._set(mode)
+            self._held[me] = [*modes, mode]
+
+    def leave(self) -> None:
+        """Be in the mode that this thread was in before."""
+        me = threading.get_ident()
+        with self._free:
+            *modes, left = self._held.pop(me)
+            if modes:
+                self._held[me] = modes
+                if modes[-1] != left:
+                    self._set(modes[-1])
+            elif not self._held:
+                for switch, before in self._before:
+                    switch.fp32_precision = before
+            self._free.notify_all()
+
+    def _others_differ(self, me: int, mode: _Mode) -> bool:
+        return any(modes[-1] != mode for who, modes in self._held.items() if who != me)
+
+    def _set(self, mode: _Mode) -> list[tuple[Any, str]]:
+        """Switch to a mode; the switches that were in another, with that."""
+        changed: list[tuple[Any, str]] = []
+        for switch in self._switches:
+            before = switch.fp32_precision
+            if before != mode:
+                switch.fp32_precision = mode
+                changed.append((switch, before))
+        return changed
+
+
+_backends: Any = torch.backends  # whose annotations lack the switches
+_BACKENDS = {
+    "cpu": _Switches(_backends.mkldnn.matmul, _backends.mkldnn.conv),
+    "cuda": _Switches(_backends.cuda.matmul, _backends.cudnn.conv),
+}
+
+
+class Float32Mode(Part):
+    """Float32 products run as a policy says, on one kind of device."""
+
+    def __init__(self, policy: Policy, device_type: str) -> None:
+        self._switches = _BACKENDS.get(device_type)
+        lowered: _Mode = "bf16" if device_type == "cpu" else "tf32"
+        self._mode: _Mode = lowered if policy.tf32 else "ieee"
+
+    def enter(self) -> None:
+        """Switch to the policy's mode."""
+        if self._switches is not None:
+            self._switches.enter(self._mode)
+
+    def leave(self) -> None:
+        """Switch back."""
+        if self._switches is not None:
+            self._switches.leave()

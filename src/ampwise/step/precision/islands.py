@@ -1,0 +1,158 @@
+"""Islands: modules that run in float32 although the policy computes in 16 bits.
+
+Inside an island autocast is off and 16-bit inputs are raised to float32. An island is entered by
+way of its module's ``forward``, put in place while a step's forward or backward runs: it holds
+where the module is called without its hooks, and the compiler sees plain code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from ampwise.errors import PolicyError
+from ampwise.step.members import Members
+from ampwise.step.precision.base import Part
+
+_Forward = Callable[..., Any]
+
+_UNCOVERED: Mapping[tuple[str, str], tuple[type[nn.Module], ...]] = {
+    ("cpu", "bfloat16"): (nn.Bilinear,),
+    ("cpu", "float16"): (nn.Bilinear, nn.RReLU),
+}
+"""Modules, by device and dtype, that get mixed dtypes from autocast, or have no kernel."""
+
+
+class Islands(Part):
+    """Runs modules in float32.
+
+    Parameters
+    ----------
+    find
+        Gives the islands as they are now.
+    device_type
+        Whose autocast is off inside.
+    """
+
+    def __init__(self, find: Callable[[], Sequence[nn.Module]], device_type: str) -> None:
+        self._find = find
+        self._device_type = device_type
+        # Kept, so that a compiler that has seen an island once knows it again.
+        self._made: dict[nn.Module, tuple[_Forward, _Forward]] = {}
+        self._placed: list[tuple[nn.Module, _Forward | None]] = []
+
+    def enter(self) -> None:
+        """Put the islands in place."""
+        for module in self._find():
+            self._placed.append((module, vars(module).get("forward")))
+            vars(module)["forward"] = self._island(module)
+
+    def leave(self) -> None:
+        """Put back what was there."""
+        while self._placed:
+            module, own = self._placed.pop()
+            if own is None:
+                vars(module).pop("forward", None)
+            else:
+                vars(module)["forward"] = own
+
+    def close(self) -> None:
+        """Forget the modules."""
+        self._made.clear()
+
+    def _island(self, module: nn.Module) -> _Forward:
+        """A module's forward in float32."""
+        forward, island = self._made.get(module, (None, None))
+        if island is None or forward != module.forward:
+            forward = module.forward
+            island = _in_float32(forward, self._device_type)
+            self._made[module] = (forward, island)
+        return island
+
+
+class Found:
+    """The islands of models; looked for anew when models change.
+
+    They are the modules whose name matches a pattern, and those that autocast leaves in a format
+    they cannot compute in.
+
+    Parameters
+    ----------
+    patterns
+        Of module names (`fnmatch`).
+    device_type, dtype
+        Kind of device of the models, and what autocast computes in there.
+    members
+        What is trained.
+    """
+
+    def __init__(
+        self, patterns: Sequence[str], device_type: str, dtype: str, members: Members
+    ) -> None:
+        self._patterns = patterns
+        self._uncovered = _UNCOVERED.get((device_type, dtype), ())
+        self._members = members
+        self._version = -1
+        self._found: list[nn.Module] = []
+
+    def __call__(self) -> list[nn.Module]:
+        """The modules; the errors are those of `islands_of`."""
+        if self._version != self._members.version:
+            among = self._members.modules
+            named = [islands_of(each, self._patterns) for each in self._members.models]
+            uncovered = [each for each in among if isinstance(each, self._uncovered)]
+            self._found = list(dict.fromkeys([*chain(*named), *uncovered]))
+            self._version = self._members.version
+        return self._found
+
+
+def islands_of(module: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
+    """The submodules whose name matches a pattern; compiled ones by the name they had before.
+
+    Raises
+    ------
+    PolicyError
+        When a pattern matches no module: a typo would otherwise protect nothing, silently. When it
+        matches a scripted one, whose code cannot be changed from outside.
+    """
+    named = module.named_modules() if patterns else ()
+    names = {name.replace("_orig_mod.", ""): each for name, each in named}
+    found: list[nn.Module] = []
+    for pattern in patterns:
+        matching = {
+            name: each for name, each in names.items() if name and fnmatchcase(name, pattern)
+        }
+        if not matching:
+            raise PolicyError(
+                f"islands: no module matches {pattern!r}; modules are named like "
+                f"{', '.join(list(names)[1:4]) or 'nothing: the model has no submodules'}"
+            )
+        for name, each in matching.items():
+            if isinstance(each, torch.jit.ScriptModule):
+                raise PolicyError(
+                    f"islands: {name} is a scripted module, which keeps its own code; switch "
+                    "autocast off inside it, or use the module it was made from"
+                )
+        found += [each for each in matching.values() if each not in found]
+    return found
+
+
+def _in_float32(forward: _Forward, device_type: str) -> _Forward:
+    def island(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(device_type, enabled=False):
+            return forward(*tree_map(_raise, args), **tree_map(_raise, kwargs))
+
+    return island
+
+
+def _raise(value: Any) -> Any:
+    """16-bit tensors in float32, all else as it is."""
+    if isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16):
+        return value.float()
+    return value

@@ -1,0 +1,244 @@
+"""Running a window again, exactly, as often as an analysis wants: the one door for whoever does.
+
+A replay is a step of its own over the same models (`_Rerun`), under the recorded loss scale or
+another, on this process alone. It goes forward and backward and never updates. Afterwards
+parameters, gradients, buffers, modules' attributes and random state are as before.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ampwise.policy import Policy
+from ampwise.step.activity import Activity
+from ampwise.step.attributes import Attributes
+from ampwise.step.buffers import Snapshot
+from ampwise.step.loss_scale import LossScale, UnitLossScale
+from ampwise.step.modules import modules_of
+from ampwise.step.parallel import OneRank
+from ampwise.step.recorder import MicroBatch, RandomState, Recorder, Stash, finite, stash_for
+from ampwise.step.train_step import TrainStep
+
+
+@dataclass(slots=True)
+class Replayed:
+    """What a replay gave.
+
+    Attributes
+    ----------
+    losses
+        Unscaled loss of each micro-batch, detached.
+    gradients
+        Gradients by parameter name, still scaled.
+    norms
+        Of the gradients, as a guard reads them; empty without backward, or where it raised.
+    poisoned
+        Buffers that forward left with inf or NaN in them, and that had none before.
+    error
+        What forward or backward raised, if it did; the rest is then what came before.
+    forward_s
+        Time of the forwards, in seconds.
+    """
+
+    losses: list[Tensor] = field(default_factory=list[Tensor])
+    gradients: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    norms: list[Tensor] = field(default_factory=list[Tensor])
+    poisoned: list[str] = field(default_factory=list[str])
+    error: Exception | None = None
+    forward_s: float = 0.0
+
+    @property
+    def clean(self) -> bool:
+        """Whether it ran to its end and every loss and gradient is finite."""
+        return self.error is None and all(map(finite, (*self.losses, *self.gradients.values())))
+
+
+def rehearsal(
+    step: TrainStep, loss_fn: Callable[[Any, Any], Tensor], batches: Sequence[Any]
+) -> Stash:
+    """A window that has not run: to look at a step without making it."""
+    stash = stash_for(step)
+    state = RandomState.now(step.device)
+    stash.micro_batches = [MicroBatch(loss_fn, batch, None, state) for batch in batches]
+    return stash
+
+
+def replay(
+    step: TrainStep,
+    stash: Stash,
+    *,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    policy: Policy | None = None,
+    scale: float | None = None,
+    change: Callable[[Any], Any] | None = None,
+    backward: bool = True,
+) -> Replayed:
+    """Run a window again, forward and backward; nothing about the step or the model changes.
+
+    Parameters
+    ----------
+    around
+        Makes a context to run forward and backward in.
+    policy
+        Another policy.
+    scale
+        Another loss scale.
+    change
+        Applied to each batch first.
+    backward
+        False for the forwards alone.
+    """
+    result, listener = Replayed(), _Listener(backward=backward)
+    with _undisturbed(step):
+        rerun = _Rerun(step, policy, float(stash.scale) if scale is None else scale, listener)
+        named = [pair for model in rerun.models for pair in model.named_buffers()]
+        good = [(name, buffer) for name, buffer in named if finite(buffer)]
+        try:
+            with around():
+                for each in stash.micro_batches:
+                    each.random_state.restore(step.device)
+                    batch = each.batch if change is None else change(each.batch)
+                    with suppress(_ForwardDoneError):
+                        rerun.micro_batch(each.loss_fn, batch, each.weight)
+        except Exception as error:  # noqa: BLE001 - the caller wants to know what it is
+            let_go(error)
+            result.error = error
+        result.losses, result.forward_s = listener.losses, listener.forward_s
+        held = rerun.parameters().items()
+        result.gradients = {name: each.grad for name, each in held if each.grad is not None}
+        if backward and result.error is None:
+            result.norms = rerun.gradient_norms()
+        result.poisoned = [name for name, buffer in good if not finite(buffer)]
+        rerun.close()
+    return result
+
+
+def let_go(error: Exception) -> None:
+    """Drop what the frames of an error hold; where it was raised stays known.
+
+    Before torch 2.13 a checkpointed forward that raises leaves its saved-tensor hooks in place for
+    as long as its frames live, and the next forward would save into the graph that failed.
+    """
+    traceback.clear_frames(error.__traceback__)
+
+
+class _Rerun(TrainStep):
+    """A step over the models of another one, alone, for one window."""
+
+    def __init__(
+        self, step: TrainStep, policy: Policy | None, scale: float, recorder: Recorder
+    ) -> None:
+        alone = step.model if step.ranks == 1 else step.models
+        if isinstance(step.model, nn.Module) and not isinstance(alone, nn.Module):
+            alone = alone[0]
+        super().__init__(
+            alone,
+            step.optimizer,
+            policy=policy or step.policy,
+            samples=step._samples,
+            skip=step.skip,
+            undo="window",
+        )
+        self.recorder = recorder
+        # The first window may never have run: a replay is no proof of activity.
+        self.activity = Activity({}, {}, loss_scale_live=False, watched=False)
+        self._window = step._window.again()
+        fixed: LossScale = UnitLossScale()
+        if step.loss_scale.enabled or scale != 1:
+            fixed = LossScale(scale, floor=min(scale, 1.0), ceiling=max(scale, 1.0))
+        self.loss_scale = fixed.fresh(self.device)
+
+    def _find_parallel(self, watch_every: int) -> OneRank:  # noqa: ARG002
+        """Nobody else: one whose part is clean has nothing to add to another's replay."""
+        return OneRank()
+
+    def _check(self, named: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]) -> None:
+        """Nothing: the step has."""
+
+    def gradient_norms(self) -> list[Tensor]:
+        """Norms of the gradients, as guards read them."""
+        sets = self._pending.sets(self._members.indices(None))
+        return [norm for each in sets for norm in self._pending.guard(each).read()]
+
+
+class _ForwardDoneError(Exception):
+    """The forward of a replay that wants no backward."""
+
+
+class _Listener(Recorder):
+    """Keeps losses and times of a replay's forwards, and ends it there if they are all."""
+
+    def __init__(self, *, backward: bool) -> None:
+        super().__init__()
+        self.losses: list[Tensor] = []
+        self.forward_s = 0.0
+        self._backward = backward
+        self._began = 0.0
+
+    def micro_batch(
+        self, step: TrainStep, loss_fn: Callable[..., Tensor], batch: Any, weight: Weight | None
+    ) -> None:  # noqa: ARG002
+        """A forward is about to begin."""
+        self._began = time.perf_counter()
+
+    def loss(self, loss: Tensor) -> None:
+        """It is done."""
+        if loss.device.type != "cpu":
+            torch.accelerator.synchronize(loss.device)
+        self.forward_s += time.perf_counter() - self._began
+        self.losses.append(loss)
+        if not self._backward:
+            raise _ForwardDoneError
+
+
+@contextmanager
+def _undisturbed(step: TrainStep) -> Generator[None]:
+    """Gradients, modules and random state as they were, whatever happens inside.
+
+    Of an open window forward has written the buffers already: inside they are as it began.
+    """
+    random_state = RandomState.now(step.device)
+    gradients = [(each, each.grad) for each in step.named_tensors().values()]
+    for each, _ in gradients:
+        each.grad = None
+    buffers, attributes = Snapshot(modules_of(step.models)), Attributes(step.models)
+    step.rewind_buffers()
+    nesting = _autocast_nesting()
+    try:
+        with step.apart():
+            yield
+    finally:
+        attributes.restore()
+        buffers.put_back()
+        for each, gradient in gradients:
+            each.grad = gradient
+        random_state.restore(step.device)
+        _leave_autocast(nesting)
+
+
+def _autocast_nesting() -> int:
+    """How many autocast regions are entered."""
+    nesting = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    return nesting
+
+
+def _leave_autocast(nesting: int) -> None:
+    """Leave regions that an error in compiled code has left open.
+
+    As long as one is, PyTorch keeps the casts of weights, and would compute with old ones from then
+    on.
+    """
+    for _ in range(_autocast_nesting() - nesting):
+        torch.autocast_decrement_nesting()
+    if not nesting:
+        torch.clear_autocast_cache()

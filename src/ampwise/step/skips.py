@@ -1,0 +1,122 @@
+"""What follows a step on the host: the limit of skipped steps, the schedule, the EMA.
+
+Skipping is how the loss scale settles: from 2**16 down to its floor takes 30 skipped steps in a row
+at most. The default limit, 50, is beyond that, so settling never aborts and needs no exception.
+
+The host may learn of a skipped step one step late (`host`). The schedule has then moved on already,
+and is held at the next step instead: the same number of steps in the end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from ampwise.errors import SkippedStepsError
+from ampwise.telemetry.ring import StepRecord
+
+
+class Skips:
+    """The skipped steps that are known, as far as they still matter.
+
+    Parameters
+    ----------
+    limit
+        Skipped steps in a row after which training aborts.
+    known
+        Steps whose outcome is known.
+
+    Attributes
+    ----------
+    in_a_row
+        How many were skipped since one was made.
+    to_hold
+        Schedule steps to leave out yet.
+    """
+
+    def __init__(self, limit: int, known: int = 0) -> None:
+        self.limit = limit
+        self.known = known
+        self.in_a_row = 0
+        self.to_hold = 0
+
+    def learn(self, outcomes: Iterable[bool]) -> None:
+        """Take in whether steps were skipped, in order."""
+        for skipped in outcomes:
+            self.known += 1
+            self.in_a_row = self.in_a_row + 1 if skipped else 0
+            self.to_hold += skipped
+
+    def holds(self) -> bool:
+        """Whether the schedule stands still at this step; asked once a step."""
+        held = self.to_hold > 0
+        self.to_hold -= held
+        return held
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the limit is reached."""
+        return self.in_a_row >= self.limit
+
+
+class Followers:
+    """What makes a step with each optimizer step: schedule and EMA.
+
+    Parameters
+    ----------
+    advance
+        Makes a step of the schedule; None without one.
+    ema
+        Average of a model's parameters; None without one.
+    model
+        Gives that model.
+    """
+
+    def __init__(
+        self,
+        advance: Callable[[], object] | None,
+        ema: AveragedModel | None,
+        model: Callable[[], nn.Module],
+    ) -> None:
+        self._advance = advance
+        self._model = model
+        self.ema = ema
+
+    def __bool__(self) -> bool:
+        return self._advance is not None or self.ema is not None
+
+    @property
+    def scheduled(self) -> bool:
+        """Whether there is a schedule."""
+        return self._advance is not None
+
+    def follow(self, *, held: bool, skipped: bool) -> None:
+        """A step is over; the schedule is `held`, or makes one too, and the EMA if it was made."""
+        if self.ema is not None and not skipped:
+            self.ema.update_parameters(self._model())
+        if self._advance is not None and not held:
+            self._advance()
+
+
+def explain(history: Sequence[StepRecord], in_a_row: int, *, scaled: bool) -> SkippedStepsError:
+    """The error that says what was seen in a run of skipped steps, and what to do."""
+    run = history[-in_a_row:]
+    first, last = run[0], run[-1]
+    where = f"steps {first.step} to {last.step} were all skipped: gradients inf or NaN"
+    if scaled:
+        where += f", whatever the loss scale ({first.loss_scale:g} down to {last.loss_scale:g})"
+    if math.isfinite(last.loss):
+        cause = (
+            f"the loss is finite ({last.loss:.4g}), so backward breaks: look for sqrt, norm, "
+            "division or log near zero, or keep the module in float32"
+        )
+    else:
+        cause = (
+            f"the loss itself is {last.loss:g}, so forward breaks: look at the batch of step "
+            f"{first.step} and at values beyond the format's range, or try bf16"
+        )
+    kept = f"parameters are as after step {first.step - 1}"
+    return SkippedStepsError(f"{where}; {cause}; {kept}")
