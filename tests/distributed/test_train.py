@@ -200,12 +200,7 @@ def test_a_killed_worker_is_restarted_and_goes_on_bit_for_bit(folder: Path, para
         f"--rdzv-endpoint=127.0.0.1:{free_port()}",
     )
     assert Command(folder, *arguments, "--out", "whole").finish() == [0, 0]
-    process = start(
-        folder,
-        *(*arguments, "--out", "run"),
-        launcher=agent,
-        variables={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
-    )
+    process = start(folder, *arguments, "--out", "run", launcher=agent)
     wait_until(lambda: len(checkpoint.finished(folder / "run" / "checkpoints")) > 1)
     os.kill(workers(process)[1], signal.SIGKILL)
     code, _, err = finish(process)
