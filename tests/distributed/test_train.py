@@ -105,6 +105,68 @@ def test_a_task_that_shuffles_by_itself_is_dealt_out_whole(tmp_path: Path) -> No
     assert {int(each) for rank in seen for each in rank} == set(range(16))
 
 
+NUMBERED = """
+import os, torch
+from torch.utils.data import DataLoader, TensorDataset
+from ampwise import Task
+
+data = TensorDataset(torch.arange(24.0)[:, None])
+
+def task(batch: int = 2):
+    def loss(model, rows):
+        with open(f"seen-{os.environ.get('RANK', 0)}", "a") as file:
+            print(*(int(each) for each in rows[0]), file=file)
+        return model(rows[0]).square().mean()
+
+    return Task(
+        lambda: torch.nn.Linear(1, 1), lambda: DataLoader(data, batch, shuffle=True), loss,
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1e-4), name="numbered")
+"""
+
+
+class Numbered:
+    """Runs over 24 numbered samples in shuffled order, and what they trained on."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir()
+        (folder / "numbered.py").write_text(NUMBERED)
+
+    def run(self, *arguments: str, ranks: int = 2) -> Command:
+        common = ("train", "numbered.py", "--precision", "fp32", "--out", "run")
+        return Command(self.folder, *common, *arguments, ranks=ranks)
+
+    def seen(self) -> list[list[str]]:
+        """Samples that each rank has trained on since they were last asked for."""
+        files = sorted(self.folder.glob("seen-*"))
+        found = [file.read_text().split() for file in files]
+        for file in files:
+            file.unlink()
+        return found
+
+    def position(self) -> dict[str, Any]:
+        return checkpoint.load(checkpoint.newest(self.folder / "run" / "checkpoints"))["position"]
+
+
+def test_an_epoch_after_a_resume_has_the_order_it_would_have_had(tmp_path: Path) -> None:
+    whole, parts = Numbered(tmp_path / "whole"), Numbered(tmp_path / "parts")
+    assert whole.run("--epochs", "2").finish() == [0, 0]
+    assert parts.run("--epochs", "1").finish() == [0, 0]
+    assert parts.run("--epochs", "2", "--resume").finish() == [0, 0]
+    expected = whole.seen()
+    assert parts.seen() == expected
+    assert expected[0][:12] != expected[0][12:]
+
+
+def test_batches_that_are_trained_on_again_are_counted_once(tmp_path: Path) -> None:
+    numbered = Numbered(tmp_path / "numbered")
+    assert numbered.run("--steps", "5", ranks=1).finish() == [0]
+    second = numbered.run("--steps", "6", "--resume")
+    assert second.finish() == [0, 0], second.err
+    assert "1 batches are trained on again" in second.err
+    assert numbered.position()["batch"] == 6
+
+
 def test_two_machines_by_two_agents_on_loopback(folder: Path) -> None:
     port = free_port()
     common = ("--nnodes=2", "--nproc-per-node=1", f"--rdzv-endpoint=127.0.0.1:{port}")

@@ -261,7 +261,7 @@ class _Run:
         if self.me.size == 1:
             yield from (Turn(batch, counts=True, last=False) for batch in self._batches())
             return
-        if self.position.batch and self.position.epoch_rng is not None:
+        if self.position.epoch_rng is not None:
             began = {**self.position.epoch_rng, "cuda": []}  # the model's own
             self._data.draw(lambda: checkpoint.set_random_state(began))
         else:
@@ -269,6 +269,7 @@ class _Run:
         skip, rest = divmod(self.position.batch, self.me.size)
         if rest:
             self.say(f"{rest} batches are trained on again: they do not fill a turn of all ranks")
+            self.position.batch -= rest
         with user_code("the task's batches()"):
             yield from turns(self.task.batches, self.me.rank, self.me.size, self._data, skip)
 
@@ -287,7 +288,9 @@ class _Run:
         yield from batches
 
     def _end_epoch(self) -> None:
-        self.position = Position(epoch=self.position.epoch + 1)
+        # Data of several ranks draws from a random state of its own, which goes on from here.
+        drawn = None if self.me.size == 1 else self._data.draw(checkpoint.random_state)
+        self.position = Position(epoch=self.position.epoch + 1, epoch_rng=drawn)
         self._after_step(epoch_end=True)
 
     def _after_step(self, *, epoch_end: bool = False) -> None:
