@@ -158,13 +158,40 @@ def test_an_epoch_after_a_resume_has_the_order_it_would_have_had(tmp_path: Path)
     assert expected[0][:12] != expected[0][12:]
 
 
+def test_another_batch_size_goes_on_at_the_sample_where_all_ranks_were(tmp_path: Path) -> None:
+    numbered = Numbered(tmp_path / "numbered")
+    assert numbered.run("--steps", "3").finish() == [0, 0]
+    before = [number for mine in numbered.seen() for number in mine]
+    again = ("--steps", "5", "--resume", "--set", "batch=3")
+    refused = numbered.run(*again)
+    assert refused.finish() == [2, 2]
+    assert refused.err.count("batch size: 2 in the checkpoint, 3 now") == 1
+    allowed = numbered.run(*again, "--allow-changes")
+    assert allowed.finish() == [0, 0], allowed.err
+    after = [number for mine in numbered.seen() for number in mine]
+    assert sorted(map(int, before + after)) == list(range(24))
+    assert (numbered.position()["batch"], numbered.position()["samples"]) == (8, 24)
+
+
+def test_a_new_seed_gives_the_next_epoch_another_order_on_all_ranks(tmp_path: Path) -> None:
+    whole, parts = Numbered(tmp_path / "whole"), Numbered(tmp_path / "parts")
+    assert whole.run("--epochs", "2").finish() == [0, 0]
+    assert parts.run("--steps", "2").finish() == [0, 0]
+    again = parts.run("--epochs", "2", "--resume", "--seed", "5", "--allow-changes")
+    assert again.finish() == [0, 0], again.err
+    expected, seen = whole.seen(), parts.seen()
+    assert [mine[:12] for mine in seen] == [mine[:12] for mine in expected]
+    assert [mine[12:] for mine in seen] != [mine[12:] for mine in expected]
+    assert sorted(int(each) for mine in seen for each in mine[12:]) == list(range(24))
+
+
 def test_batches_that_are_trained_on_again_are_counted_once(tmp_path: Path) -> None:
     numbered = Numbered(tmp_path / "numbered")
     assert numbered.run("--steps", "5", ranks=1).finish() == [0]
     second = numbered.run("--steps", "6", "--resume")
     assert second.finish() == [0, 0], second.err
     assert "1 batches are trained on again" in second.err
-    assert numbered.position()["batch"] == 6
+    assert (numbered.position()["batch"], numbered.position()["samples"]) == (6, 12)
 
 
 def test_two_machines_by_two_agents_on_loopback(folder: Path) -> None:
