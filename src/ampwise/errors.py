@@ -13,7 +13,8 @@
         ├── LostRankError                      a rank is gone, failed, or hangs
         └── InactivePolicyError                the asked precision did not take part
 
-The message of each is one line: what is wrong, where, what was expected, what to do.
+The message of each is one line: what is wrong, where, what was expected, what to do. Where several
+settings are wrong at once, each has a line of its own.
 This module imports nothing, so that linting and ``--help`` never load torch.
 """
 

@@ -105,6 +105,95 @@ def test_a_task_that_shuffles_by_itself_is_dealt_out_whole(tmp_path: Path) -> No
     assert {int(each) for rank in seen for each in rank} == set(range(16))
 
 
+NUMBERED = """
+import os, torch
+from torch.utils.data import DataLoader, TensorDataset
+from ampwise import Task
+
+data = TensorDataset(torch.arange(24.0)[:, None])
+
+def task(batch: int = 2):
+    def loss(model, rows):
+        with open(f"seen-{os.environ.get('RANK', 0)}", "a") as file:
+            print(*(int(each) for each in rows[0]), file=file)
+        return model(rows[0]).square().mean()
+
+    return Task(
+        lambda: torch.nn.Linear(1, 1), lambda: DataLoader(data, batch, shuffle=True), loss,
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1e-4), name="numbered")
+"""
+
+
+class Numbered:
+    """Runs over 24 numbered samples in shuffled order, and what they trained on."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir()
+        (folder / "numbered.py").write_text(NUMBERED)
+
+    def run(self, *arguments: str, ranks: int = 2) -> Command:
+        common = ("train", "numbered.py", "--precision", "fp32", "--out", "run")
+        return Command(self.folder, *common, *arguments, ranks=ranks)
+
+    def seen(self) -> list[list[str]]:
+        """Samples that each rank has trained on since they were last asked for."""
+        files = sorted(self.folder.glob("seen-*"))
+        found = [file.read_text().split() for file in files]
+        for file in files:
+            file.unlink()
+        return found
+
+    def position(self) -> dict[str, Any]:
+        return checkpoint.load(checkpoint.newest(self.folder / "run" / "checkpoints"))["position"]
+
+
+def test_an_epoch_after_a_resume_has_the_order_it_would_have_had(tmp_path: Path) -> None:
+    whole, parts = Numbered(tmp_path / "whole"), Numbered(tmp_path / "parts")
+    assert whole.run("--epochs", "2").finish() == [0, 0]
+    assert parts.run("--epochs", "1").finish() == [0, 0]
+    assert parts.run("--epochs", "2", "--resume").finish() == [0, 0]
+    expected = whole.seen()
+    assert parts.seen() == expected
+    assert expected[0][:12] != expected[0][12:]
+
+
+def test_another_batch_size_goes_on_at_the_sample_where_all_ranks_were(tmp_path: Path) -> None:
+    numbered = Numbered(tmp_path / "numbered")
+    assert numbered.run("--steps", "3").finish() == [0, 0]
+    before = [number for mine in numbered.seen() for number in mine]
+    again = ("--steps", "5", "--resume", "--set", "batch=3")
+    refused = numbered.run(*again)
+    assert refused.finish() == [2, 2]
+    assert refused.err.count("batch size: 2 in the checkpoint, 3 now") == 1
+    allowed = numbered.run(*again, "--allow-changes")
+    assert allowed.finish() == [0, 0], allowed.err
+    after = [number for mine in numbered.seen() for number in mine]
+    assert sorted(map(int, before + after)) == list(range(24))
+    assert (numbered.position()["batch"], numbered.position()["samples"]) == (8, 24)
+
+
+def test_a_new_seed_gives_the_next_epoch_another_order_on_all_ranks(tmp_path: Path) -> None:
+    whole, parts = Numbered(tmp_path / "whole"), Numbered(tmp_path / "parts")
+    assert whole.run("--epochs", "2").finish() == [0, 0]
+    assert parts.run("--steps", "2").finish() == [0, 0]
+    again = parts.run("--epochs", "2", "--resume", "--seed", "5", "--allow-changes")
+    assert again.finish() == [0, 0], again.err
+    expected, seen = whole.seen(), parts.seen()
+    assert [mine[:12] for mine in seen] == [mine[:12] for mine in expected]
+    assert [mine[12:] for mine in seen] != [mine[12:] for mine in expected]
+    assert sorted(int(each) for mine in seen for each in mine[12:]) == list(range(24))
+
+
+def test_batches_that_are_trained_on_again_are_counted_once(tmp_path: Path) -> None:
+    numbered = Numbered(tmp_path / "numbered")
+    assert numbered.run("--steps", "5", ranks=1).finish() == [0]
+    second = numbered.run("--steps", "6", "--resume")
+    assert second.finish() == [0, 0], second.err
+    assert "1 batches are trained on again" in second.err
+    assert (numbered.position()["batch"], numbered.position()["samples"]) == (6, 12)
+
+
 def test_two_machines_by_two_agents_on_loopback(folder: Path) -> None:
     port = free_port()
     common = ("--nnodes=2", "--nproc-per-node=1", f"--rdzv-endpoint=127.0.0.1:{port}")
@@ -200,12 +289,7 @@ def test_a_killed_worker_is_restarted_and_goes_on_bit_for_bit(folder: Path, para
         f"--rdzv-endpoint=127.0.0.1:{free_port()}",
     )
     assert Command(folder, *arguments, "--out", "whole").finish() == [0, 0]
-    process = start(
-        folder,
-        *(*arguments, "--out", "run"),
-        launcher=agent,
-        variables={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
-    )
+    process = start(folder, *arguments, "--out", "run", launcher=agent)
     wait_until(lambda: len(checkpoint.finished(folder / "run" / "checkpoints")) > 1)
     os.kill(workers(process)[1], signal.SIGKILL)
     code, _, err = finish(process)

@@ -44,6 +44,17 @@ def test_a_trained_run_leaves_a_page_and_shows_again(trained, capsys):
     assert "no requirements" in capsys.readouterr().err
 
 
+def test_settings_of_a_run_are_named_with_its_optimizer_and_what_was_changed(trained):
+    record = json.loads((trained / "run.json").read_text())
+    record["config"]["changes"] = ["changed at step 2: seed: 0 in the checkpoint, 1 now", "more"]
+    (trained / "run.json").write_text(json.dumps(record))
+    page = to_html(TrainedRun.load(trained))
+    assert "<dt>optimizer</dt><dd>AdamW</dd>" in page
+    assert "<dt>parameter group 1, weight_decay</dt>" in page
+    assert "<dd>changed at step 2: seed: 0 in the checkpoint, 1 now; more</dd>" in page
+    assert page.count("held_out") == 1
+
+
 def test_skipped_steps_are_in_the_figure_and_a_torn_run_is_one_line(trained, capsys):
     run = TrainedRun.load(trained)
     assert "skipped (" not in to_html(run)

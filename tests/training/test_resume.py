@@ -101,16 +101,6 @@ def test_resuming_in_another_precision_converts_and_says_so(tmp_path, before, af
         assert result.loss_scale == 65536
 
 
-def test_changed_settings_are_named(tmp_path):
-    train(task(), config(tmp_path / "run", steps=2), Silent())
-    progress = Silent()
-    changed = config(tmp_path / "run", steps=4, resume=True, accumulate=2, seed=7)
-    train(task(), changed, progress)
-    said = "\n".join(progress.messages)
-    assert "accumulate was 1 and is now 2" in said
-    assert "seed was 0 and is now 7" in said
-
-
 def test_lines_after_the_checkpoint_are_cut_off_and_a_torn_one_is_mended(tmp_path):
     train(task(), config(tmp_path / "run", steps=4), Silent())
     with (tmp_path / "run" / "steps.jsonl").open("a") as file:

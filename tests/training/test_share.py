@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from ampwise.training.share import DataRandom, Turn, turns
+from ampwise.training.share import DataRandom, Turn, turns, whole_batches
 
 
 class Numbers(Dataset[int]):
@@ -116,3 +116,19 @@ def test_what_data_draws_does_not_show_outside() -> None:
     source = DataRandom()
     source.draw(lambda: torch.rand(100))
     assert torch.equal(torch.rand(2), expected)
+
+
+@pytest.mark.parametrize(
+    ("samples", "expected"), [(0, (0, 0)), (7, (1, 4)), (8, (2, 8)), (12, (3, 12)), (99, (4, 14))]
+)
+def test_whole_batches_hold_no_more_than_so_many_samples(
+    samples: int, expected: tuple[int, int]
+) -> None:
+    loader = DataLoader(Numbers(14), batch_size=4)
+    assert whole_batches(lambda: loader, samples, 2, len) == expected
+
+
+def test_whole_batches_of_data_that_is_dealt_out_are_those_of_all_ranks() -> None:
+    data = Numbers(16)
+    loader = DataLoader(data, batch_size=2, sampler=DistributedSampler(data, 2, 1, shuffle=False))
+    assert whole_batches(lambda: loader, 11, 2, len) == (4, 8)

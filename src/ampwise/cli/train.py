@@ -61,6 +61,10 @@ class Options(Common):
     resume: bool = False
     """Continue the run in --out from its last checkpoint."""
 
+    allow_changes: bool = False
+    """With --resume: go on with another batch size, learning rate, optimizer or schedule than the
+    checkpoint's, each of which is named; without it they are refused."""
+
     on_fault: Literal["off", "diagnose", "stop"] = "off"
     """At the first step skipped for more than its loss scale: write diagnosis.json and
     diagnosis.html into the run's folder and go on, or stop there (exit code 3)."""
@@ -164,6 +168,7 @@ def _config(options: Options, resolution: Resolution) -> TrainConfig:
         seed=options.seed,
         out=options.out,
         resume=options.resume,
+        allow_changes=options.allow_changes,
         track=tuple(each for each in (options.track or "").split(",") if each),
         strict=options.strict,
         parallel=options.parallel,

@@ -2,15 +2,21 @@
 
 torchrun says in the environment which process this is. Processes meet through its store; the group
 is gloo on CPUs and NCCL on CUDA, with gloo beside it for what concerns the hosts.
+
+torchrun's agent keeps that store when it starts processes anew, and with it all keys of those that
+died: whoever looks up a peer's address finds a dead one's. So each start has a part of the store to
+itself, under a name that its first process draws (`_name_of_start`).
 """
 
 from __future__ import annotations
 
 import os
 import re
+import secrets
 import signal
 import threading
-from collections.abc import Generator
+import time
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,6 +30,9 @@ _ALIKE_S = 5.0
 _COLLECTIVE = re.compile(
     "gloo|nccl|connection (closed|reset|refused)|broken pipe|timed out waiting", re.IGNORECASE
 )
+
+_LOOK_S = 1.0
+"""Longest pause between two looks at the store; it answers all ranks in turn."""
 
 LIMIT_S = 600.0
 """Seconds after which ranks that wait for another one give up, unless told otherwise."""
@@ -123,7 +132,7 @@ def is_lost(error: BaseException) -> bool:
 
 @contextmanager
 def joined(me: Launch, device: str, limit_s: float = LIMIT_S) -> Generator[Any]:
-    """Context: this process belongs to the group; the store they met at, None if it is alone.
+    """Context: this process belongs to the group; a store of theirs alone, None if it is alone.
 
     Errors that the first process has, too, are said by that one (`__ampwise_said__`).
 
@@ -144,8 +153,10 @@ def joined(me: Launch, device: str, limit_s: float = LIMIT_S) -> Generator[Any]:
         torch.cuda.set_device(device)
     limit = timedelta(seconds=limit_s)
     try:
-        store, rank, size = next(iter(rendezvous("env://", timeout=limit)))
-        store.set_timeout(limit)
+        kept, rank, size = next(iter(rendezvous("env://", timeout=limit)))
+        kept.set_timeout(limit)
+        name = _name_of_start(dist.PrefixStore("ampwise/start", kept), me, limit_s)
+        store = dist.PrefixStore(name, kept)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_cuda else "gloo",
             store=dist.PrefixStore("group", store),
@@ -169,6 +180,46 @@ def joined(me: Launch, device: str, limit_s: float = LIMIT_S) -> Generator[Any]:
     # torchrun ends the others as soon as one leaves with an exit code of its own.
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _name_of_start(store: Any, me: Launch, limit_s: float) -> str:
+    """A name for this start of the processes, the same on all, that no earlier start had.
+
+    Nothing in the environment has it: each agent counts restarts for itself. The first process
+    draws it, and tells it only to those who name themselves to it; they take it only from one who
+    calls them by name. What the dead have left in the store does neither.
+
+    Raises
+    ------
+    RuntimeError
+        When the others do not come.
+    """
+    mine = secrets.token_hex(8)
+    if me.leads:
+        others = [f"{mine}/{rank}" for rank in range(1, me.size)]
+        store.set("first", mine)
+        _until(lambda: store.check(others), limit_s)
+        for other in store.multi_get(others):
+            store.set(f"{other.decode()}/start", mine)
+        return mine
+
+    def told() -> bool:
+        # The first process that the store names may be dead; its successor is asked next time.
+        store.set(f"{store.get('first').decode()}/{me.rank}", mine)
+        return store.check([f"{mine}/start"])
+
+    _until(told, limit_s)
+    return store.get(f"{mine}/start").decode()
+
+
+def _until(reached: Callable[[], bool], limit_s: float) -> None:
+    """Ask again and again until something is reached."""
+    pause_s, end = 0.01, time.monotonic() + limit_s
+    while not reached():
+        if time.monotonic() > end:
+            raise RuntimeError(f"not all came within {limit_s:g} s")
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LOOK_S)
 
 
 def _first_has(store: Any, me: Launch, words: str) -> bool:

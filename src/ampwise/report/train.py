@@ -97,7 +97,11 @@ class TrainedRun:
     @property
     def config(self) -> Mapping[str, Any]:
         """Settings of the run, and facts about its task."""
-        return {**self.record.get("config", {}), **self.record.get("task", {})}
+        config = dict(self.record.get("config", {}))
+        groups = enumerate(config.pop("hyperparameters", ()), start=1)
+        optimizer = {f"parameter group {number}": values for number, values in groups}
+        config |= {"task_info": None, "changes": "; ".join(config.get("changes", ())) or None}
+        return {**config, **optimizer, **self.record.get("task", {})}
 
     @property
     def reasons(self) -> Sequence[str]:

@@ -60,11 +60,14 @@ class Position:
         Batches of the epoch already trained on.
     epoch_rng
         Random state when the epoch began, from which a shuffling loader draws its order.
+    samples
+        Samples in those batches, of all ranks, as the task counts them.
     """
 
     epoch: int = 0
     batch: int = 0
     epoch_rng: dict[str, Any] | None = None
+    samples: int = 0
 
 
 @dataclass(frozen=True)
@@ -313,7 +316,7 @@ def load(
     before = content["world_size"]
     if trained is not None and before != host.size:
         seed, step = content["config"].get("seed") or 0, content["step"]["steps"]
-        content["rng"] = _seeded_state(seed, step, host.rank)
+        content["rng"] = seeded_state(seed, step, host.rank)
         say(
             f"{path} is from {before} {'rank' if before == 1 else 'ranks'}, now there are "
             f"{host.size}: random numbers are drawn anew, from seed {seed}, step {step} and rank; "
@@ -432,7 +435,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state_all(state["cuda"])
 
 
-def _seeded_state(*words: int) -> dict[str, Any]:
+def seeded_state(*words: int) -> dict[str, Any]:
     """A `random_state` drawn from a few integers; the generators stay as they are."""
     before = random_state()
     seed = int(np.random.SeedSequence([word % 2**64 for word in words]).generate_state(1)[0])

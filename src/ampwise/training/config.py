@@ -41,6 +41,8 @@ class TrainConfig:
         The run's folder; None: a new numbered one.
     resume
         Continue the run in `out`.
+    allow_changes
+        Resume it also where it was set up otherwise, and go on with the settings of now.
     track
         Trackers to log to.
     strict
@@ -68,6 +70,7 @@ class TrainConfig:
     seed: int = 0
     out: Path | None = None
     resume: bool = False
+    allow_changes: bool = False
     track: tuple[str, ...] = ()
     strict: bool = False
     parallel: Parallel = "ddp"

@@ -44,6 +44,7 @@ from ampwise.telemetry.environment import environment
 from ampwise.telemetry.run import RunFolder
 from ampwise.trackers import TrackerSet, check_names
 from ampwise.training import checkpoint
+from ampwise.training.changes import carried_over, differences, makeup, refusal
 from ampwise.training.checkpoint import Position, Trained
 from ampwise.training.config import TrainConfig, TrainResult
 from ampwise.training.memory import peak_bytes
@@ -88,8 +89,9 @@ def train(
         When training fails; the run's folder holds what there was.
     """
     check_names(config.track)
-    first_batch(task)
-    run = _Run(task, config, progress, me or Launch())
+    seed_all(config.seed)  # the first batch of a seed is always the same
+    batch_size = samples_in(task, first_batch(task))
+    run = _Run(task, config, progress, me or Launch(), batch_size)
     try:
         limit_s = config.rank_timeout_s
         with StopSignals() as stop, watched(store, run.me, limit_s, run.last_words) as run.dog:
@@ -126,12 +128,15 @@ class _Rate:
 class _Run:
     """One run and everything it holds open."""
 
-    def __init__(self, task: Task, config: TrainConfig, progress: Progress, me: Launch) -> None:
+    def __init__(
+        self, task: Task, config: TrainConfig, progress: Progress, me: Launch, batch_size: int
+    ) -> None:
         self.task, self.config, self.progress, self.me = task, config, progress, me
         policy = config.resolution.policy
         self.device = torch.device(config.resolution.device)
         on_ranks = None if me.size == 1 else lambda model: spread(model, config.parallel, policy)
         model, optimizer = build(task, self.device, config.seed, on_ranks)
+        self.makeup = makeup(task, config, optimizer, batch_size)
         self._data = DataRandom()
         _part_ways(config.seed, me.rank)
         scheduler = _scheduler(optimizer, config)
@@ -150,6 +155,8 @@ class _Run:
         self.trained = Trained(model, optimizer, step, scheduler)
         self.loss = checked_loss(task)
         self.position = Position()
+        self._own_samples = 0  # since `position` was last told
+        self._reseeded = False
         self.rate = _Rate()
         self._waits_s = self._total_s = 0.0
         self._saved_at = -1
@@ -235,7 +242,9 @@ class _Run:
         for turn in feed:
             self._beat("step")
             if turn.counts:
-                self.rate.add(samples_in(self.task, turn.batch) * self.me.size)
+                samples = samples_in(self.task, turn.batch)
+                self._own_samples += samples
+                self.rate.add(samples * self.me.size)
             step(self.loss, turn.batch, weight=None if turn.counts else 0, last=turn.last)
             self.position.batch += self.me.size
             if step.boundary:
@@ -261,16 +270,20 @@ class _Run:
         if self.me.size == 1:
             yield from (Turn(batch, counts=True, last=False) for batch in self._batches())
             return
-        if self.position.batch and self.position.epoch_rng is not None:
-            began = {**self.position.epoch_rng, "cuda": []}  # the model's own
-            self._data.draw(lambda: checkpoint.set_random_state(began))
+        data, position = self._data, self.position
+        if position.epoch_rng is not None:
+            data = DataRandom() if self._reseeded else data  # the next epoch is of the new seed
+            began = {**position.epoch_rng, "cuda": []}  # the model's own
+            data.draw(lambda: checkpoint.set_random_state(began))
         else:
-            self.position.epoch_rng = self._data.draw(checkpoint.random_state)
-        skip, rest = divmod(self.position.batch, self.me.size)
+            position.epoch_rng = data.draw(checkpoint.random_state)
+        skip, rest = divmod(position.batch, self.me.size)
         if rest:
             self.say(f"{rest} batches are trained on again: they do not fill a turn of all ranks")
+            position.samples -= position.samples * rest // position.batch
+            position.batch -= rest
         with user_code("the task's batches()"):
-            yield from turns(self.task.batches, self.me.rank, self.me.size, self._data, skip)
+            yield from turns(self.task.batches, self.me.rank, self.me.size, data, skip)
 
     def _batches(self) -> Iterator[Any]:
         """The rest of the current epoch, from where the run is in it."""
@@ -287,7 +300,10 @@ class _Run:
         yield from batches
 
     def _end_epoch(self) -> None:
-        self.position = Position(epoch=self.position.epoch + 1)
+        # Data of several ranks draws from a random state of its own, which goes on from here.
+        drawn = None if self.me.size == 1 else self._data.draw(checkpoint.random_state)
+        self.position = Position(epoch=self.position.epoch + 1, epoch_rng=drawn)
+        self._own_samples = 0
         self._after_step(epoch_end=True)
 
     def _after_step(self, *, epoch_end: bool = False) -> None:
@@ -347,15 +363,20 @@ class _Run:
             return
         self._record(self.trained.step.drain())
         self.folder.flush()
-        record = {"task": self.task.name, **self.config.to_json()}
         self._finish_saving()
         with self.dog.paused():
+            self._count_samples()
             self._saving = checkpoint.save(
-                *(self.folder.checkpoints, self.trained, self.position, record),
+                *(self.folder.checkpoints, self.trained, self.position, self.makeup),
                 wait=self.me.size == 1,
             )
         self._saved_at = steps
         self.rate.since = 0.0
+
+    def _count_samples(self) -> None:
+        """Take into the position what all ranks have trained on since it was last told."""
+        self.position.samples += sum(everyone().all(lambda: self._own_samples))
+        self._own_samples = 0
 
     def _finish_saving(self) -> None:
         """Wait for the checkpoint that is still being written; its error is that of all ranks."""
@@ -372,8 +393,7 @@ class _Run:
             return
         if path is None:
             raise UsageError(f"nothing to resume in {self.folder.path}: it has no checkpoint yet")
-        content = checkpoint.load(path, self.trained, self.say)
-        self._compare(content["config"])
+        content = self._accepted(checkpoint.load(path, self.trained, self.say), path)
         self.position = checkpoint.restore(content, self.trained)
         self._state = content["rng"]
         steps = self.trained.step.steps
@@ -381,23 +401,36 @@ class _Run:
         self.folder.continue_after(steps)
         self.say(f"resumed at step {steps} from {path}")
 
-    def _compare(self, before: dict[str, Any]) -> None:
-        """Say what is not as it was; another task is refused."""
-        if before["task"] != self.task.name:
+    def _accepted(self, content: dict[str, Any], path: Path) -> dict[str, Any]:
+        """What a checkpoint holds, as this run goes on from it.
+
+        Raises
+        ------
+        UsageError
+            For another task, and for any difference that is not allowed.
+        """
+        before, now, position = content["config"], self.makeup, content["position"]
+        if before["task"] != now["task"]:
             raise UsageError(
-                f"{self.folder.path} is a run of task {before['task']!r}, not {self.task.name!r}"
+                f"{self.folder.path} is a run of task {before['task']!r}, not {now['task']!r}"
             )
-        now = self.config.to_json()
         if before["precision"] != now["precision"]:
             self.say(
                 f"converted from {before['precision']} to {now['precision']}: weights and "
                 "optimizer state are float32 in both, the loss scale is kept only if both use one"
             )
-        for key in ("accumulate", "max_grad_norm", "schedule", "warmup_steps", "seed"):
-            if before[key] != now[key]:
-                self.say(
-                    f"{key} was {before[key]} and is now {now[key]}: not the same run any more"
-                )
+        position.setdefault("samples", position["batch"] * now["batch_size"])  # an older one
+        lines = everyone().first(lambda: differences(before, now))
+        now["changes"] = [*before.get("changes", ())]
+        if not lines:
+            return content
+        if not self.config.allow_changes:
+            raise refusal(path, lines)
+        for line in lines:
+            now["changes"].append(f"changed at step {content['step']['steps']}: {line}")
+            self.say(now["changes"][-1])
+        self._reseeded = before["seed"] != now["seed"]
+        return carried_over(content, self.trained, self.task, now, self.say)
 
     def close(self) -> None:
         """Write what is known, and close everything; also after a failure."""
@@ -423,7 +456,7 @@ class _Run:
         self.folder.write(
             {
                 "command": "train",
-                "config": {"task": self.task.name, **self.config.to_json()},
+                "config": self.makeup,
                 "task": dict(self.task.info),
                 "policy": self.config.resolution.to_json(),
                 "environment": environment(self.device),

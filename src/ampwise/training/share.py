@@ -98,11 +98,8 @@ def turns(
         for index, group in enumerate(groups):
             yield Turn(next(loaded), rank < len(group), index == len(groups) - 1)
         return
-    each_has_its_own = isinstance(batches, DataLoader) and isinstance(
-        batches.sampler, DistributedSampler
-    )
     rest: Iterator[Any] = source.draw(lambda: iter(batches))
-    width, mine_at = (1, 0) if each_has_its_own else (size, rank)
+    width, mine_at = (1, 0) if _is_dealt(batches) else (size, rank)
 
     def next_group() -> list[Any]:
         return source.draw(lambda: list(islice(rest, width)))
@@ -119,6 +116,37 @@ def turns(
         held = following
 
 
+def whole_batches(
+    epoch: Callable[[], Iterable[Any]], samples: int, size: int, samples_in: Callable[[Any], int]
+) -> tuple[int, int]:
+    """How many batches at the start of an epoch hold at most so many samples; how many they hold.
+
+    Parameters
+    ----------
+    epoch
+        Starts an epoch.
+    samples
+        How many there may be.
+    size
+        Number of ranks: where each has data of its own, it has as many batches as this one.
+    samples_in
+        How many are in a batch.
+    """
+    batches, number, held = epoch(), 0, 0
+    ranks = size if _is_dealt(batches) else 1
+    for batch in batches:
+        more = ranks * samples_in(batch)
+        if held + more > samples:
+            break
+        number, held = number + ranks, held + more
+    return number, held
+
+
+def _is_dealt(batches: Any) -> bool:
+    """Whether each rank gets batches of its own already."""
+    return isinstance(batches, DataLoader) and isinstance(batches.sampler, DistributedSampler)
+
+
 def _can_be_dealt(loader: DataLoader[Any]) -> bool:
     try:
         len(loader)
@@ -128,7 +156,7 @@ def _can_be_dealt(loader: DataLoader[Any]) -> bool:
         type(loader).__iter__ is DataLoader.__iter__
         and loader.batch_sampler is not None
         and not isinstance(loader.dataset, IterableDataset)
-        and not isinstance(loader.sampler, DistributedSampler)
+        and not _is_dealt(loader)
     )
 
 
