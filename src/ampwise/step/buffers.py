@@ -167,11 +167,6 @@ class BufferGuard:
         """Whether a window's buffers are remembered."""
         return self._window is not None
 
-    def remember(self) -> None:
-        """Copy the buffers at the start of a window; until `settle`, further calls do nothing."""
-        if self._window is None:
-            self._window = Snapshot(self._members.modules, self._only_read)
-
     @contextmanager
     def kept(self) -> Generator[None]:
         """Context: what forward writes inside does not stay."""
@@ -184,7 +179,7 @@ class BufferGuard:
     def before(self) -> Callable[[], None]:
         """What puts the buffers back to this moment, in or at the start of a window."""
         if self._window is None:
-            self.remember()
+            self._window = Snapshot(self._members.modules, self._only_read)
             return self.discard
         return Snapshot(self._members.modules, self._only_read).put_back
 

@@ -536,7 +536,7 @@ class Engine:
                 leaves = [each for each in held if each.requires_grad]
                 seed = self._seed(divided_by, loss.dtype)
                 with (
-                    self._precision.backward,
+                    self._precision,
                     true_gradients(leaves, self.loss_scale.divisor),
                     counting(leaves, _counts(divided_by, self.device)),
                     self._only(None if optimizers is None else leaves) as inputs,
@@ -583,7 +583,8 @@ class Engine:
 
     def _decide(self, optimizers: Sequence[Optimizer] | None, *, last: bool) -> None:
         """Guard, and step or skip, for each set of optimizers; their gradients are used up."""
-        self._refuse_nesting("update()")
+        if _forwards:
+            self._refuse_nesting("update()")
         if not self._is_open:
             raise UsageError("update() without a backward() before it: there is nothing to step on")
         self._parallel.sum_rest()
@@ -614,7 +615,8 @@ class Engine:
 
     def _close_on_device(self, row: Tensor) -> HostFlag:
         """End the step on the device: loss scale, buffers, a row of telemetry; its found_inf."""
-        if left := self._pending.with_gradients(self._window.whose):
+        whose = self._window.whose
+        if whose and (left := self._pending.with_gradients(whose)):
             # Of optimizers that did not step: the scale they were made under is about to change.
             self._pending.unscale(left, self._divisor())
         flag, grad_norm = self._pending.outcome()
@@ -679,7 +681,7 @@ class Engine:
         self._look()
         if not self._buffers.open:  # else parameters are as the window's forwards found them
             self._precision.begin_window()
-        return self._precision.forward
+        return self._precision.forward()
 
 
 class _Training:
@@ -693,8 +695,9 @@ class _Training:
         # Within a call of the step that is what an error ends.
         self._attempt = engine._attempting(forward=True) if engine._attempt is None else None
         engine._parallel.begin_forward()
+        self._forward = engine._precision.forward()
         try:
-            engine._precision.forward.__enter__()
+            self._forward.__enter__()
         except BaseException as error:
             self._end(error)
             raise
@@ -708,7 +711,7 @@ class _Training:
     ) -> None:
         _forwards.remove((get_ident(), self._engine))
         try:
-            self._engine._precision.forward.__exit__(kind, error, trace)
+            self._forward.__exit__(kind, error, trace)
         except BaseException as raised:
             error = raised
             raise

@@ -6,22 +6,18 @@ it counts from the next call on, and is checked then as it was at first.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ampwise.distributed.layout import unwrapped
 from ampwise.errors import UsageError
 from ampwise.step import arguments
-from ampwise.step.modules import (
-    held_by,
-    modules_of,
-    parameters_by_name,
-    same_tensors,
-    several,
-)
+from ampwise.step.modules import held_by, modules_of, parameters_by_name, several
 
 
 class Members:
@@ -47,11 +43,17 @@ class Members:
     def __init__(self, model: Any, optimizer: Any) -> None:
         self.model = tuple(model) if isinstance(model, Iterator) else model
         self.optimizer = tuple(optimizer) if isinstance(optimizer, Iterator) else optimizer
+        self.version = 0
         self.optimizers: tuple[Optimizer, ...] = arguments.optimizers_of(self.optimizer)
         self.held: list[Tensor] = held_by(self.optimizers)
-        self._dtypes = {each.dtype for each in self.held}
-        self.modules: list[nn.Module] = modules_of(self.models)
-        self.version = 0
+        self._dtypes = _ends(self.held)
+        self._see_modules()
+
+    def _see_modules(self) -> None:
+        self._of_models = self.models
+        self.modules: list[nn.Module] = modules_of(self._of_models)
+        tables = [each._modules for each in self.modules if each._modules]
+        self._children = [(table, [*table.values()]) for table in tables]
 
     @property
     def wrapped(self) -> tuple[nn.Module, ...]:
@@ -72,21 +74,29 @@ class Members:
     def look(
         self, check: Callable[[Mapping[str, nn.Parameter], Sequence[Optimizer]], None]
     ) -> bool:
-        """See what there is now; whether optimizers or parameters are new, and were checked."""
-        modules = modules_of(self.models)
-        if modules != self.modules:
-            self.modules, self.version = modules, self.version + 1
+        """See what there is now; whether optimizers or parameters are new, and were checked.
+
+        In every micro-batch: it compares with what was seen last, and builds nothing anew.
+        """
+        if self.models != self._of_models or not self._has_same_children():
+            self._see_modules()
+            self.version += 1
         given = self.optimizer
         optimizers = (given,) if isinstance(given, Optimizer) else several(given)
-        held = held_by(optimizers)
-        dtypes = {each.dtype for each in held}
-        same = optimizers == self.optimizers and dtypes == self._dtypes
-        if same and same_tensors(held, self.held):
+        held = [each for of in optimizers for group in of.param_groups for each in group["params"]]
+        same = len(held) == len(self.held) and all(map(operator.is_, held, self.held))
+        if same and optimizers == self.optimizers and _ends(held) == self._dtypes:
             return False
         optimizers = arguments.optimizers_of(optimizers)
         check(self.parameters(), optimizers)
-        self.optimizers, self.held, self._dtypes = optimizers, held, dtypes
+        self.optimizers, self.held, self._dtypes = optimizers, held, _ends(held)
         self.version += 1
+        return True
+
+    def _has_same_children(self) -> bool:
+        for table, children in self._children:  # noqa: SIM110 - twice as fast as all()
+            if [*table.values()] != children:
+                return False
         return True
 
     def held_by(self, optimizers: Iterable[Optimizer] | None) -> list[Tensor]:
@@ -122,3 +132,8 @@ class Members:
                     known.add(id(parameter))
                     named[f"optimizers.{index}.{number}"] = parameter
         return named
+
+
+def _ends(held: Sequence[Tensor]) -> list[torch.dtype]:
+    """The dtypes of the first and the last: ``model.half()`` changes all of them."""
+    return [held[0].dtype, held[-1].dtype] if held else []

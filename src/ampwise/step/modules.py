@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 
@@ -49,11 +48,6 @@ def held_by(optimizers: Iterable[Optimizer]) -> list[Any]:
         for group in optimizer.param_groups
         for parameter in group["params"]
     ]
-
-
-def same_tensors(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    """Whether two lists hold the very same tensors."""
-    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 def several(one_or_more: Any) -> tuple[Any, ...]:

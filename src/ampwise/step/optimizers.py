@@ -50,10 +50,12 @@ def folds(optimizer: Optimizer) -> bool:
         return False
     if optimizer._optimizer_step_pre_hooks or torch_optimizer._global_optimizer_pre_hooks:
         return False
-    return _is_trusted(type(optimizer)) and not any(
-        not group.get("fused") or (group.get("momentum", 0) and group.get("dampening", 0))
-        for group in optimizer.param_groups
-    )
+    if not _is_trusted(type(optimizer)):
+        return False
+    for group in optimizer.param_groups:
+        if not group.get("fused") or (group.get("momentum", 0) and group.get("dampening", 0)):
+            return False
+    return True
 
 
 @cache

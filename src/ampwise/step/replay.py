@@ -27,6 +27,7 @@ from ampwise.step.modules import modules_of
 from ampwise.step.parallel import OneRank
 from ampwise.step.recorder import MicroBatch, RandomState, Recorder, Stash, finite, stash_for
 from ampwise.step.train_step import TrainStep
+from ampwise.step.window import Weight
 
 
 @dataclass(slots=True)
@@ -185,8 +186,12 @@ class _Listener(Recorder):
         self._began = 0.0
 
     def micro_batch(
-        self, step: TrainStep, loss_fn: Callable[..., Tensor], batch: Any, weight: Weight | None
-    ) -> None:  # noqa: ARG002
+        self,
+        step: TrainStep,  # noqa: ARG002
+        loss_fn: Callable[..., Tensor],  # noqa: ARG002
+        batch: Any,  # noqa: ARG002
+        weight: Weight | None,  # noqa: ARG002
+    ) -> None:
         """A forward is about to begin."""
         self._began = time.perf_counter()
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 
-from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from ampwise.errors import SkippedStepsError
+from ampwise.step.members import Members
 from ampwise.telemetry.ring import StepRecord
 
 
@@ -71,18 +71,18 @@ class Followers:
         Makes a step of the schedule; None without one.
     ema
         Average of a model's parameters; None without one.
-    model
-        Gives that model.
+    members
+        What is trained; the average is of the first model.
     """
 
     def __init__(
         self,
         advance: Callable[[], object] | None,
         ema: AveragedModel | None,
-        model: Callable[[], nn.Module],
+        members: Members,
     ) -> None:
         self._advance = advance
-        self._model = model
+        self._members = members
         self.ema = ema
 
     def __bool__(self) -> bool:
@@ -96,7 +96,7 @@ class Followers:
     def follow(self, *, held: bool, skipped: bool) -> None:
         """A step is over; the schedule is `held`, or makes one too, and the EMA if it was made."""
         if self.ema is not None and not skipped:
-            self.ema.update_parameters(self._model())
+            self.ema.update_parameters(self._members.models[0])
         if self._advance is not None and not held:
             self._advance()
 

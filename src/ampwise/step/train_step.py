@@ -111,7 +111,7 @@ class TrainStep(Engine):
         self._followers = Followers(
             arguments.schedule_of(scheduler, self.optimizers),
             arguments.checked_ema(ema),
-            lambda: self.models[0],
+            self._members,
         )
         ranks = self._parallel
         self._window = Window(accumulate, ranks.first_weight, over_ranks=ranks.size > 1)
@@ -181,7 +181,7 @@ class TrainStep(Engine):
         """
         if self.recorder is not None:
             self.recorder.micro_batch(self, loss_fn, batch, weight)
-        with self._precision.backward:  # around forward, too: what both change is changed once
+        with self._precision:  # around forward, too: what both change is changed once
             with self.autocast():
                 loss = loss_fn(self.model, batch)
             if weight is None and self._window.weighs:

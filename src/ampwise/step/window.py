@@ -127,8 +127,9 @@ class Window:
     def _begin(self, whose: frozenset[int], *, weighed: bool) -> None:
         """Begin new shares where those so far are used up; one sum of shares is of one thing."""
         if not self._whose:
-            self._before = self.loss
-            self._begin_shares()
+            if self._loss is not None:
+                self._before = self.loss
+                self._begin_shares()
         elif weighed != self._weighed:
             raise UsageError(
                 "weight: losses with and without a weight in one window cannot be added up; give "
@@ -172,7 +173,7 @@ class Window:
         """Weighted mean of the losses so far, summed over updates; None before the first."""
         if self._loss is None:
             return self._before
-        mean = divide(self._loss, self.divisor)
+        mean = divide(self._loss, self.divisor) if self._weighed else self._loss
         return mean if self._before is None else self._before + mean
 
     @property
@@ -188,7 +189,7 @@ class Window:
     @property
     def is_nothing(self) -> bool:
         """Whether the host knows that nothing in it counts."""
-        return self.position > 0 and _is_nothing(self.divisor)
+        return bool(self._weighed) and _is_nothing(self.divisor)
 
     @property
     def share(self) -> Weight:
@@ -273,7 +274,9 @@ def _share_of(loss: Tensor, divided_by: Weight) -> Tensor:
     """A loss by its share, 0 where it does not count."""
     if isinstance(divided_by, Tensor):
         return torch.where(divided_by == torch.inf, 0.0, loss / divided_by)
-    return torch.zeros_like(loss) if divided_by == math.inf else divide(loss, divided_by)
+    if divided_by == 1:
+        return loss
+    return torch.zeros_like(loss) if divided_by == math.inf else loss / divided_by
 
 
 def _is_nothing(weight: Weight) -> bool:

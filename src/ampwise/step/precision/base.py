@@ -13,6 +13,7 @@ Between them the models are what the user made.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
 
 import torch
@@ -46,25 +47,32 @@ class Part:
 
 
 class Precision:
-    """A policy in force.
+    """A policy in force; itself the context of a backward.
 
     Attributes
     ----------
-    forward
-        Context of forward and loss. With a float32 policy autocast is off inside, also where the
-        caller has it on.
-    backward
-        Context of a backward.
+    held_bytes
+        Memory of tensors that stay between steps.
     """
 
     def __init__(self, policy: Policy, device_type: str, parts: Sequence[Part]) -> None:
         self._parts = parts
         self._depth = 0
-        self.backward = _Region(self)
-        self.forward = _Forward(self, policy, device_type)
+        self._device_type = device_type
+        self._enabled = policy.autocast
+        self._dtype = getattr(torch, policy.compute_dtype) if policy.autocast else None
 
-    def enter(self) -> None:
-        """Be in all parts."""
+    def forward(self) -> AbstractContextManager[None]:
+        """Context of forward and loss.
+
+        With a float32 policy autocast is off inside, also where the caller has it on.
+        """
+        if self._enabled or torch.is_autocast_enabled(self._device_type):
+            autocast = torch.autocast(self._device_type, self._dtype, self._enabled)
+            return _Forward(self, autocast)
+        return self
+
+    def __enter__(self) -> None:
         if not self._depth:
             entered = 0
             try:
@@ -76,8 +84,7 @@ class Precision:
                 raise
         self._depth += 1
 
-    def leave(self) -> None:
-        """Be out of them, if this was the outermost region."""
+    def __exit__(self, *_: object) -> None:
         self._depth -= 1
         if not self._depth:
             self._leave(self._parts)
@@ -113,14 +120,16 @@ class Precision:
             self._leave(parts[:-1])
 
 
-class _Region:
-    """Context of the parts."""
+class _Forward:
+    """Context of a precision with autocast."""
 
-    def __init__(self, precision: Precision) -> None:
+    def __init__(self, precision: Precision, autocast: torch.autocast) -> None:
         self._precision = precision
+        self._autocast = autocast
 
     def __enter__(self) -> None:
-        self._precision.enter()
+        self._precision.__enter__()
+        self._autocast.__enter__()
 
     def __exit__(
         self,
@@ -128,33 +137,5 @@ class _Region:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._precision.leave()
-
-
-class _Forward(_Region):
-    """The same with autocast."""
-
-    def __init__(self, precision: Precision, policy: Policy, device_type: str) -> None:
-        super().__init__(precision)
-        self._device_type = device_type
-        self._enabled = policy.autocast
-        self._dtype = getattr(torch, policy.compute_dtype) if policy.autocast else None
-        self._entered: list[torch.autocast | None] = []
-
-    def __enter__(self) -> None:
-        self._precision.enter()
-        autocast = None
-        if self._enabled or torch.is_autocast_enabled(self._device_type):
-            autocast = torch.autocast(self._device_type, self._dtype, self._enabled)
-            autocast.__enter__()
-        self._entered.append(autocast)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if autocast := self._entered.pop():
-            autocast.__exit__(kind, error, trace)
-        self._precision.leave()
+        self._autocast.__exit__(kind, error, trace)
+        self._precision.__exit__()

@@ -1,0 +1,155 @@
+"""This version's step against that of another revision: time and peak memory, taking turns.
+
+The other revision's package is taken from git, under another name, so that both run in one process
+on the same models and batches. Started by torchrun, both train over DDP and FSDP2 in one group::
+
+    python benchmarks/versions.py --against 3c150c8
+    torchrun --nproc-per-node 2 benchmarks/versions.py --against 3c150c8
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import io
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from _common import paired_ratio, save, show, take_turns
+from ampwise import load_task
+from ampwise.bench.memory import peak_on_cpu
+from step import classify, cnn, mlp
+
+BEFORE = "ampwise_before"
+Made = tuple[nn.Module, Any, Callable[..., Any]]
+
+
+def fetch(revision: str, folder: Path) -> None:
+    """Put a revision's package into a folder, under another name."""
+    archive = subprocess.run(
+        ["git", "archive", revision, "src/ampwise"],
+        cwd=Path(__file__).parents[1], capture_output=True, check=True,
+    )  # fmt: skip
+    with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
+        files.extractall(folder, filter="data")
+    package = (folder / "src" / "ampwise").rename(folder / BEFORE)
+    for file in package.rglob("*.py"):
+        file.write_text(re.sub(r"\bampwise\b", BEFORE, file.read_text()))
+
+
+def wide() -> Made:
+    """An MLP as for MNIST: 784, 512, 512, 10, batches of 128."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)
+    )
+    return model, (torch.randn(128, 784), torch.randint(0, 10, (128,))), classify
+
+
+def charlm(size: str) -> Callable[[], Made]:
+    def make() -> Made:
+        task = load_task("charlm", {"size": size, "batch": "8"})
+        torch.manual_seed(0)
+        return task.model(), next(iter(task.batches())), task.loss
+
+    return make
+
+
+MODELS: dict[str, tuple[Callable[[], Made], int]] = {
+    "mlp": (mlp, 20),
+    "mlp-wide": (wide, 4),
+    "cnn": (cnn, 1),
+    "charlm-small": (charlm("small"), 1),
+    "charlm-base": (charlm("base"), 1),
+}
+"""Models, and how many steps a sample takes."""
+
+
+def arm(version: str, name: str, precision: str, spread: str, accumulate: int) -> Callable[[], Any]:
+    """Whole steps of one version."""
+    model, batch, loss = MODELS[name][0]()
+    if spread:
+        parallel = importlib.import_module(f"{version}.distributed")
+        wrap = parallel.replicate if spread == "ddp" else parallel.shard
+        model = wrap(model, precision)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    step = importlib.import_module(f"{version}.step").TrainStep(
+        model, optimizer, policy=precision, max_grad_norm=1.0, accumulate=accumulate
+    )
+
+    def run() -> None:
+        step(loss, batch)
+        if step.steps % 10 == 0:
+            step.poll()
+
+    return run
+
+
+def compare(name: str, precision: str, spread: str, options: argparse.Namespace) -> dict[str, Any]:
+    given = (name, precision, spread, options.accumulate)
+    torch.set_num_threads(1 if name == "mlp" or spread else os.cpu_count() or 1)
+    versions = {"now": "ampwise", "before": BEFORE}
+    arms = {each: arm(package, *given) for each, package in versions.items()}
+    rounds = options.rounds // 4 if name == "charlm-base" else options.rounds
+    samples = take_turns(arms, rounds, inner=MODELS[name][1])
+    time = paired_ratio(samples["now"], samples["before"])
+    peaks = {} if spread else {each: _peak(package, given) for each, package in versions.items()}
+    memory = peaks["now"] / peaks["before"] if peaks else None
+    label = " ".join(each for each in (name, precision, spread) if each)
+    if not spread or dist.get_rank() == 0:
+        print(show(f"{label}: time now / before", time), *([f"memory {memory:.3f}x"] * bool(peaks)))
+    return {"time": time, "memory": memory, "peak_bytes": peaks or None}
+
+
+def _peak(version: str, given: tuple[str, str, str, int]) -> int:
+    """Peak over three steps: the least of three runs, as convolutions' scratch memory varies."""
+
+    def run() -> None:
+        made = arm(version, *given)
+        for _ in range(3 * given[-1]):
+            made()
+
+    return min(peak_on_cpu(run) for _ in range(3))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--against", required=True, help="a revision of this repository")
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--precisions", nargs="*", default=["fp32", "bf16", "bf16-master"])
+    parser.add_argument("--accumulate", type=int, default=1)
+    options = parser.parse_args()
+    spreads = ["ddp", "fsdp"] if "RANK" in os.environ else [""]
+    if spreads != [""]:
+        dist.init_process_group("gloo")
+    with tempfile.TemporaryDirectory() as folder:
+        fetch(options.against, Path(folder))
+        sys.path.insert(0, folder)
+        results = {
+            " ".join(each for each in (name, precision, spread) if each): compare(
+                name, precision, spread, options
+            )
+            for spread in spreads
+            for name in options.models
+            for precision in options.precisions
+        }
+    if spreads == [""] or dist.get_rank() == 0:
+        name = "versions" + ("-accumulate" if options.accumulate > 1 else "")
+        suffix = "-ranks" if spreads != [""] else ""
+        save(f"{name}{suffix}-cpu", {"against": options.against, "comparisons": results})
+
+
+if __name__ == "__main__":
+    main()
