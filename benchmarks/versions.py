@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import io
 import os
 import re
@@ -19,6 +20,7 @@ import sys
 import tarfile
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -76,16 +78,37 @@ MODELS: dict[str, tuple[Callable[[], Made], int]] = {
 """Models, and how many steps a sample takes."""
 
 
-def arm(version: str, name: str, precision: str, spread: str, accumulate: int) -> Callable[[], Any]:
+@dataclass(frozen=True)
+class Plan:
+    """What both versions train, and how."""
+
+    name: str
+    precision: str
+    spread: str
+    accumulate: int
+    undo: str
+
+    def __str__(self) -> str:
+        return " ".join(each for each in (self.name, self.precision, self.spread) if each)
+
+
+def arm(version: str, plan: Plan) -> Callable[[], Any]:
     """Whole steps of one version."""
-    model, batch, loss = MODELS[name][0]()
-    if spread:
+    model, batch, loss = MODELS[plan.name][0]()
+    if plan.spread:
         parallel = importlib.import_module(f"{version}.distributed")
-        wrap = parallel.replicate if spread == "ddp" else parallel.shard
-        model = wrap(model, precision)
+        wrap = parallel.replicate if plan.spread == "ddp" else parallel.shard
+        model = wrap(model, plan.precision)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    step = importlib.import_module(f"{version}.step").TrainStep(
-        model, optimizer, policy=precision, max_grad_norm=1.0, accumulate=accumulate
+    kind = importlib.import_module(f"{version}.step").TrainStep
+    knows = "undo" in inspect.signature(kind).parameters  # which early revisions do not
+    step = kind(
+        model,
+        optimizer,
+        policy=plan.precision,
+        max_grad_norm=1.0,
+        accumulate=plan.accumulate,
+        **({"undo": plan.undo} if knows else {}),
     )
 
     def run() -> None:
@@ -96,28 +119,26 @@ def arm(version: str, name: str, precision: str, spread: str, accumulate: int) -
     return run
 
 
-def compare(name: str, precision: str, spread: str, options: argparse.Namespace) -> dict[str, Any]:
-    given = (name, precision, spread, options.accumulate)
-    torch.set_num_threads(1 if name == "mlp" or spread else os.cpu_count() or 1)
+def compare(plan: Plan, rounds: int) -> dict[str, Any]:
+    one_thread = plan.name == "mlp" or plan.spread
+    torch.set_num_threads(1 if one_thread else os.cpu_count() or 1)
     versions = {"now": "ampwise", "before": BEFORE}
-    arms = {each: arm(package, *given) for each, package in versions.items()}
-    rounds = options.rounds // 4 if name == "charlm-base" else options.rounds
-    samples = take_turns(arms, rounds, inner=MODELS[name][1])
+    arms = {each: arm(package, plan) for each, package in versions.items()}
+    samples = take_turns(arms, rounds, inner=MODELS[plan.name][1])
     time = paired_ratio(samples["now"], samples["before"])
-    peaks = {} if spread else {each: _peak(package, given) for each, package in versions.items()}
+    peaks = {} if plan.spread else {each: peak(name, plan) for each, name in versions.items()}
     memory = peaks["now"] / peaks["before"] if peaks else None
-    label = " ".join(each for each in (name, precision, spread) if each)
-    if not spread or dist.get_rank() == 0:
-        print(show(f"{label}: time now / before", time), *([f"memory {memory:.3f}x"] * bool(peaks)))
+    if not plan.spread or dist.get_rank() == 0:
+        print(show(str(plan), time), "time", f"{memory:.3f}x memory" if memory else "", flush=True)
     return {"time": time, "memory": memory, "peak_bytes": peaks or None}
 
 
-def _peak(version: str, given: tuple[str, str, str, int]) -> int:
+def peak(version: str, plan: Plan) -> int:
     """Peak over three steps: the least of three runs, as convolutions' scratch memory varies."""
 
     def run() -> None:
-        made = arm(version, *given)
-        for _ in range(3 * given[-1]):
+        made = arm(version, plan)
+        for _ in range(3 * plan.accumulate):
             made()
 
     return min(peak_on_cpu(run) for _ in range(3))
@@ -130,6 +151,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--precisions", nargs="*", default=["fp32", "bf16", "bf16-master"])
     parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--undo", default="micro-batch", choices=["micro-batch", "window"])
     options = parser.parse_args()
     spreads = ["ddp", "fsdp"] if "RANK" in os.environ else [""]
     if spreads != [""]:
@@ -137,18 +159,24 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         fetch(options.against, Path(folder))
         sys.path.insert(0, folder)
-        results = {
-            " ".join(each for each in (name, precision, spread) if each): compare(
-                name, precision, spread, options
-            )
+        plans = [
+            Plan(name, precision, spread, options.accumulate, options.undo)
             for spread in spreads
             for name in options.models
             for precision in options.precisions
+        ]
+        results = {
+            str(each): compare(each, options.rounds // (4 if each.name == "charlm-base" else 1))
+            for each in plans
         }
     if spreads == [""] or dist.get_rank() == 0:
-        name = "versions" + ("-accumulate" if options.accumulate > 1 else "")
-        suffix = "-ranks" if spreads != [""] else ""
-        save(f"{name}{suffix}-cpu", {"against": options.against, "comparisons": results})
+        parts = [
+            "versions",
+            *[f"accumulate-{options.undo}"] * (options.accumulate > 1),
+            *["ranks"] * (spreads != [""]),
+            "cpu",
+        ]
+        save("-".join(parts), {"against": options.against, "comparisons": results})
 
 
 if __name__ == "__main__":

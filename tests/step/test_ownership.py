@@ -1386,6 +1386,23 @@ def test_a_closed_step_can_be_collected(policy):
     assert model(torch.ones(1, 8)).dtype is torch.float32
 
 
+def test_a_step_and_its_model_are_freed_with_the_last_reference(policy):
+    """No cycle keeps a model's memory until Python looks for garbage."""
+    adamw(mlp()).step()  # torch imports its compiler then, which holds on to what it finds
+    gc.collect()
+    gc.disable()
+    try:
+        model = mlp()
+        step = TrainStep(model, adamw(model), policy=policy, accumulate=2, max_grad_norm=1.0)
+        run(step, classify, batches(4))
+        step.history  # noqa: B018
+        gone = weakref.ref(step), weakref.ref(model)
+        del step, model
+        assert [each() for each in gone] == [None, None]
+    finally:
+        gc.enable()
+
+
 def test_a_step_that_was_forgotten_does_not_hold_the_next_one_back(policy):
     """Nobody calls close in a notebook; the old step is collected when the name is used again."""
     ours, hand = mlp(), mlp()

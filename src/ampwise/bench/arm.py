@@ -56,6 +56,7 @@ class Arm:
             accumulate=settings.accumulate,
             max_grad_norm=settings.max_grad_norm,
             samples=task.samples,
+            undo="window",  # an error ends the arm
         )
         self._task = task
 

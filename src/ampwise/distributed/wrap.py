@@ -90,8 +90,11 @@ def shard(
         param_dtype=param_dtype, reduce_dtype=getattr(torch, policy.reduce_dtype)
     )
     settings: dict[str, Any] = {} if mesh is None else {"mesh": mesh}
-    for island in (*islands_of(model, policy.islands), *_with_statistics(model)):
-        fully_shard(island, mp_policy=MixedPrecisionPolicy(), **settings)
+    kept = [*islands_of(model, policy.islands)]
+    if policy.master_weights:
+        kept += [each for each in _with_statistics(model) if each not in kept]
+    for each in kept:
+        fully_shard(each, mp_policy=MixedPrecisionPolicy(), **settings)
     for block in _blocks(model):
         fully_shard(block, mp_policy=lowered, **settings)
     fully_shard(model, mp_policy=lowered, **settings)

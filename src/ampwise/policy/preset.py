@@ -1,15 +1,15 @@
 """Precision policies: what is stored, computed, reduced and returned in which format.
 
 ===========  ==========  ==========  =======  ====  ==============================================
-preset       parameters  compute     scaling  TF32  what it is
+preset       weights     compute     scaling  TF32  what it is
 ===========  ==========  ==========  =======  ====  ==============================================
 fp32         float32     float32     no       no    strict float32
 tf32         float32     float32     no       yes   float32 whose matmuls round their inputs: TF32
                                                     on GPUs, oneDNN's bf16 math on CPUs
 fp16         float32     float16     yes      no    autocast with dynamic loss scaling
 bf16         float32     bfloat16    no       no    autocast
-bf16-master  bfloat16    bfloat16    no       no    bfloat16 parameters and gradients, float32
-                                                    master weights in the optimizer
+bf16-master  bfloat16    bfloat16    no       no    forward and backward in bfloat16 copies of
+                                                    the float32 parameters, the master weights
 ===========  ==========  ==========  =======  ====  ==============================================
 
 A policy has one text spelling: the preset, then what differs from it, with ``:`` between the
@@ -69,8 +69,8 @@ class Policy:
     name
         The preset this policy is, or is a variation of.
     param_dtype
-        Dtype of the model's parameters and gradients; with anything but float32 the optimizer
-        keeps float32 master weights.
+        Dtype of the weights that forward and backward see. With anything but float32 they are
+        copies; the parameters themselves stay float32, and are the master weights.
     compute_dtype
         Dtype of the operations that autocast lowers.
     reduce_dtype
@@ -114,7 +114,7 @@ class Policy:
 
     @property
     def master_weights(self) -> bool:
-        """Whether the optimizer keeps float32 copies of the parameters."""
+        """Whether forward and backward see copies of float32 parameters."""
         return self.param_dtype != "float32"
 
     @property

@@ -530,7 +530,8 @@ class Engine:
             chosen = self._members.indices(optimizers)
             self._pending.make_way(chosen, self._window.whose)
             divided_by = self._window.add(loss.detach(), weight, chosen)
-            if isinstance(divided_by, Tensor) or divided_by < torch.inf or self.ranks > 1:
+            counts = self._window.counts
+            if counts is not False or self.ranks > 1:
                 held = self._members.held_by(optimizers)
                 attempt.begin_backward(held, exact=self._undoes_micro_batch)
                 leaves = [each for each in held if each.requires_grad]
@@ -538,7 +539,7 @@ class Engine:
                 with (
                     self._precision,
                     true_gradients(leaves, self.loss_scale.divisor),
-                    counting(leaves, _counts(divided_by, self.device)),
+                    counting(leaves, counts),
                     self._only(None if optimizers is None else leaves) as inputs,
                 ):
                     loss.backward(seed, retain_graph=retain_graph, inputs=inputs)
@@ -752,10 +753,3 @@ def scalar(loss: Any) -> Tensor:
     if loss.dtype in (torch.float16, torch.bfloat16):
         loss = loss.float()
     return loss.reshape(()) if loss.dim() else loss
-
-
-def _counts(divided_by: Weight, device: torch.device) -> Tensor | None:
-    """Whether a micro-batch counts, where that is not plain."""
-    if isinstance(divided_by, Tensor):
-        return divided_by != torch.inf
-    return None if divided_by < torch.inf else torch.zeros((), dtype=torch.bool, device=device)

@@ -65,7 +65,7 @@ class Guard:
     @property
     def folds(self) -> bool:
         """Whether the optimizers' kernels unscale, clip and skip by themselves, on the device."""
-        return all([optim.folds(optimizer) for optimizer in self.optimizers])
+        return all(optim.folds(optimizer) for optimizer in self.optimizers)
 
     def divide_(self, divisor: Tensor) -> None:
         """Turn scaled gradients into true ones now, in place; pass `step` None afterwards."""

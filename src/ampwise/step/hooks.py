@@ -30,12 +30,16 @@ def true_gradients(
     return _wrapped(hooked, scale) if hooked and scale is not None else _AS_THEY_ARE
 
 
-def counting(parameters: Iterable[Tensor], counts: Tensor | None) -> AbstractContextManager[None]:
-    """Context: gradients of `parameters` are 0 unless `counts` is true (None: they count).
+def counting(parameters: Sequence[Tensor], counts: bool | Tensor) -> AbstractContextManager[None]:
+    """Context: gradients of `parameters` are 0 unless `counts`, which a device may know alone.
 
     Multiplied by 0 a NaN would stay NaN. This way it is gone, and the host need not know.
     """
-    return _AS_THEY_ARE if counts is None else _counting(parameters, counts)
+    if counts is True or not parameters:
+        return _AS_THEY_ARE
+    device = parameters[0].device
+    mask = torch.as_tensor(counts, dtype=torch.bool, device=device)
+    return _counting(parameters, mask)
 
 
 @contextmanager
@@ -43,7 +47,6 @@ def _counting(parameters: Iterable[Tensor], counts: Tensor) -> Generator[None]:
     handles = [
         each.register_hook(lambda gradient: torch.where(counts, gradient, 0.0))
         for each in parameters
-        if each.requires_grad
     ]
     try:
         yield

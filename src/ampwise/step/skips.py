@@ -85,9 +85,6 @@ class Followers:
         self._members = members
         self.ema = ema
 
-    def __bool__(self) -> bool:
-        return self._advance is not None or self.ema is not None
-
     @property
     def scheduled(self) -> bool:
         """Whether there is a schedule."""

@@ -319,8 +319,7 @@ class TrainStep(Engine):
         """Schedule and EMA make a step, unless one was skipped; too many skips abort."""
         self._learn(known)
         skipped = self._outcomes.at_once and bool(known) and known[-1]
-        if self._followers:
-            self._followers.follow(held=self._skips.holds(), skipped=skipped)
+        self._followers.follow(held=self._skips.holds(), skipped=skipped)
         if self._on_fault is not None and skipped:
             self._examine()
         self._enforce_limit()

@@ -61,6 +61,8 @@ class Window:
     ----------
     position
         Micro-batches in it so far.
+    counts
+        Whether the last one counts; a bool on a device where only that knows.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Window:
         self.accumulate = accumulate
         self._first_weight = first_weight
         self._over_ranks = over_ranks
+        self.counts: bool | Tensor = True
         self._unit: Weight | None = None
         self._used: Weight | None = None
         self._next: Tensor | None = None
@@ -116,11 +119,13 @@ class Window:
         weight = None if weight is None else _known(weight)
         self._begin(frozenset(whose), weighed=weight is not None)
         divided_by: Weight = self.accumulate
+        self.counts = True
         if weight is not None:
+            self.counts = weight > 0
             divided_by = self._relative(weight)
             self._total = self._total + weight
         self.position += 1
-        share = _share_of(loss, divided_by)
+        share = _share_of(loss, divided_by, self.counts)
         self._loss = share if self._loss is None else self._loss + share
         return divided_by
 
@@ -270,13 +275,11 @@ def divide(tensor: Tensor, by: Weight) -> Tensor:
     return tensor if not isinstance(by, Tensor) and by == 1 else tensor / by
 
 
-def _share_of(loss: Tensor, divided_by: Weight) -> Tensor:
+def _share_of(loss: Tensor, divided_by: Weight, counts: bool | Tensor) -> Tensor:
     """A loss by its share, 0 where it does not count."""
-    if isinstance(divided_by, Tensor):
-        return torch.where(divided_by == torch.inf, 0.0, loss / divided_by)
-    if divided_by == 1:
-        return loss
-    return torch.zeros_like(loss) if divided_by == math.inf else loss / divided_by
+    if isinstance(counts, Tensor):
+        return torch.where(counts, loss / divided_by, 0.0)
+    return divide(loss, divided_by) if counts else torch.zeros_like(loss)
 
 
 def _is_nothing(weight: Weight) -> bool:

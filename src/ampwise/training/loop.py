@@ -150,6 +150,7 @@ class _Run:
             samples=task.samples,
             strict=config.strict,
             watch_every=config.watch_every,
+            undo="window",  # an error ends the run
             on_fault=None if config.on_fault is None else self._on_fault,
         )
         self.trained = Trained(model, optimizer, step, scheduler)
