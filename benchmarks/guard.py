@@ -46,7 +46,7 @@ def recipe(**settings: bool):
 def guarded():
     optimizer = torch.optim.AdamW(parameters(), lr=1e-4, fused=True)
     guard = Guard([optimizer], DEVICE, 1.0)
-    scale = LossScale().to(DEVICE)
+    scale = LossScale().fresh(DEVICE)
 
     def run() -> None:
         guard.step(scale.divisor)

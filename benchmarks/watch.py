@@ -44,14 +44,15 @@ def arm(widths: tuple[int, ...], every: int, closes_ms: list[float]):
     model = DistributedDataParallel(nn.Sequential(*layers))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     step = TrainStep(model, optimizer, policy="fp32", max_grad_norm=1.0, watch_every=every)
-    close = step._watch.close
+    watch = step._parallel._watch
+    close = watch.close
 
     def timed(*args: Any) -> None:
         start = time.perf_counter()
         close(*args)
         closes_ms.append((time.perf_counter() - start) * 1e3)
 
-    step._watch.close = timed
+    watch.close = timed
     batch = (torch.randn(ROWS, widths[0]), torch.randint(0, widths[-1], (ROWS,)))
 
     def run() -> None:

@@ -12,6 +12,8 @@ import pytest
 from ampwise.step import gradients as grads
 from ampwise.step.guard import Guard
 
+from .idioms import KINDS, POLICIES
+
 BOTH_WAYS = ("test_guard", "test_buffers", "test_followers", "test_references", "test_host_syncs")
 
 
@@ -20,6 +22,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     chosen = any(mark.args[0] == "decided_on" for mark in marks)
     if not chosen and metafunc.module.__name__.rpartition(".")[2] in BOTH_WAYS:
         metafunc.parametrize("decided_on", ["host", "device"], indirect=True)
+
+
+@pytest.fixture(params=POLICIES)
+def policy(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    """Of optimizer: fused or not."""
+    return request.param
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,6 @@ from ampwise import LossScale, TrainStep
 
 from .helpers import batches, classify, parameters
 from .idioms import (
-    POLICIES,
     ByHand,
     assert_follows,
     nothing_left_open,  # noqa: F401 - a fixture
@@ -31,11 +30,6 @@ from .idioms import (
     sgd,
     values,
 )
-
-
-@pytest.fixture(params=POLICIES)
-def policy(request: pytest.FixtureRequest) -> str:
-    return request.param
 
 
 @pytest.fixture(autouse=True)

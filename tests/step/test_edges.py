@@ -18,8 +18,6 @@ from ampwise import LossScale, StepRecord, TrainStep
 
 from .helpers import batches, classify, mlp, parameters
 from .idioms import (
-    KINDS,
-    POLICIES,
     SWITCHES,
     adamw,
     nothing_left_open,  # noqa: F401 - a fixture
@@ -32,16 +30,6 @@ from .idioms import (
 
 KEPT = 10_000
 """Records that `TrainStep.history` promises to keep."""
-
-
-@pytest.fixture(params=POLICIES)
-def policy(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
-@pytest.fixture(params=KINDS)
-def kind(request: pytest.FixtureRequest) -> str:
-    return request.param
 
 
 def living_records() -> int:

@@ -16,8 +16,6 @@ from ampwise import LossScale, TrainStep, UsageError
 
 from .helpers import batches, classify, mlp, parameters
 from .idioms import (
-    KINDS,
-    POLICIES,
     ByHand,
     adamw,
     assert_follows,
@@ -31,16 +29,6 @@ from .idioms import (
     state_of,
     values,
 )
-
-
-@pytest.fixture(params=POLICIES)
-def policy(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
-@pytest.fixture(params=KINDS)
-def kind(request: pytest.FixtureRequest) -> str:
-    return request.param
 
 
 def normed() -> nn.Sequential:

@@ -17,8 +17,6 @@ from ampwise import InactivePolicyError, LossScale, SkippedStepsError, TrainStep
 
 from .helpers import batches, classify, mlp
 from .idioms import (
-    KINDS,
-    POLICIES,
     adamw,
     buffers,
     grads,
@@ -33,17 +31,6 @@ from .idioms import (
     state_of,
     values,
 )
-
-
-@pytest.fixture(params=POLICIES)
-def policy(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
-@pytest.fixture(params=KINDS)
-def kind(request: pytest.FixtureRequest) -> str:
-    return request.param
-
 
 ERRORS: dict[str, Callable[[], BaseException]] = {
     "out of memory": lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),

@@ -28,7 +28,6 @@ from ampwise import LossScale, TrainStep, UsageError
 from .helpers import batches, classify, mlp, parameters
 from .idioms import (
     KINDS,
-    POLICIES,
     ByHand,
     adamw,
     assert_follows,
@@ -42,16 +41,6 @@ from .idioms import (
     sgd,
     values,
 )
-
-
-@pytest.fixture(params=POLICIES)
-def policy(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
-@pytest.fixture(params=KINDS)
-def kind(request: pytest.FixtureRequest) -> str:
-    return request.param
 
 
 class Net(nn.Module):

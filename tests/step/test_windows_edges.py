@@ -39,16 +39,6 @@ ROUNDING = {"fp32": 1e-6, "tf32": 2e-2, "bf16": 2e-2, "fp16": 2e-3, "bf16-master
 """A few roundings of the format: another weight first is another factor in the backward."""
 
 
-@pytest.fixture(params=POLICIES)
-def policy(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
-@pytest.fixture(params=KINDS)
-def kind(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
 def normed() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
