@@ -335,9 +335,12 @@ RECIPES: dict[str, Recipe] = {
 }  # fmt: skip
 
 
+SINCE_TORCH_2_11 = {"LinearCrossEntropyLoss"}
+
+
 def test_every_class_of_torch_nn_has_a_recipe():
     """A new one in a new version of torch is to be tried, not overlooked."""
-    assert sorted(RECIPES) == sorted(CLASSES)
+    assert set(RECIPES) - SINCE_TORCH_2_11 <= set(CLASSES) <= set(RECIPES)
 
 
 def made(name: str) -> tuple[Host, torch.optim.Optimizer, Tensor]:
@@ -387,7 +390,7 @@ def start_of(name: str) -> Tensor:
 
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature", "ignore:.*RNN.*")
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", sorted(RECIPES))
+@pytest.mark.parametrize("name", sorted(set(RECIPES) & set(CLASSES)))
 def test_a_step_of_every_module(name, policy):
     host, optimizer, x = made(name)
     settings = {"loss_scale": LossScale(SCALE)} if policy == "fp16" else {}
