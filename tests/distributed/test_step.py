@@ -590,3 +590,33 @@ def _own_models() -> bool:
 
 def test_models_that_are_not_spread_are_left_alone(ranks: Ranks) -> None:
     assert ranks(_own_models) == [True, True]
+
+
+# -- what a step that ends early leaves behind -----------------------------------------------------
+
+
+def _after_an_open_window(spread: Spread, ends: str) -> tuple[Tensor, bool]:
+    model = small.network(spread)
+    optimizer = adamw(model)
+    step = TrainStep(model, optimizer, policy="fp32", accumulate=2, watch_every=0)
+    data = small.batches(8)[small.me() :: 2]
+    for batch in data[:3]:
+        step(small.loss, batch)
+    if ends == "forgotten":
+        optimizer.zero_grad()
+    else:
+        getattr(step, ends)()
+    for batch in data[3:]:  # a loop by hand
+        small.loss(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return small.parameters(model), True
+
+
+@pytest.mark.parametrize("ends", ["discard", "reset", "close", "forgotten"])
+@pytest.mark.parametrize("spread", BOTH)
+def test_an_open_window_leaves_the_sum_over_ranks_on(
+    ranks: Ranks, spread: Spread, ends: str
+) -> None:
+    first, second = ranks(_after_an_open_window, spread, ends)
+    assert torch.equal(first[0], second[0])

@@ -611,3 +611,35 @@ def test_reset_keeps_schedule_and_average_in_the_users_hands(policy):
     assert scheduler.last_epoch == 3
     assert int(ema.n_averaged) == 3
     assert [each.step for each in step.history] == [1, 2]
+
+
+class Failing(torch.optim.SGD):
+    """Raises once, before it steps."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> Any:
+        if self.fails:
+            self.fails = False
+            raise ValueError("boom")
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 0.01])
+def test_gradients_that_only_earlier_micro_batches_made_survive_an_error(policy, max_grad_norm):
+    def trained(fails: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"a": nn.Linear(4, 1), "b": nn.Linear(4, 1)})
+        optimizer = Failing(model.parameters(), lr=0.1)
+        step = TrainStep(model, optimizer, policy=policy, accumulate=2, max_grad_norm=max_grad_norm)
+        x = torch.randn(8, 4)
+        step(lambda m, b: (m["a"](b) + m["b"](b)).float().square().mean(), x)
+        optimizer.fails = fails
+        second = lambda m, b: m["b"](b).float().square().mean()  # noqa: E731
+        if fails:
+            with pytest.raises(ValueError, match="boom"):
+                step(second, x)
+        step(second, x)
+        return values(model)
+
+    assert same(trained(True), trained(False))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import math
 import pickle
 import weakref
 from collections.abc import Callable
@@ -1413,3 +1414,187 @@ def test_the_public_names_are_there():
     assert "Engine" in ampwise.__all__
     for name in ("discard", "reset", "close"):
         assert callable(getattr(TrainStep, name))
+
+
+# -- habits inside a forward ---------------------------------------------------------------------
+
+
+def regressor() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+
+
+def squares(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).float().square().mean()
+
+
+def data_of_ones(count: int) -> list[Tensor]:
+    torch.manual_seed(1)
+    return [torch.randn(8, 4) for _ in range(count)]
+
+
+def test_hooks_that_take_a_weight_out_and_set_it_again(policy):
+    def losses(layer_hooks: bool) -> list[float]:
+        model = regressor()
+        taken: list[Tensor] = []
+
+        def take(layer, inputs):
+            taken.append(layer.weight)
+            del layer.weight
+            layer.weight = taken[0] * 1
+
+        def back(layer, inputs, output):
+            del layer.weight
+            layer.weight = taken.pop()
+
+        if layer_hooks:
+            model[0].register_forward_pre_hook(take)
+            model[0].register_forward_hook(back)
+        step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), policy=policy)
+        found = [float(step(squares, x)) for x in data_of_ones(4)]
+        assert sorted(model.state_dict()) == ["0.bias", "0.weight", "2.bias", "2.weight"]
+        assert all(type(each) is nn.Parameter for each in model.parameters())
+        assert {each.dtype for each in model.parameters()} == {torch.float32}
+        return found
+
+    assert losses(layer_hooks=True) == pytest.approx(losses(layer_hooks=False), rel=1e-2)
+
+
+@pytest.mark.parametrize("graph", ["no_grad inside", "with a graph"])
+def test_an_evaluation_inside_a_training_context_leaves_nothing(policy, graph):
+    def trained(evaluated: bool) -> list[Tensor]:
+        model = normed()
+        step = TrainStep(model, sgd(model, "plain"), policy=policy)
+        first, second, third = batches(3)
+        step(classify, first)
+        kept = [each.detach().clone() for each in model.parameters()]
+        mean = model[1].running_mean.clone()
+        if evaluated:  # with other weights and statistics, as of an average
+            for each in model.parameters():
+                each.data.copy_(each.data * 3)
+            model[1].running_mean.fill_(7)
+            model.eval()
+            with step.autocast():
+                if graph == "with a graph":
+                    model(first[0])
+                else:
+                    with torch.no_grad():
+                        model(first[0])
+            model.train()
+            for each, before in zip(model.parameters(), kept, strict=True):
+                each.data.copy_(before)
+            model[1].running_mean.copy_(mean)
+        step(classify, second)
+        step(lambda m, b: classify(m, b) * math.inf, third)
+        assert step.history[-1].skipped
+        return [*values(model), *model.buffers()]
+
+    assert same(trained(True), trained(False))
+
+
+def test_an_evaluation_in_the_middle_of_a_window_sees_edits_and_leaves_none(policy):
+    def trained(evaluated: bool) -> tuple[list[Tensor], list[Tensor]]:
+        model = mlp()
+        step = TrainStep(model, sgd(model, "plain"), policy=policy, accumulate=2)
+        first, second = batches(2)
+        step(classify, first)
+        kept = [each.detach().clone() for each in model.parameters()]
+        seen: list[Tensor] = []
+        if evaluated:
+            for each in model.parameters():
+                each.data.mul_(3)
+            with torch.no_grad(), step.autocast():
+                seen = [model(first[0])]
+            fresh = TrainStep(model, sgd(model, "plain"), policy=policy)
+            with torch.no_grad(), fresh.autocast():
+                assert torch.equal(seen[0], model(first[0]))
+            for each, before in zip(model.parameters(), kept, strict=True):
+                each.data.copy_(before)
+        step(classify, second)
+        return values(model), seen
+
+    assert same(trained(True)[0], trained(False)[0])
+
+
+def test_an_evaluation_between_forward_and_backward(policy):
+    def trained(evaluated: bool) -> list[Tensor]:
+        model = mlp()
+        step = TrainStep(model, sgd(model, "plain"), policy=policy)
+        for batch in batches(3):
+            with step.autocast():
+                loss = classify(model, batch)
+            if evaluated:
+                with torch.no_grad(), step.autocast():
+                    model(batch[0])
+            step.backward(loss)
+            step.update()
+        return values(model)
+
+    assert same(trained(True), trained(False))
+
+
+def test_a_copy_made_inside_a_forward_has_no_island_of_the_original():
+    model = regressor()
+
+    class Bootstrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.online = model
+            self.target: list[nn.Module] = []  # not a submodule
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.target:
+                self.target.append(copy.deepcopy(self.online))
+            return self.online(x)
+
+    whole = Bootstrapped()
+    optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
+    step = TrainStep(whole, optimizer, policy="bf16:islands=online.0")
+    x = data_of_ones(1)[0]
+    before = model(x).detach()
+    for _ in range(3):
+        step(squares, x)
+    target = whole.target[0]
+    assert torch.equal(target(x), before)
+    assert not {"forward", "__deepcopy__"} & vars(target[0]).keys()
+    assert not {"forward", "__deepcopy__"} & vars(model[0]).keys()
+
+
+@pytest.mark.parametrize("kind_of", [nn.Embedding, nn.EmbeddingBag])
+def test_sparse_gradients_of_embeddings(policy, kind_of):
+    torch.manual_seed(0)
+    table = kind_of(8, 4, sparse=True)
+    optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
+    step = TrainStep(table, optimizer, policy=policy, strict=False)
+    before = table.weight.detach().clone()
+    step(lambda m, b: m(b).float().square().mean(), torch.tensor([[1, 2], [2, 3]]))
+    moved = (table.weight != before).any(dim=1)
+    assert moved.tolist() == [False, True, True, True, False, False, False, False]
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_a_region_of_autocast_around_the_loop_keeps_no_old_weights(policy, enabled):
+    def losses(around: bool) -> list[float]:
+        model = regressor()
+        step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), policy=policy)
+        x = data_of_ones(1)[0]
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled, cache_enabled=around):
+            return [float(step(squares, x)) for _ in range(4)]
+
+    assert losses(around=True) == losses(around=False)
+    assert len(set(losses(around=True))) == 4
+
+
+def test_what_was_frozen_for_one_forward_is_cast_again():
+    model = regressor()
+    seen: list[torch.dtype] = []
+
+    def show(m: nn.Module, x: Tensor) -> Tensor:
+        seen.append(m[0].weight.dtype)
+        return squares(m, x)
+
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), policy="bf16-master")
+    for frozen, x in zip((True, False, True, False), data_of_ones(4), strict=True):
+        model[0].requires_grad_(not frozen)
+        step(show, x)
+    assert seen == [torch.float32, torch.bfloat16] * 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -626,3 +627,60 @@ def test_optimizers_that_are_not_the_steps_are_refused(call):
         one_line(refusal.value, "optimizer")
         if call == "update":
             step.update()
+
+
+# -- what grows ----------------------------------------------------------------------------------
+
+
+class Growing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 1)
+        self.blocks = nn.ModuleList()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def test_the_first_child_of_an_empty_container_is_seen(policy):
+    torch.manual_seed(0)
+    model = Growing()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = TrainStep(model, optimizer, policy=policy)
+    x = torch.randn(8, 8)
+    loss = lambda m, b: m(b).float().square().mean()  # noqa: E731
+    step(loss, x)
+    block = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    model.blocks.append(block)
+    optimizer.add_param_group({"params": block.parameters()})
+    step(loss, x)
+    before = block[1].running_mean.clone()
+    bad = x.clone()
+    bad[0, 0] = math.inf
+    step(loss, bad)
+    assert step.history[-1].skipped
+    assert torch.equal(block[1].running_mean, before)
+
+
+class WithoutRate(torch.optim.Optimizer):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for each in group["params"]:
+                each -= 0.1 * each.grad.sign()
+
+
+def test_an_optimizer_without_a_learning_rate_trains(policy):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    step = TrainStep(model, WithoutRate(model.parameters()), policy=policy)
+    before = model.weight.detach().clone()
+    for _ in range(8):  # until the loss scale has settled
+        step(lambda m, b: m(b).float().square().mean(), torch.randn(8, 4))
+    assert math.isnan(step.history[0].lr)
+    assert not torch.equal(before, model.weight)

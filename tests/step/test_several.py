@@ -65,3 +65,19 @@ def test_a_state_between_two_updates_knows_what_the_first_one_found():
         each.update([mine])
     assert float(step.loss_scale.scale) == float(resumed.loss_scale.scale) == 32.0
     assert resumed.history[-1].skipped
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_parameter_of_two_fused_optimizers_is_unscaled_once(precision):
+    def trained(fused: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1)
+        optimizers = [
+            torch.optim.SGD(model.parameters(), lr=0.1, fused=fused),
+            torch.optim.SGD([model.weight], lr=0.1, fused=fused),
+        ]
+        step = TrainStep(model, optimizers, policy=precision, max_grad_norm=0.5)
+        step(lambda m, x: m(x).float().square().mean(), torch.ones(8, 4))
+        return model.weight.detach()
+
+    torch.testing.assert_close(trained(True), trained(False), rtol=1e-6, atol=0)

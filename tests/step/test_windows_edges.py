@@ -798,3 +798,68 @@ def test_power_iteration_of_spectral_norm_is_put_back(norm, before, policy):
     assert step.history[-1].skipped
     assert same(kept, buffers(model))
     assert same(weights, values(model))
+
+
+# -- hooks that assign gradients, and updates about nothing ---------------------------------------
+
+
+def test_hooks_that_assign_the_gradient_anew_count_it_once(policy):
+    def norms(hook) -> list[float]:
+        model = mlp()
+        for each in model.parameters():
+            each.register_post_accumulate_grad_hook(hook)
+        step = TrainStep(model, sgd(model, "plain"), policy=policy, accumulate=2)
+        run(step, classify, batches(4))
+        return [record.grad_norm for record in step.history]
+
+    def anew(parameter: Tensor) -> None:
+        parameter.grad = parameter.grad.clamp(-1e9, 1e9)
+
+    def in_place(parameter: Tensor) -> None:
+        parameter.grad.clamp_(-1e9, 1e9)
+
+    assert norms(anew) == pytest.approx(norms(in_place), rel=1e-6)
+
+
+def test_a_gradient_that_a_hook_has_used_up_stays_gone(policy):
+    model = nn.Linear(4, 1)
+    calls = []
+
+    def use_up(parameter: Tensor) -> None:
+        calls.append(None)
+        if len(calls) == 2:
+            parameter.grad = None
+
+    model.weight.register_post_accumulate_grad_hook(use_up)
+    step = TrainStep(model, sgd(model, "plain"), policy=policy, accumulate=2)
+    before = model.weight.detach().clone()
+    for _ in range(2):
+        step(lambda m, b: m(b).float().square().mean(), torch.randn(8, 4))
+    assert len(calls) == 2
+    assert torch.equal(model.weight, before)
+
+
+@pytest.mark.parametrize(
+    ("weights", "factor", "scale", "skipped"),
+    [
+        ((0, 8), 1.0, 1024.0, False),
+        ((8, 0), 1.0, 1024.0, False),
+        ((8, 8), 1e30, 512.0, True),
+        ((8, 0), 1e30, 512.0, True),
+        ((0, 0), 1.0, 1024.0, True),
+    ],
+)
+def test_an_update_about_nothing_has_no_say_in_the_iteration(weights, factor, scale, skipped):
+    torch.manual_seed(0)
+    models = [nn.Linear(4, 1), nn.Linear(4, 1)]
+    optimizers = [sgd(each, "plain") for each in models]
+    step = TrainStep(models, optimizers, policy="fp16", loss_scale=LossScale(1024.0))
+    x = torch.randn(8, 4)
+    for index, (model, weight) in enumerate(zip(models, weights, strict=True)):
+        with step.autocast():
+            loss = model(x).float().square().mean() * (factor if index == 0 else 1.0)
+            loss = loss * (factor if index == 0 else 1.0)
+        step.backward(loss, optimizers=[optimizers[index]], weight=weight)
+        step.update([optimizers[index]], update_scale=index == 1)
+    assert step.loss_scale.value == scale
+    assert step.history[-1].skipped == skipped

@@ -35,7 +35,7 @@ class SetAside:
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._before = [(each, each.grad) for each in parameters]
-        self._in_place: list[Tensor] = []
+        self._in_place: set[int] = set()
         self._some = bool([1 for _, gradient in self._before if gradient is not None])
         if self._some:
             self._set_aside()
@@ -45,7 +45,7 @@ class SetAside:
         self._before = list(before.values())  # each once
         for index, (parameter, gradient) in enumerate(self._before):
             if gradient is not None and getattr(parameter, "_post_accumulate_grad_hooks", None):
-                self._in_place.append(gradient)
+                self._in_place.add(id(parameter))
                 self._before[index] = parameter, gradient.clone()
             else:
                 parameter.grad = None
@@ -61,10 +61,11 @@ class SetAside:
         old: list[Tensor] = []
         for parameter, gradient in self._before:
             fresh = parameter.grad
-            if gradient is None or any(fresh is each for each in self._in_place):
+            if gradient is None or id(parameter) in self._in_place:
                 continue
             if fresh is None:
-                parameter.grad = gradient
+                # A copy: what decides may change it in place before an error puts this one back.
+                parameter.grad = gradient.clone()
             elif gradient.is_sparse or fresh.is_sparse:
                 parameter.grad = gradient + fresh
             else:

@@ -118,6 +118,7 @@ class Snapshot:
     ) -> None:
         self._modules = modules
         self.kept: list[_Kept] = []
+        self._left: list[int | None] = []
         for owner in [each for each in modules if each._buffers]:
             skip = () if only_read is None else only_read.get(owner, ())
             for name, tensor in owner._buffers.items():
@@ -129,6 +130,16 @@ class Snapshot:
             each.put_back()
         for owner, name in self.late():
             del owner._buffers[name]
+
+    def leave(self) -> None:
+        """A forward is over; what is written from now on is an edit of somebody's."""
+        self._left = [_version_now(each) for each in self.kept]
+
+    def take_over_edits(self) -> None:
+        """Have what was edited since `leave` be as it is now."""
+        for index, (each, version) in enumerate(zip(self.kept, self._left, strict=False)):
+            if each.now is not None and _version_now(each) != version:
+                self.kept[index] = _keep(each.owner, each.name, each.now, read=False)
 
     def late(self) -> list[_Place]:
         """Buffers that came since."""
@@ -176,12 +187,22 @@ class BufferGuard:
         finally:
             before.put_back()
 
-    def before(self) -> Callable[[], None]:
-        """What puts the buffers back to this moment, in or at the start of a window."""
+    def before(self, *, begins: bool) -> Callable[[], None]:
+        """What puts the buffers back to this moment, in or at the start of a window.
+
+        A window `begins` anew as long as no backward has followed its forwards.
+        """
         if self._window is None:
             self._window = Snapshot(self._members.modules, self._only_read)
             return self.discard
+        if begins:
+            self._window.take_over_edits()
         return Snapshot(self._members.modules, self._only_read).put_back
+
+    def leave(self) -> None:
+        """A forward is over, and a backward has yet to follow."""
+        if self._window is not None:
+            self._window.leave()
 
     def undo(self) -> None:
         """Put the buffers back where the window began, and leave it open."""
@@ -269,6 +290,11 @@ def _keep(owner: nn.Module, name: str, tensor: Tensor | None, *, read: bool) -> 
 
 def _version(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() or is_lazy(tensor) else tensor._version
+
+
+def _version_now(kept: _Kept) -> int | None:
+    now = kept.now
+    return None if now is None else _version(now)
 
 
 def _is_expanded(tensor: Tensor) -> bool:

@@ -22,8 +22,9 @@ Nothing is changed about models and optimizers, and what belongs to them is read
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import math
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import get_ident
 from types import TracebackType
 from typing import Any, Literal, NoReturn
@@ -601,10 +602,10 @@ class Engine:
             lambda each: self._parallel.agree(each, self._window),
             keep=self._undoes_micro_batch and self._attempt is None,  # else the attempt knows
         )
-        self._window.use_up(indices)
         # A guard writes its flag anew in the next update of this iteration, if there is one.
         flag = guard.flag if last else HostFlag(guard.flag.tensor.clone())
-        self._pending.found.append(flag)
+        self._pending.note(flag, guard.grad_norm, is_nothing=self._window.is_nothing)
+        self._window.use_up(indices)
         self._decided(guard)
 
     def _decided(self, guard: Guard) -> None:
@@ -620,10 +621,10 @@ class Engine:
         if whose and (left := self._pending.with_gradients(whose)):
             # Of optimizers that did not step: the scale they were made under is about to change.
             self._pending.unscale(left, self._divisor())
-        flag, grad_norm = self._pending.outcome()
+        flag, grad_norm, counts = self._pending.outcome()
         found_inf, scale, loss = flag.tensor, self.loss_scale.scale, self._window.loss
         before = scale.clone() if self.loss_scale.enabled else scale
-        if not self._window.is_nothing:
+        if counts:
             self.loss_scale.update(found_inf)
         self._buffers.settle(flag)
         if loss is None:  # gradients of earlier steps alone
@@ -633,7 +634,7 @@ class Engine:
 
     def _close_on_host(self, found_inf: HostFlag) -> list[bool]:
         """End the step on the host; what became known of steps, the oldest first."""
-        self._ring.written(self._members.optimizers[0].param_groups[0]["lr"])
+        self._ring.written(self._members.optimizers[0].param_groups[0].get("lr", math.nan))
         self._window.close()
         self.steps += 1
         if self._buffers.missed:
@@ -668,9 +669,10 @@ class Engine:
         if self._attempt is not None:
             return self._attempt
         self._look()
-        if forward and not self._buffers.open:
-            self._precision.begin_window()
-        back = self._buffers.before() if forward else None
+        begins = forward and not self._is_open
+        if begins:
+            self._precision.begin_window(anew=self._buffers.open)
+        back = self._buffers.before(begins=begins) if forward else None
         self._attempt = Attempt(self._window, self._pending, back, self.discard, self._end_attempt)
         return self._attempt
 
@@ -680,9 +682,20 @@ class Engine:
     def _evaluation(self) -> AbstractContextManager[None]:
         """Context of a forward without backward: nothing to put back, nothing to prove."""
         self._look()
-        if not self._buffers.open:  # else parameters are as the window's forwards found them
-            self._precision.begin_window()
+        if self._buffers.open:
+            return self._beside_window()
+        self._precision.begin_window()
         return self._precision.forward()
+
+    @contextmanager
+    def _beside_window(self) -> Generator[None]:
+        """An evaluation between forwards and backwards, which have 16-bit weights of their own."""
+        self._precision.begin_window(anew=True)
+        try:
+            with self._precision.forward():
+                yield
+        finally:
+            self._precision.begin_window(anew=True)
 
 
 class _Training:
@@ -722,6 +735,7 @@ class _Training:
     def _end(self, error: BaseException | None) -> None:
         if self._attempt is not None:
             self._attempt.end(error)
+            self._engine._buffers.leave()
 
 
 _forwards: list[tuple[int, Engine]] = []

@@ -46,6 +46,12 @@ def gradients_of(optimizers: Iterable[Optimizer]) -> list[Tensor]:
     return list(found.values())
 
 
+def are_shared(optimizers: Sequence[Optimizer]) -> bool:
+    """Whether some parameter is updated by more than one of them."""
+    held = held_by(optimizers)
+    return len(set(map(id, held))) < len(held)
+
+
 def spread_of(optimizers: Iterable[Optimizer], ranks: int) -> dict[int, list[Tensor]]:
     """The same, grouped by how many of the ranks hold the same part as this one."""
     groups: dict[int, dict[int, Tensor]] = defaultdict(dict)

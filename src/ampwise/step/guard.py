@@ -65,7 +65,10 @@ class Guard:
     @property
     def folds(self) -> bool:
         """Whether the optimizers' kernels unscale, clip and skip by themselves, on the device."""
-        return all(optim.folds(optimizer) for optimizer in self.optimizers)
+        if not all(optim.folds(optimizer) for optimizer in self.optimizers):
+            return False
+        # Kernels write the gradient back; one that two optimizers share would be divided twice.
+        return len(self.optimizers) == 1 or not grads.are_shared(self.optimizers)
 
     def divide_(self, divisor: Tensor) -> None:
         """Turn scaled gradients into true ones now, in place; pass `step` None afterwards."""

@@ -52,8 +52,9 @@ class Members:
     def _see_modules(self) -> None:
         self._of_models = self.models
         self.modules: list[nn.Module] = modules_of(self._of_models)
-        tables = [each._modules for each in self.modules if each._modules]
-        self._children = [(table, [*table.values()]) for table in tables]
+        tables = [each._modules for each in self.modules]
+        self._children = [(table, [*table.values()]) for table in tables if table]
+        self._childless = [table for table in tables if not table]
 
     @property
     def wrapped(self) -> tuple[nn.Module, ...]:
@@ -94,10 +95,10 @@ class Members:
         return True
 
     def _has_same_children(self) -> bool:
-        for table, children in self._children:  # noqa: SIM110 - twice as fast as all()
+        for table, children in self._children:
             if [*table.values()] != children:
                 return False
-        return True
+        return not any(self._childless)
 
     def held_by(self, optimizers: Iterable[Optimizer] | None) -> list[Tensor]:
         """The parameters of some optimizers; None: of all."""

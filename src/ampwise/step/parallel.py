@@ -79,11 +79,16 @@ class OneRank:
         """What the weights of windows are relative to: this one, or the mean over ranks."""
         return weight
 
-    def collect(self, last: bool, again: Callable[[], object]) -> None:
-        """A micro-batch begins; its backward sums over ranks if it is the window's last.
+    def collecting(
+        self,
+        last: bool,  # noqa: ARG002 - one rank has nothing to sum
+        again: Callable[[], object],  # noqa: ARG002
+    ) -> AbstractContextManager[None]:
+        """Context of a micro-batch, whose backward sums over ranks if it is the window's last.
 
         `again` runs it once more in such a way that it counts nothing.
         """
+        return _NOBODY
 
     def sum_rest(self) -> None:
         """Sum what was only collected, since no micro-batch turned out to be the last."""
@@ -168,10 +173,15 @@ class Ranks(OneRank):
         """The mean over ranks; a number (0 where all weigh nothing), for one host sync a run."""
         return float(self._consensus.mean(weight))
 
-    def collect(self, last: bool, again: Callable[[], object]) -> None:
-        """Switch the sum over ranks on for the window's last backward, else off."""
-        self._sync.switch(last)
+    @contextmanager
+    def collecting(self, last: bool, again: Callable[[], object]) -> Generator[None]:
+        """Context of a micro-batch: only the window's last sums over ranks."""
         self.owes, self._again = not last, None if last else again
+        self._sync.switch(last)
+        try:
+            yield
+        finally:
+            self._sync.switch(True)
 
     def sum_rest(self) -> None:
         """Sum by a micro-batch that counts nothing.
@@ -181,7 +191,6 @@ class Ranks(OneRank):
         if self._again is not None:
             again = self._again
             self.drop_rest()
-            self._sync.switch(True)
             again()
 
     def drop_rest(self) -> None:

@@ -41,7 +41,9 @@ class Pending:
     carried
         True gradients of earlier steps, by parameter, beside scaled ones.
     found, norms
-        found_inf and norm of each decision in this step.
+        found_inf and norm of each decision in this step that was about something.
+    empty
+        The same of a decision about losses that count nothing; None if there was none.
     """
 
     def __init__(
@@ -65,11 +67,12 @@ class Pending:
         self.carried: dict[Tensor, Tensor] = {}
         self.found: list[HostFlag] = []
         self.norms: list[Tensor] = []
+        self.empty: tuple[HostFlag, Tensor] | None = None
 
     @property
     def is_open(self) -> bool:
         """Whether there are true gradients, or decisions that the step's end waits for."""
-        return bool(self.unscaled or self.carried or self.found)
+        return bool(self.unscaled or self.carried or self.found or self.empty)
 
     def forget_guards(self) -> None:
         """Have decisions be about other optimizers from now on."""
@@ -82,6 +85,7 @@ class Pending:
             "carried": self.carried.copy(),
             "found": self.found.copy(),
             "norms": self.norms.copy(),
+            "empty": self.empty,
         }
 
     def restore(self, moment: Mapping[str, Any]) -> None:
@@ -167,14 +171,31 @@ class Pending:
         self.unscaled.difference_update(indices)
         for parameter in self._members.held_at(indices):
             parameter.grad = None
-        self.norms.append(guard.grad_norm)
         return guard
 
-    def outcome(self) -> tuple[HostFlag, Tensor]:
-        """found_inf and norm over all decisions of the step, which are then forgotten."""
-        flag, norm = self.found[0], self.norms[0]
-        if len(self.found) > 1:
-            flag = HostFlag(torch.stack([each.tensor for each in self.found]).amax())
-            norm = torch.linalg.vector_norm(torch.stack(self.norms))
-        self.found, self.norms = [], []
-        return flag, norm
+    def note(self, flag: HostFlag, norm: Tensor, *, is_nothing: bool) -> None:
+        """Remember a decision until the step's end."""
+        if is_nothing:
+            self.empty = flag, norm
+        else:
+            self.found.append(flag)
+            self.norms.append(norm)
+
+    def outcome(self) -> tuple[HostFlag, Tensor, bool]:
+        """found_inf and norm over all decisions of the step, which are then forgotten.
+
+        Returns
+        -------
+        tuple
+            found_inf, norm, and whether any decision was about something.
+        """
+        found, norms, empty = self.found, self.norms, self.empty
+        self.found, self.norms, self.empty = [], [], None
+        if not found:
+            assert empty is not None
+            return *empty, False
+        flag, norm = found[0], norms[0]
+        if len(found) > 1:
+            flag = HostFlag(torch.stack([each.tensor for each in found]).amax())
+            norm = torch.linalg.vector_norm(torch.stack(norms))
+        return flag, norm, True

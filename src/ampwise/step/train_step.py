@@ -9,6 +9,7 @@ batch -> window      its share of the accumulation window          (`window`)
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -163,8 +164,9 @@ class TrainStep(Engine):
         last = last or self._window.fills
         with self._parallel.telling():
             with self._attempting(forward=True):
-                self._parallel.collect(last, lambda: self._count_nothing(loss_fn, batch))
-                loss = self.micro_batch(loss_fn, batch, weight)
+                again = partial(self._count_nothing, loss_fn, batch)
+                with self._parallel.collecting(last, again):
+                    loss = self.micro_batch(loss_fn, batch, weight)
                 if last:
                     self._decide(None, last=True)
             self.boundary = False

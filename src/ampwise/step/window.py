@@ -284,7 +284,9 @@ def _share_of(loss: Tensor, divided_by: Weight, counts: bool | Tensor) -> Tensor
 
 def _is_nothing(weight: Weight) -> bool:
     """Whether the host knows that it is 0."""
-    return not isinstance(weight, Tensor) and weight == 0
+    if isinstance(weight, Tensor):
+        return weight.device.type == "cpu" and not weight.numpy().item()
+    return weight == 0
 
 
 def _known(weight: Weight) -> Weight:

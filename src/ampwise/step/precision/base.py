@@ -31,8 +31,11 @@ class Part:
     def leave(self) -> None:
         """It is over: put back what was found. After errors, too."""
 
-    def begin_window(self) -> None:
-        """Parameters may have been changed, by anyone, since the last forward."""
+    def begin_window(self, *, anew: bool) -> None:
+        """Parameters may have been changed, by anyone, since the last forward.
+
+        With `anew` a graph may still hold what that forward computed with.
+        """
 
     def moved(self, parameters: Iterable[Tensor]) -> None:
         """An optimizer has stepped on these."""
@@ -89,16 +92,28 @@ class Precision:
         if not self._depth:
             self._leave(self._parts)
 
-    def begin_window(self) -> None:
-        """The next forward is the first since a step was made or skipped."""
+    def begin_window(self, *, anew: bool = False) -> None:
+        """The next forward is the first since a step was made or skipped.
+
+        With `anew` a graph may still hold what an earlier one computed with.
+        """
+        if self._depth:
+            return
+        self._forget_casts()
         for part in self._parts:
-            part.begin_window()
+            part.begin_window(anew=anew)
 
     def moved(self, parameters: Iterable[Tensor]) -> None:
         """An optimizer has stepped on these."""
+        self._forget_casts()
         held = list(parameters)
         for part in self._parts:
             part.moved(held)
+
+    def _forget_casts(self) -> None:
+        """Have autocast cast anew: inside a region of the caller's it would keep its casts."""
+        if self._enabled:
+            torch.clear_autocast_cache()
 
     @property
     def held_bytes(self) -> int:

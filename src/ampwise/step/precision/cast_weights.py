@@ -21,6 +21,7 @@ These stay float32, as under the policy ``bf16``:
     RNNs                                    they keep lists of their weights beside the attributes
     weight_norm, spectral_norm, pruning     the weight is computed from the parameters in forward
     Embedding with max_norm                 forward changes the weight
+    Embedding with sparse gradients         no cast has a sparse derivative
     DTensors (FSDP2 lowers what it gathers), scripted modules, tensor subclasses
 """
 
@@ -84,8 +85,8 @@ class _Copy:
         return not torch.equal(_bits(self.buffer), _bits(self.parameter.to(self.buffer.dtype)))
 
 
-_Place = tuple[dict[str, Any], str, _Copy]
-"""A module's ``_parameters``, a name there, and what is put under it."""
+_Place = tuple[nn.Module, dict[str, Any], str, _Copy]
+"""A module, its ``_parameters``, a name there, and what is put under it."""
 
 
 class CastWeights(Part):
@@ -108,12 +109,18 @@ class CastWeights(Part):
         self._members = members
         self._kept = kept
         self._version = -1
+        self._trained: list[bool] = []
         self._copies: dict[int, _Copy] = {}
         self._places: list[_Place] = []
         self._stale = True
 
-    def begin_window(self) -> None:
-        """Read all parameters again: those changed through ``.data`` do not show it."""
+    def begin_window(self, *, anew: bool) -> None:
+        """Read all parameters again: those changed through ``.data`` do not show it.
+
+        With `anew` into new copies: backward refuses to go through one that was written to.
+        """
+        if anew:
+            self.close()
         self._stale = True
 
     def moved(self, parameters: Iterable[Tensor]) -> None:
@@ -127,12 +134,16 @@ class CastWeights(Part):
         if not self._are_places_of_now():
             self._find_places()
         self._refresh()
-        for table, name, copy in self._places:
+        for _, table, name, copy in self._places:
             table[name] = copy.view
 
     def leave(self) -> None:
         """Put the parameters back."""
-        for table, name, copy in self._places:
+        for module, table, name, copy in self._places:
+            if name not in table and vars(module).get(name) is copy.view:
+                # Taken out and set again by a hook: what is no Parameter is filed elsewhere.
+                del vars(module)[name]
+                table[name] = copy.view
             if table.get(name) is copy.view:  # forward may have put something else there
                 table[name] = copy.parameter
         if written := [each for each in self._copies.values() if each.written()]:
@@ -149,20 +160,25 @@ class CastWeights(Part):
 
     def _are_places_of_now(self) -> bool:
         """Whether nothing has changed that decides what is cast, and where."""
-        return self._version == self._members.version and all(
+        if self._version != self._members.version or self._trained != self._trained_now():
+            return False
+        return all(
             table.get(name) is copy.parameter
-            and copy.parameter.requires_grad
             and copy.buffer.shape == copy.parameter.shape
             and copy.stream == _stream_of(copy.parameter)
-            for table, name, copy in self._places
+            for _, table, name, copy in self._places
         )
+
+    def _trained_now(self) -> list[bool]:
+        """Which parameters are not frozen."""
+        return [each.requires_grad for each in self._members.held]
 
     def _find_places(self) -> None:
         """See where modules read parameters that are to be cast; make the copies."""
         trained = {id(each) for each in self._members.held}
         kept = set(modules_of(self._kept()))
         found = [
-            (module._parameters, name, parameter)
+            (module, name, parameter)
             for module in self._members.modules
             if module._parameters and module not in kept and not _keeps_float32(module)
             for name, parameter in module._parameters.items()
@@ -170,8 +186,11 @@ class CastWeights(Part):
         ]
         copies = {id(parameter): self._copy_of(parameter) for *_, parameter in found}
         self._copies = copies  # those of parameters that are gone are let go
-        self._places = [(table, name, copies[id(parameter)]) for table, name, parameter in found]
-        self._version = self._members.version
+        self._places = [
+            (module, module._parameters, name, copies[id(parameter)])
+            for module, name, parameter in found
+        ]
+        self._version, self._trained = self._members.version, self._trained_now()
 
     def _copy_of(self, parameter: Any) -> _Copy:
         copy, stream = self._copies.get(id(parameter)), _stream_of(parameter)
@@ -214,6 +233,8 @@ class CastWeights(Part):
 
 def _keeps_float32(module: nn.Module) -> bool:
     if isinstance(module, _KEPT) or getattr(module, "max_norm", None) is not None:
+        return True
+    if getattr(module, "sparse", False) is True:
         return True
     return any(isinstance(each, _COMPUTED) for each in module._forward_pre_hooks.values())
 

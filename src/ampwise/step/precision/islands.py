@@ -7,8 +7,10 @@ where the module is called without its hooks, and the compiler sees plain code.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -21,6 +23,9 @@ from ampwise.step.members import Members
 from ampwise.step.precision.base import Part
 
 _Forward = Callable[..., Any]
+
+_PLACED = ("forward", "__deepcopy__")
+"""What an island puts on its module."""
 
 _UNCOVERED: Mapping[tuple[str, str], tuple[type[nn.Module], ...]] = {
     ("cpu", "bfloat16"): (nn.Bilinear,),
@@ -45,22 +50,20 @@ class Islands(Part):
         self._device_type = device_type
         # Kept, so that a compiler that has seen an island once knows it again.
         self._made: dict[nn.Module, tuple[_Forward, _Forward]] = {}
-        self._placed: list[tuple[nn.Module, _Forward | None]] = []
+        self._placed: list[tuple[nn.Module, dict[str, Any]]] = []
 
     def enter(self) -> None:
         """Put the islands in place."""
         for module in self._find():
-            self._placed.append((module, vars(module).get("forward")))
+            own = {name: vars(module)[name] for name in _PLACED if name in vars(module)}
+            self._placed.append((module, own))
+            vars(module)["__deepcopy__"] = partial(_copy_outside, module, own)
             vars(module)["forward"] = self._island(module)
 
     def leave(self) -> None:
         """Put back what was there."""
         while self._placed:
-            module, own = self._placed.pop()
-            if own is None:
-                vars(module).pop("forward", None)
-            else:
-                vars(module)["forward"] = own
+            _take_out(*self._placed.pop())
 
     def close(self) -> None:
         """Forget the modules."""
@@ -141,6 +144,26 @@ def islands_of(module: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
                 )
         found += [each for each in matching.values() if each not in found]
     return found
+
+
+def _take_out(module: nn.Module, own: Mapping[str, Any]) -> None:
+    """Have a module as it was, with what it had of its own."""
+    for name in _PLACED:
+        vars(module).pop(name, None)
+    vars(module).update(own)
+
+
+def _copy_outside(module: nn.Module, own: Mapping[str, Any], memo: dict[int, Any]) -> nn.Module:
+    """A deep copy, made inside a forward, of the module as it is outside.
+
+    The island would otherwise go into the copy, and call the module it was made for.
+    """
+    placed = {name: vars(module)[name] for name in _PLACED}
+    _take_out(module, own)
+    try:
+        return copy.deepcopy(module, memo)
+    finally:
+        vars(module).update(placed)
 
 
 def _in_float32(forward: _Forward, device_type: str) -> _Forward:
