@@ -41,6 +41,8 @@ _HOMES = {
     "ampwise.step": ("Activity", "Engine", "LossScale", "StepRecord", "TrainStep"),
     "ampwise.tasks": ("Task", "load_task"),
 }  # fmt: skip
+_PACKAGES = ("distributed", "step")
+"""Packages with public names of their own."""
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
@@ -71,6 +73,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
+    if name in _PACKAGES:
+        return importlib.import_module(f"ampwise.{name}")
     if name not in _HOME_OF:
         raise AttributeError(f"module 'ampwise' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOME_OF[name]), name)

@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
     StepLR,
 )
+from torch.optim.swa_utils import AveragedModel
 
 import ampwise
 from ampwise import LossScale, TrainStep, UsageError
@@ -684,3 +685,85 @@ def test_an_optimizer_without_a_learning_rate_trains(policy):
         step(lambda m, b: m(b).float().square().mean(), torch.randn(8, 4))
     assert math.isnan(step.history[0].lr)
     assert not torch.equal(before, model.weight)
+
+
+# -- settings and followers that are replaced ------------------------------------------------------
+
+
+def test_a_new_optimizer_with_a_new_schedule_average_and_limit(policy):
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4)
+    first = torch.optim.SGD(model.parameters(), lr=1.0)
+    step = TrainStep(model, first, policy=policy, scheduler=StepLR(first, 1, 0.5))
+    run(step, classify, batches(2))
+    second = torch.optim.SGD(model.parameters(), lr=0.25)
+    step.optimizer = second
+    with pytest.raises(UsageError, match=r"^scheduler: StepLR belongs to another optimizer"):
+        step(classify, batches(1)[0])
+    step.scheduler = StepLR(second, 1, 0.5)
+    step.ema = AveragedModel(model)
+    step.max_grad_norm = 1e-6
+    before = model.weight.detach().clone()
+    run(step, classify, batches(2))
+    made = sum(not each.skipped for each in step.history[2:])
+    assert second.param_groups[0]["lr"] == 0.25 * 0.5**made
+    assert (model.weight - before).norm() <= 2e-6 * 0.25
+    assert int(step.ema.n_averaged) == made
+    step.scheduler = step.ema = step.max_grad_norm = None
+    run(step, classify, batches(1))
+    assert second.param_groups[0]["lr"] == 0.25 * 0.5**made
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("max_grad_norm", 0, "max_grad_norm: expected a norm above 0"),
+        ("ema", nn.Linear(8, 4), "ema: expected a torch.optim.swa_utils.AveragedModel"),
+        ("ema", AveragedModel(nn.Linear(8, 3)), "ema: its parameters have other shapes"),
+        ("scheduler", "cosine", "scheduler: expected a learning-rate scheduler"),
+    ],
+)
+def test_what_is_put_in_place_is_checked(name, value, words):
+    model = nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    step = TrainStep(model, optimizer, policy="fp32")
+    with pytest.raises(UsageError, match=f"^{words}"):
+        setattr(step, name, value)
+    with pytest.raises(UsageError, match=f"^{words}"):
+        TrainStep(model, optimizer, policy="fp32", **{name: value})
+    step(classify, batches(1)[0])
+
+
+def test_gradients_from_before_the_first_backward_are_dropped_and_named(policy):
+    def trained(by_hand: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Linear(8, 4)
+        step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), policy=policy)
+        if by_hand:
+            classify(model, batches(1)[0]).backward()
+            with pytest.warns(UserWarning, match=r"gradients of weight, bias were there before"):
+                step(classify, batches(1)[0])
+        else:
+            step(classify, batches(1)[0])
+        return values(model)
+
+    assert same(trained(True), trained(False))
+
+
+def test_gradients_of_zero_are_dropped_without_a_word(recwarn):
+    model = nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for each in model.parameters():
+        each.grad = torch.zeros_like(each)
+    run(TrainStep(model, optimizer, policy="fp32"), classify, batches(2))
+    assert not list(recwarn)
+
+
+def test_one_optimizer_where_several_are_expected_is_named():
+    model = nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = TrainStep(model, optimizer, policy="fp32")
+    with step.autocast():
+        loss = classify(model, batches(1)[0])
+    with pytest.raises(UsageError, match=r"optimizers: expected several, as in \[optimizer\]"):
+        step.backward(loss, optimizers=optimizer)

@@ -863,3 +863,13 @@ def test_an_update_about_nothing_has_no_say_in_the_iteration(weights, factor, sc
         step.update([optimizers[index]], update_scale=index == 1)
     assert step.loss_scale.value == scale
     assert step.history[-1].skipped == skipped
+
+
+def test_a_state_with_gradients_of_other_shapes_changes_nothing(policy):
+    narrow, wide = nn.Linear(8, 4), nn.Linear(8, 6)
+    step = TrainStep(narrow, sgd(narrow, "plain"), policy=policy, accumulate=2)
+    step(classify, batches(1)[0])
+    other = TrainStep(wide, sgd(wide, "plain"), policy=policy, accumulate=2)
+    with pytest.raises(UsageError, match=r"weight \(\(4, 8\), expected \(6, 8\)\)"):
+        other.load_state_dict(step.state_dict())
+    assert other.position == 0

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -54,14 +54,21 @@ def _all_of(name: str, given: Any, kind: type[_One], expected: str) -> tuple[_On
         raise UsageError(f"{name}: expected {expected}, got none ({given!r})")
     for each in found:
         if not isinstance(each, kind):
-            raise UsageError(f"{name}: expected {expected}, got {_in_words(each)}")
+            among = "" if each is given else f" in a {type(given).__name__}"
+            raise UsageError(f"{name}: expected {expected}, got {_in_words(each)}{among}")
     return found
 
 
 def _in_words(thing: object) -> str:
     if isinstance(thing, type):
         return f"the class {thing.__name__}; make an instance of it"
+    if isinstance(thing, Tensor):
+        return f"a {type(thing).__name__.lower()} of shape {tuple(thing.shape)}"
     return "None" if thing is None else f"{type(thing).__name__} {str(thing)[:60]!r}"
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def device_of(parameters: Mapping[str, nn.Parameter]) -> torch.device:
@@ -134,15 +141,19 @@ def check_settings(
     max_grad_norm: Any, skip: Any, max_skips: Any, watch_every: Any, undo: Any
 ) -> None:
     """Refuse settings that cannot work."""
-    is_norm = isinstance(max_grad_norm, int | float) and not isinstance(max_grad_norm, bool)
-    if max_grad_norm is not None and not (is_norm and max_grad_norm > 0):
-        raise UsageError(f"max_grad_norm: expected a norm above 0, or None, got {max_grad_norm!r}")
+    check_norm(max_grad_norm)
     if skip not in ("all", "each"):
         raise UsageError(f"skip: expected 'all' or 'each', got {skip!r}")
     if undo not in ("micro-batch", "window"):
         raise UsageError(f"undo: expected 'micro-batch' or 'window', got {undo!r}")
     whole_number("max_skips", max_skips, 1, "skipped steps")
     whole_number("watch_every", watch_every, 0, "steps")
+
+
+def check_norm(max_grad_norm: Any) -> None:
+    """Refuse what is no limit of a norm; None is no limit."""
+    if max_grad_norm is not None and not (_is_number(max_grad_norm) and max_grad_norm > 0):
+        raise UsageError(f"max_grad_norm: expected a norm above 0, or None, got {max_grad_norm!r}")
 
 
 def whole_number(name: str, value: Any, least: int, what: str) -> int:
@@ -164,14 +175,21 @@ def check_callable(name: str, value: object, expected: str) -> None:
         raise UsageError(f"{name}: expected {expected}, got {_in_words(value)}")
 
 
-def checked_ema(ema: AveragedModel | None) -> AveragedModel | None:
-    """The averaged model, if it is one."""
-    if ema is not None and not isinstance(ema, AveragedModel):
+def check_ema(ema: Any, model: nn.Module) -> None:
+    """Refuse an average that is none, or that is of another model; None can be left out."""
+    if ema is None:
+        return
+    if not isinstance(ema, AveragedModel):
         raise UsageError(
             f"ema: expected a torch.optim.swa_utils.AveragedModel, got {_in_words(ema)}; update "
             "any other average after the step, where step.boundary is true"
         )
-    return ema
+    shapes = [[each.shape for each in of.parameters()] for of in (ema.module, model)]
+    if shapes[0] != shapes[1]:
+        raise UsageError(
+            "ema: its parameters have other shapes than the model's; make it of this very model: "
+            "AveragedModel(model)"
+        )
 
 
 def policy_for(request: Any, device: torch.device) -> tuple[Policy, Resolution | None]:
@@ -195,7 +213,10 @@ def policy_for(request: Any, device: torch.device) -> tuple[Policy, Resolution |
 def loss_scale_for(policy: Policy, settings: Any, device: torch.device) -> LossScale:
     """The loss scale of a step, in its first state."""
     if settings is not None and not isinstance(settings, LossScale):
-        raise UsageError(f"loss_scale: expected an ampwise.LossScale, got {_in_words(settings)}")
+        instead = f"; did you mean LossScale({settings})?" if _is_number(settings) else ""
+        raise UsageError(
+            f"loss_scale: expected an ampwise.LossScale, got {_in_words(settings)}{instead}"
+        )
     if policy.loss_scaling:
         return (settings or LossScale()).fresh(device)
     if settings is not None:
@@ -206,8 +227,8 @@ def loss_scale_for(policy: Policy, settings: Any, device: torch.device) -> LossS
 # -- the schedule ----------------------------------------------------------------------------------
 
 
-def schedule_of(scheduler: Any, optimizers: Sequence[Optimizer]) -> Callable[[], object] | None:
-    """What makes a step of a scheduler; None without one.
+def check_schedule(scheduler: Any, optimizers: Sequence[Optimizer]) -> None:
+    """Whether a scheduler can be stepped after each optimizer step; None can be left out.
 
     Raises
     ------
@@ -215,7 +236,12 @@ def schedule_of(scheduler: Any, optimizers: Sequence[Optimizer]) -> Callable[[],
         For one that needs more than to be called, or that is of another optimizer.
     """
     if scheduler is None:
-        return None
+        return
+    if isinstance(scheduler, list | tuple):
+        raise UsageError(
+            f"scheduler: expected one, got {len(scheduler)}; give one to the step, and call the "
+            "others yourself where step.boundary is true"
+        )
     step = getattr(scheduler, "step", None)
     if isinstance(scheduler, type) or not callable(step):
         raise UsageError(
@@ -235,7 +261,6 @@ def schedule_of(scheduler: Any, optimizers: Sequence[Optimizer]) -> Callable[[],
             f"scheduler: {kind} belongs to another optimizer ({type(owner).__name__}), so it would "
             "change nothing here; make it over an optimizer of this step"
         )
-    return step
 
 
 def _needed(parameter: inspect.Parameter) -> bool:

@@ -37,10 +37,13 @@ class SetAside:
         self._before = [(each, each.grad) for each in parameters]
         self._in_place: set[int] = set()
         self._some = bool([1 for _, gradient in self._before if gradient is not None])
-        if self._some:
-            self._set_aside()
 
-    def _set_aside(self) -> None:
+    def take(self) -> None:
+        """Set them aside: an error from now on needs `put_back`."""
+        if self._some:
+            self._take()
+
+    def _take(self) -> None:
         before = {id(parameter): (parameter, gradient) for parameter, gradient in self._before}
         self._before = list(before.values())  # each once
         for index, (parameter, gradient) in enumerate(self._before):
@@ -118,7 +121,9 @@ class Attempt:
     def begin_backward(self, parameters: Iterable[Tensor], *, exact: bool) -> None:
         """A backward is about to add to the gradients of some parameters."""
         self._lost = not exact
-        self._aside = SetAside(parameters) if exact else None
+        if exact:
+            self._aside = SetAside(parameters)
+            self._aside.take()
 
     def end_backward(self) -> None:
         """It is done."""

@@ -137,7 +137,7 @@ class Engine:
         named = members.parameters()
         self.device = arguments.device_of(named)
         self.policy, self.resolution = arguments.policy_for(policy, self.device)
-        self._check(named, members.optimizers)
+        arguments.check_parameters(named, members.optimizers, self.policy)
         self.loss_scale = arguments.loss_scale_for(self.policy, loss_scale, self.device)
         self.steps = 0
         self.activity: Activity | None = None
@@ -191,6 +191,17 @@ class Engine:
     def optimizer(self, optimizer: Any) -> None:
         arguments.optimizers_of(optimizer)
         self._members.optimizer = optimizer
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        """Limit of the global L2 norm of true gradients; None for no clipping. May be changed."""
+        return self._pending.max_grad_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, max_grad_norm: float | None) -> None:
+        arguments.check_norm(max_grad_norm)
+        self._pending.max_grad_norm = max_grad_norm
+        self._pending.forget_guards()
 
     @property
     def models(self) -> tuple[nn.Module, ...]:
@@ -547,6 +558,24 @@ class Engine:
                 attempt.end_backward()
         self._parallel.end_backward()
 
+    def _drop_earlier_gradients(self) -> None:
+        """Have a window begin without gradients: those of before are of no known scale."""
+        earlier = [(each, each.grad) for each in self._members.held if each.grad is not None]
+        if not earlier:
+            return
+        for parameter, _ in earlier:
+            parameter.grad = None
+        lost = [id(each) for each, gradient in earlier if gradient.is_sparse or gradient.any()]
+        if lost:
+            names = {id(each): name for name, each in self._members.named().items()}
+            shown = ", ".join([names[each] for each in lost[:3]])
+            more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
+            warn_user(
+                f"gradients of {shown}{more} were there before the step's first backward, from "
+                "another loop, loss.backward(), or a time when no optimizer held the parameter; "
+                "they are dropped: train with step.backward(loss), and call zero_grad() before"
+            )
+
     def _seed(self, divided_by: Weight, dtype: torch.dtype) -> Tensor | None:
         """What backward starts from; None for 1, which it does by itself with less ceremony."""
         if not self.loss_scale.enabled and not isinstance(divided_by, Tensor) and divided_by == 1:
@@ -588,7 +617,10 @@ class Engine:
         if _forwards:
             self._refuse_nesting("update()")
         if not self._is_open:
-            raise UsageError("update() without a backward() before it: there is nothing to step on")
+            raise UsageError(
+                "update() without a backward() before it: there is nothing to step on; call "
+                "step.backward(loss) instead of loss.backward()"
+            )
         self._parallel.sum_rest()
         for indices in self._pending.sets(self._members.indices(optimizers)):
             self._step_or_skip(indices, last=last)
@@ -650,8 +682,7 @@ class Engine:
 
     def _enforce_limit(self) -> None:
         if self._skips.exhausted:
-            scaled = self.loss_scale.enabled
-            raise explain(self.history, self._skips.in_a_row, scaled=scaled)
+            raise explain(self.history, self._skips.in_a_row, self.policy)
 
     def _learn(self, known: Sequence[bool]) -> None:
         first = self._skips.known + 1
@@ -669,8 +700,10 @@ class Engine:
         if self._attempt is not None:
             return self._attempt
         self._look()
-        begins = forward and not self._is_open
+        begins = not self._is_open
         if begins:
+            self._drop_earlier_gradients()
+        if begins and forward:
             self._precision.begin_window(anew=self._buffers.open)
         back = self._buffers.before(begins=begins) if forward else None
         self._attempt = Attempt(self._window, self._pending, back, self.discard, self._end_attempt)
@@ -753,11 +786,17 @@ def scalar(loss: Any) -> Tensor:
         When it is no scalar that requires grad.
     """
     if not isinstance(loss, Tensor):
-        raise UsageError(f"loss: expected a scalar tensor, got {type(loss).__name__}")
-    if loss.numel() != 1 or not loss.is_floating_point():
         raise UsageError(
-            f"loss: expected a floating-point scalar, got {loss.dtype} of shape "
-            f"{tuple(loss.shape)}; reduce it with .mean()"
+            f"loss: expected a scalar tensor, got {type(loss).__name__}; loss_fn returns the loss "
+            "alone"
+        )
+    if not loss.is_floating_point():
+        raise UsageError(
+            f"loss: expected a floating-point scalar, got {loss.dtype}, which has no gradient"
+        )
+    if loss.numel() != 1:
+        raise UsageError(
+            f"loss: expected a scalar, got shape {tuple(loss.shape)}; reduce it with .mean()"
         )
     if not loss.requires_grad:
         raise UsageError(

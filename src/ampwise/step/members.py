@@ -119,8 +119,15 @@ class Members:
         if optimizers is None:
             return list(range(len(self.optimizers)))
         known = {id(each): index for index, each in enumerate(self.optimizers)}
-        if any(id(each) not in known for each in optimizers):
-            raise UsageError("optimizers: expected some of those the step was made with")
+        if not isinstance(optimizers, Iterable):
+            given = type(optimizers).__name__
+            raise UsageError(f"optimizers: expected several, as in [optimizer], got {given}")
+        for each in optimizers:
+            if id(each) not in known:
+                given = type(each).__name__
+                raise UsageError(
+                    f"optimizers: expected some of those the step was made with, got {given}"
+                )
         return [known[id(each)] for each in optimizers]
 
     def named(self) -> dict[str, Tensor]:

@@ -56,7 +56,7 @@ class Pending:
     ) -> None:
         self._members = members
         self._device = device
-        self._max_grad_norm = max_grad_norm
+        self.max_grad_norm = max_grad_norm
         self._together = together
         self._guards: dict[tuple[int, ...], Guard] = {}
         self.clear()
@@ -100,7 +100,7 @@ class Pending:
         """Who decides about a set of optimizers."""
         if indices not in self._guards:
             together = [self._members.optimizers[index] for index in indices]
-            self._guards[indices] = Guard(together, self._device, self._max_grad_norm)
+            self._guards[indices] = Guard(together, self._device, self.max_grad_norm)
         return self._guards[indices]
 
     def with_gradients(self, indices: Iterable[int]) -> list[int]:

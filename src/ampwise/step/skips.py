@@ -10,11 +10,15 @@ and is held at the next step instead: the same number of steps in the end.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
+from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from ampwise.errors import SkippedStepsError
+from ampwise.policy import Policy
+from ampwise.step import arguments
 from ampwise.step.members import Members
 from ampwise.telemetry.ring import StepRecord
 
@@ -67,43 +71,47 @@ class Followers:
 
     Parameters
     ----------
-    advance
-        Makes a step of the schedule; None without one.
+    scheduler
+        Steps with the optimizers; None without one.
     ema
         Average of a model's parameters; None without one.
     members
         What is trained; the average is of the first model.
+    optimizers
+        Those the schedule must be of one of.
     """
 
     def __init__(
         self,
-        advance: Callable[[], object] | None,
+        scheduler: Any,
         ema: AveragedModel | None,
         members: Members,
+        optimizers: Sequence[Optimizer],
     ) -> None:
-        self._advance = advance
-        self._members = members
+        self.scheduler = scheduler
         self.ema = ema
+        self._members = members
+        self.check(optimizers)
 
-    @property
-    def scheduled(self) -> bool:
-        """Whether there is a schedule."""
-        return self._advance is not None
+    def check(self, optimizers: Sequence[Optimizer]) -> None:
+        """Whether both can follow the models and these optimizers; raises UsageError if not."""
+        arguments.check_schedule(self.scheduler, optimizers)
+        arguments.check_ema(self.ema, self._members.models[0])
 
     def follow(self, *, held: bool, skipped: bool) -> None:
         """A step is over; the schedule is `held`, or makes one too, and the EMA if it was made."""
         if self.ema is not None and not skipped:
             self.ema.update_parameters(self._members.models[0])
-        if self._advance is not None and not held:
-            self._advance()
+        if self.scheduler is not None and not held:
+            self.scheduler.step()
 
 
-def explain(history: Sequence[StepRecord], in_a_row: int, *, scaled: bool) -> SkippedStepsError:
+def explain(history: Sequence[StepRecord], in_a_row: int, policy: Policy) -> SkippedStepsError:
     """The error that says what was seen in a run of skipped steps, and what to do."""
     run = history[-in_a_row:]
     first, last = run[0], run[-1]
     where = f"steps {first.step} to {last.step} were all skipped: gradients inf or NaN"
-    if scaled:
+    if policy.loss_scaling:
         where += f", whatever the loss scale ({first.loss_scale:g} down to {last.loss_scale:g})"
     if math.isfinite(last.loss):
         cause = (
@@ -113,7 +121,9 @@ def explain(history: Sequence[StepRecord], in_a_row: int, *, scaled: bool) -> Sk
     else:
         cause = (
             f"the loss itself is {last.loss:g}, so forward breaks: look at the batch of step "
-            f"{first.step} and at values beyond the format's range, or try bf16"
+            f"{first.step} and at values beyond the format's range"
         )
+        if policy.compute_dtype == "float16":
+            cause += ", or try bf16"
     kept = f"parameters are as after step {first.step - 1}"
     return SkippedStepsError(f"{where}; {cause}; {kept}")

@@ -52,6 +52,17 @@ class OpenState:
         UsageError
             When there is not.
         """
+        fitting = {**self.gradients, **self.carried}
+        wrong = [
+            f"{name} ({tuple(each.shape)}, expected {tuple(parameters[name].shape)})"
+            for name, each in fitting.items()
+            if name in parameters and each.shape != parameters[name].shape
+        ]
+        if wrong:
+            raise UsageError(
+                f"step state has gradients of other shapes: {', '.join(wrong[:6])}; load it into a "
+                "step over the same models and optimizers"
+            )
         missing = [name for name in (*self.gradients, *self.carried) if name not in parameters]
         if missing:
             raise UsageError(

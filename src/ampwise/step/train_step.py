@@ -109,11 +109,7 @@ class TrainStep(Engine):
         self.diagnosis: Any = None
         self._on_fault = on_fault
         self._samples = samples or samples_in
-        self._followers = Followers(
-            arguments.schedule_of(scheduler, self.optimizers),
-            arguments.checked_ema(ema),
-            self._members,
-        )
+        self._followers = Followers(scheduler, ema, self._members, self.optimizers)
         ranks = self._parallel
         self._window = Window(accumulate, ranks.first_weight, over_ranks=ranks.size > 1)
         self._outcomes = Outcomes(self.device, at_once=ema is not None)
@@ -223,7 +219,7 @@ class TrainStep(Engine):
                 "EMA); expected fused optimizers and no EMA"
             )
         rates = [group["lr"] for each in self.optimizers for group in each.param_groups]
-        if self._followers.scheduled and not all(isinstance(each, Tensor) for each in rates):
+        if self.scheduler is not None and not all(isinstance(each, Tensor) for each in rates):
             raise UsageError(
                 "captured: the graph keeps a learning rate that is a number; with a scheduler give "
                 "the optimizer lr=torch.tensor(...)"
@@ -291,9 +287,32 @@ class TrainStep(Engine):
     @property
     def syncs_per_step(self) -> int:
         """Host syncs that a step costs on an accelerator; 0 with fused optimizers and no EMA."""
-        return super().syncs_per_step + (self._followers.ema is not None)
+        return super().syncs_per_step + (self.ema is not None)
+
+    @property
+    def scheduler(self) -> Any:
+        """The schedule; another one may be put in place, after a new optimizer has been."""
+        return self._followers.scheduler
+
+    @scheduler.setter
+    def scheduler(self, scheduler: Any) -> None:
+        self._followers = Followers(scheduler, self.ema, self._members, self.optimizers)
+
+    @property
+    def ema(self) -> AveragedModel | None:
+        """The average of the first model's parameters; another one may be put in place."""
+        return self._followers.ema
+
+    @ema.setter
+    def ema(self, ema: AveragedModel | None) -> None:
+        self._followers = Followers(self.scheduler, ema, self._members, self.optimizers)
+        self._outcomes.at_once |= ema is not None
 
     # -- inside ------------------------------------------------------------------------------------
+
+    def _check(self, named: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]) -> None:
+        super()._check(named, optimizers)
+        self._followers.check(optimizers)
 
     def _count_nothing(self, loss_fn: Callable[[Any, Batch], Tensor], batch: Batch) -> None:
         """A micro-batch that sums over ranks what was collected, and counts nothing itself."""
