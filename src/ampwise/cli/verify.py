@@ -81,7 +81,7 @@ def run(options: Options) -> int:
     )
     task = load_task(options.task, options.settings())
     config = VerifyConfig(settings, policy, track, bench if options.bench else None)
-    with RunFolder.create(options.out, f"verify-{task.name or 'task'}", _ignore) as folder:
+    with RunFolder.create(options.out, f"verify-{task.name}", _ignore) as folder:
         folder.write({"command": "verify", "task": task.name, "status": "running"})
         with bench_progress(quiet=options.quiet) as progress:
             found = verify(task, config, progress)
