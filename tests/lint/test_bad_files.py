@@ -187,6 +187,7 @@ def test_a_file_that_gets_its_process_killed(tmp_path, monkeypatch):
         (["syntax.py", "notes.txt"], 2, "2 files: none read"),
         (["clean.py"], 0, "1 file: no findings"),
         (["script"], 1, "1 file: 1 error; --fix mends 1"),
+        (["script.cgi"], 1, "1 file: 1 error; --fix mends 1"),
     ],
 )
 def test_what_was_not_read_is_no_clean_bill(capsys, names, code, last):
@@ -194,7 +195,8 @@ def test_what_was_not_read_is_no_clean_bill(capsys, names, code, last):
     Path("clean.py").write_text(FIXED)
     Path("train.py").write_text(BAD)
     Path("syntax.py").write_text("def f(:")
-    Path("script").write_text("#!/usr/bin/env python3\n" + BAD)
+    Path("script").write_text(BAD)
+    Path("script.cgi").write_text("#!/usr/bin/env python3\n" + BAD)
     for extra in ([], ["--statistics"]):
         assert main(["lint", *names, *extra]) == code
         said = capsys.readouterr().out.splitlines()

@@ -20,6 +20,7 @@ from typing import Any
 from ampwise.errors import in_one_line
 
 SUFFIXES = (".py", ".pyw", ".ipynb")
+"""Of what is checked in folders. A file that is named may also have none, as scripts do."""
 
 MAX_BYTES = 4 << 20
 """Larger files are data or generated; the largest of torch's own has 1.3 MB."""
@@ -118,7 +119,7 @@ def read_text(path: Path) -> Text:
     raw = read_bytes(path)
     if path.suffix == ".ipynb":
         return _notebook(path, raw)
-    if path.suffix not in SUFFIXES and not SHEBANG.match(raw):
+    if path.suffix not in (*SUFFIXES, "") and not SHEBANG.match(raw):
         raise UnreadableError(
             f"not Python: expected a name ending in {', '.join(SUFFIXES)}, or a first line such as "
             "#!/usr/bin/env python3"
