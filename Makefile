@@ -20,7 +20,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "ampwise needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version). Try: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,trackers]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,digits,trackers]'
 	@touch $@
 
 demo: setup  ## Run the main job on real data: every precision side by side (< 6 minutes)

@@ -72,6 +72,42 @@ def test_light_things_load_nothing_heavy(statement):
     assert not loaded & {"torch", "numpy", "scipy", "sklearn", "rich", "yaml"}
 
 
+TRAINING = """
+import torch, ampwise, ampwise.step
+for policy in ("fp32", "bf16", "fp16", "bf16-master"):
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    step = ampwise.TrainStep(
+        model, optimizer, policy=policy, accumulate=2, max_grad_norm=1.0, scheduler=schedule
+    )
+    for _ in range(6):
+        step(lambda model, batch: model(batch).float().square().mean(), torch.randn(8, 4))
+    assert len(step.history) == 3
+    step.state_dict()
+"""
+NOT_FOR_TRAINING = {
+    "jinja2", "libcst", "matplotlib", "pandas", "rich", "scipy", "sklearn", "tyro", "yaml",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [TRAINING, "import ampwise.bench.run, ampwise.verify.run, ampwise.numerics.search"],
+    ids=["steps", "bench"],
+)
+def test_what_one_part_needs_is_not_loaded_by_others(statement):
+    loaded = modules_after(statement)
+    assert "torch" in loaded
+    assert not loaded & NOT_FOR_TRAINING
+
+
+def test_scikit_learn_comes_only_with_the_task_that_needs_it():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert not any("scikit-learn" in each for each in project["dependencies"])
+    assert project["optional-dependencies"]["digits"] == ["scikit-learn>=1.3"]
+
+
 def test_commands_in_the_readme_are_the_commands():
     from ampwise.cli.main import COMMANDS
 
@@ -85,7 +121,7 @@ def test_pins_cover_the_declared_dependencies():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     wanted = project["dependencies"] + extras["dev"]
-    wanted += extras["wandb"] + extras["tensorboard"] + extras["mlflow"]
+    wanted += extras["digits"] + extras["wandb"] + extras["tensorboard"] + extras["mlflow"]
     pins = dict(
         line.split("==")
         for line in (ROOT / "constraints.txt").read_text().splitlines()

@@ -92,3 +92,13 @@ def test_json_that_cannot_be_written_is_said_first(capsys, command, target, why)
     assert main([command, "--json", target]) == 2
     said = capsys.readouterr().err
     assert said == f"ampwise: error: json: cannot write to {target}: {why}; name a writable file\n"
+
+
+def test_letters_that_the_output_does_not_have_are_escaped(tmp_path):
+    (tmp_path / "später.py").write_text("def f(:", encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-m", "ampwise", "lint"],
+        capture_output=True, cwd=tmp_path, env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (2, b"")
+    assert b"sp\\xe4ter.py: not read: syntax error in line 1" in done.stdout

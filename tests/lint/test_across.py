@@ -182,11 +182,11 @@ def test_fixes_are_written_where_the_mistakes_are(folder):
     home = folder(model=MODEL, train=TRAIN)
     files = [home / "model.py", home / "train.py"]
     report = lint(files, Settings())
-    assert fix_files(report, files, Settings(), unsafe=False) == {home / "model.py": 1}
+    assert fix_files(report, files, Settings(), unsafe=False).files == {home / "model.py": 1}
     assert "torch.log_softmax(scores, dim=-1)" in files[0].read_text()
     assert files[1].read_text() == TRAIN
     assert [each[2] for each in found(home)] == ["AMP212", "AMP301"]
-    assert fix_files(report, files, Settings(), unsafe=True) == {home / "model.py": 1}
+    assert fix_files(report, files, Settings(), unsafe=True).files == {home / "model.py": 1}
     assert [each[2] for each in found(home)] == ["AMP301"]
 
 
@@ -218,7 +218,7 @@ def test_a_mistake_that_two_files_make_together_is_not_half_mended(folder):
     files = [home / "late.py", home / "train.py"]
     report = lint(files)
     assert [(each.line, each.code, each.edits) for each in report.findings] == [(12, "AMP101", ())]
-    assert fix_files(report, files, Settings(), unsafe=True) == {}
+    assert fix_files(report, files, Settings(), unsafe=True).files == {}
 
 
 def test_an_edit_is_for_the_file_its_node_stands_in(folder):
@@ -241,7 +241,7 @@ def test_a_loop_whose_scaler_and_autocast_are_made_elsewhere(folder, names):
 def test_fixes_know_the_files_without_mistakes(folder):
     home = folder(loop=LOOP.format(names="make, mixed"), helpers=HELPERS)
     files = [home / "loop.py", home / "helpers.py"]
-    assert fix_files(lint(files), files, Settings(), unsafe=False) == {home / "loop.py": 1}
+    assert fix_files(lint(files), files, Settings(), unsafe=False).files == {home / "loop.py": 1}
     assert "mine.unscale_(optimizer)" in files[0].read_text()
 
 

@@ -108,6 +108,9 @@ def test_sarif(file, capsys):
     (note,) = run["invocations"][0]["toolExecutionNotifications"]
     where = note["locations"][0]["physicalLocation"]["artifactLocation"]
     assert where == {"uri": "broken%20one.py"}
+    main(["lint", "--format", "github"])
+    warned = capsys.readouterr().out.splitlines()[-1]
+    assert warned.startswith("::warning file=broken one.py,title=not read::syntax error in line 1")
 
 
 def test_statistics(file, capsys):
@@ -132,6 +135,9 @@ def test_every_rule_can_be_explained(capsys):
     ("arguments", "message"),
     [
         (["nope.py"], "nope.py: no such file or folder"),
+        (["x" * 300], "no such file or folder"),
+        (["--exclude", "train.py"], ".: no file to check: expected one that ends in .py"),
+        (["--html", "no/folder.html"], "html: cannot write to no/folder.html"),
         (["--explain", "AMP999"], "expected a rule's code"),
         (["--select", "clip-befor-unscale"], "did you mean 'clip-before-unscale'?"),
         (["--format", "xml"], "expected one of text, json, github, sarif"),

@@ -98,6 +98,9 @@ def test_settings_of_pyproject(tmp_path):
         ("[tool.ampwise.lint]\nselect = 3\n", "expected a list of strings"),
         ("[tool.ampwise.lint]\nselect = ['XYZ1']\n", "expected a rule's code"),
         ("[tool\n", "not readable as TOML"),
+        ("tool = 5\n", "tool: expected a table, got 5"),
+        ("tool.ampwise = 5\n", "ampwise: expected a table, got 5"),
+        ("tool.ampwise.lint = []\n", r"lint: expected a table, got \[\]"),
     ],
 )
 def test_settings_that_do_not_fit(tmp_path, text, message):

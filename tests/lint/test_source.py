@@ -129,8 +129,11 @@ def test_notebooks_are_read_as_one_program_and_findings_name_the_cell(tmp_path):
     [
         ("{", "not a notebook"),
         ("[]", "not a notebook"),
+        ('{"cells": 5}', "not a notebook: cells is of type int"),
+        ("[" * 100_000, "not a notebook: nested too deeply"),
         (notebook([cell("x <- 1")], kernelspec={"language": "R"}), "a notebook in R"),
         (notebook([cell("def f(:")]), "syntax error"),
+        (notebook([{"cell_type": "code", "source": 5}]), "the source of a code cell is no text"),
     ],
 )
 def test_other_notebooks_are_skipped(tmp_path, content, reason):
@@ -149,9 +152,11 @@ def test_folders_are_walked_without_environments_caches_and_links(tmp_path):
     (tmp_path / "pkg" / "loop").symlink_to(tmp_path, target_is_directory=True)
     (tmp_path / "again.py").symlink_to(tmp_path / "pkg" / "b.py")
     (tmp_path / "gone.py").symlink_to(tmp_path / "nowhere")
+    (tmp_path / ".#a.py").symlink_to("me@here.4711")
     settings = Settings(exclude=("skip",), root=tmp_path)
     found = {each.relative_to(tmp_path).as_posix() for each in find([tmp_path], settings)}
-    assert found == {"a.py", "again.py", "x/y.ipynb"}  # again.py is pkg/b.py: once is enough
+    # again.py is pkg/b.py: once is enough. gone.py is told of, and Emacs' lock is nothing to tell.
+    assert found == {"a.py", "again.py", "gone.py", "x/y.ipynb"}
     named = [each.name for each in find([tmp_path / "env"], settings)]
     assert named == ["e.py"]
 

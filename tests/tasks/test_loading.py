@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import sys
 import traceback
@@ -10,6 +11,7 @@ from textwrap import dedent
 
 import pytest
 
+from ampwise.cli.main import main
 from ampwise.errors import TaskError
 from ampwise.tasks import load_task
 
@@ -110,6 +112,30 @@ def test_a_file_named_like_a_loaded_module_does_not_replace_it():
 def test_a_file_is_read_anew_each_time():
     load_task(task_file(name="'before'"))
     assert load_task(task_file(name="'after, and longer'")).name == "after, and longer"
+
+
+@pytest.mark.parametrize(
+    ("spec", "name"),
+    [
+        ("a folder/my-task.py", "my-task"),
+        ("a folder/my-task.py:task", "my-task"),
+        ("a folder/my-task.py:make", "make"),
+        ("package_of_mine.inner", "inner"),
+        ("package_of_mine.inner:make", "make"),
+    ],
+)
+def test_a_task_without_a_name_is_called_by_its_function_or_file(spec, name):
+    for path in ("a folder/my-task.py", "package_of_mine/inner.py"):
+        write(path, BODY.format(arguments="", name="''", first="") + "make = task\n")
+    assert load_task(spec).name == name
+
+
+def test_reports_call_a_task_by_its_function(capsys):
+    task_file("my.py", name="''")
+    write("my.py", Path("my.py").read_text() + "make = task\n")
+    assert main(["train", "my.py:make", "--precision", "fp32", "--steps", "2", "--json", "-"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["task"], Path(said["folder"]).name) == ("make", "make-fp32-1")
 
 
 # -- settings ----------------------------------------------------------------------------------------

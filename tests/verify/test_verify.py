@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -229,6 +230,57 @@ def test_a_critical_requirement_that_could_not_be_measured_is_no_pass():
     found.findings.append(finding("fail"))
     assert found.decision == "BLOCK"
     assert Verification.from_json(json.loads(json.dumps(found.to_json()))) == found
+
+
+@pytest.mark.parametrize(
+    ("statuses", "headline", "codes"),
+    [
+        ({"b": "pass"}, "PASS: 1 of 1 requirements measured and met (100%)", [0, 0, 0]),
+        ({"s": "fail"}, "PASS: 0 of 1 requirements measured and met (0%); failed: s", [0, 1, 1]),
+        (
+            {"b": "not measured", "s": "fail"},
+            "UNDECIDED: 0 of 2 requirements measured and met (0%); failed: s; not measured: b",
+            [0, 1, 1],
+        ),
+        (
+            {"b": "not measured", "s": "pass"},
+            "UNDECIDED: 1 of 2 requirements measured and met (50%); not measured: b",
+            [0, 0, 1],
+        ),
+        (
+            {"b": "fail", "s": "fail"},
+            "BLOCK: 0 of 2 requirements measured and met (0%); failed: b, s",
+            [1, 1, 1],
+        ),
+    ],
+)
+def test_headline_and_exit_code_say_what_failed(statuses, headline, codes):
+    """Seen: UNDECIDED that did not mention the speedup that failed. Here only `s` is not critical."""
+    findings = [Finding(name, name, "c", each, "d", name != "s") for name, each in statuses.items()]
+    found = Verification("t", "cpu", "bf16", "fp16", {}, findings)
+    assert decision(found) == headline
+    assert [gate_exit_code(found, gate) for gate in ("off", "fail", "strict")] == codes
+
+
+def test_an_interrupted_run_fails_a_strict_gate_only(capsys):
+    found = Verification("t", "cpu", "bf16", "fp16", {}, [finding("pass")], interrupted=True)
+    assert [gate_exit_code(found, gate) for gate in ("off", "fail", "strict")] == [0, 0, 1]
+    assert capsys.readouterr().err == "ampwise: gate: the decision: UNDECIDED\n"
+
+
+def test_a_gate_says_what_is_against_it(capsys):
+    found = Verification("t", "cpu", "bf16", "fp16", {}, [finding("pass"), finding("fail", False)])
+    assert gate_exit_code(found, "fail") == 1
+    assert capsys.readouterr().err == "ampwise: gate: b: fail\n"
+
+
+def test_help_and_readme_say_what_undecided_means(capsys):
+    assert main(["verify", "--help"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "UNDECIDED: none fails, but one could not be measured." in said
+    assert "0 on PASS and UNDECIDED" in said
+    readme = " ".join((Path(__file__).parents[2] / "README.md").read_text().split())
+    assert "UNDECIDED exits with 0, and with 1 under `--gate strict`" in readme
 
 
 def test_what_the_user_leaves_out_leaves_nothing_undecided():

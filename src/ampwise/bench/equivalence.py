@@ -30,7 +30,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
-from scipy.special import stdtr, stdtrit
 
 ALPHA = 0.05
 FIRST_LOOK = 5
@@ -121,6 +120,8 @@ def least_sd_of(resolution: float) -> float:
 
 def _tests(values: Sequence[float], margin: float, least_sd: float) -> Parity:
     """Both tests on one arm, not adjusted."""
+    from scipy.special import stdtr, stdtrit
+
     seen = np.asarray(values, dtype=float)
     count = len(seen)
     if not np.isfinite(seen).all():
@@ -158,6 +159,8 @@ def seeds_needed(parity: Parity, margin: float, tests: int) -> int | None:
     tests
         Looks times precisions: what `ALPHA` is divided by.
     """
+    from scipy.special import stdtrit
+
     distance = abs(margin - abs(parity.difference))
     if not (parity.sd > 0 and distance > 0):
         return None

@@ -26,7 +26,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy import stats
 
 from ampwise.bench.arm import Arm, Settings
 from ampwise.bench.equivalence import (
@@ -450,6 +449,8 @@ def _learning(
     ]
     enough = bool(np.mean(gains) > report.margin)
     if enough and len(gains) > 1 and np.std(gains) > 0:
+        from scipy import stats
+
         test: Any = stats.ttest_1samp(gains, 0, alternative="greater")
         enough = bool(test.pvalue < ALPHA)
     if enough:

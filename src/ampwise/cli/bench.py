@@ -125,7 +125,7 @@ def run(options: Options) -> int:
     )
     task = load_task(options.task, options.settings())
     partial: list[BenchReport] = []
-    with RunFolder.create(options.out, f"bench-{task.name or 'task'}", say) as folder:
+    with RunFolder.create(options.out, f"bench-{task.name}", say) as folder:
         folder.write({"command": "bench", "task": task.name, "status": "running"})
         try:
             with bench_progress(quiet=options.quiet) as progress:

@@ -93,7 +93,7 @@ def _led(task: Task, diagnosed: Callable[[Progress], Diagnosis], options: Option
 
     console = None if options.json == "-" else Console()
     line = Line(quiet=options.quiet)
-    with RunFolder.create(options.out, f"diagnose-{task.name or 'task'}", print) as folder:
+    with RunFolder.create(options.out, f"diagnose-{task.name}", print) as folder:
         folder.write({"command": "diagnose", "task": task.name, "status": "running"})
         shown = _Shown(line, console, folder)
         try:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from ampwise.cli.options import Shared, write_json
-from ampwise.errors import EXIT_GATE, EXIT_OK, UsageError, nearest
+from ampwise.cli.options import Shared, check_target, write_json, write_report
+from ampwise.errors import EXIT_GATE, EXIT_OK, EXIT_USAGE, UsageError, nearest
 
 if TYPE_CHECKING:
     from ampwise.lint.findings import LintReport
@@ -24,7 +24,11 @@ Many = tyro.conf.UseAppendAction
 
 @dataclass
 class Options(Shared):
-    """Find mixed-precision mistakes in Python files, folders and notebooks. Executes nothing."""
+    """Find mixed-precision mistakes in Python files, folders and notebooks. Executes nothing.
+
+    Exit codes: 0 all files read and nothing found; 1 findings; 2 no findings, but a file could not
+    be read or parsed, or there was none.
+    """
 
     paths: Annotated[
         tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="[PATH ...]")
@@ -39,6 +43,9 @@ class Options(Shared):
 
     format: Format = "text"
     """How to report: text, json, github (annotations of a pull request), sarif."""
+
+    html: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Write the findings as a page to this file, too."""
 
     statistics: bool = False
     """Show how often each rule fired instead of the findings."""
@@ -80,6 +87,7 @@ def run(options: Options) -> int:
         return _explain(options.explain)
     if options.jobs < 0:
         raise UsageError(f"jobs: expected 0 or more, got {options.jobs}")
+    check_target("html", options.html)
     paths = options.paths or (Path(),)
     settings = load_settings(_first_folder(paths)).with_flags(
         options.select, options.ignore, options.exclude, options.baseline
@@ -87,18 +95,26 @@ def run(options: Options) -> int:
     report = _checked(options, paths, settings)
     if options.write_baseline is not None:
         baseline.write(report, settings, options.write_baseline)
-        print(f"{options.write_baseline}: {len(report.findings)} known findings", file=sys.stderr)
-        return EXIT_OK
+        unread = f"; {len(report.skipped)} files not read" if report.skipped else ""
+        known = f"{len(report.findings)} known findings{unread}"
+        print(f"{options.write_baseline}: {known}", file=sys.stderr)
+        return EXIT_USAGE if report.skipped else EXIT_OK
     if settings.baseline is not None:
         baseline.drop_known(report, settings, settings.baseline)
     _report(options, report)
+    if options.html is not None:
+        from ampwise.report.lint import to_html
+
+        write_report(to_html(report), options.html)
     write_json(json.dumps(report.to_json(), indent=2), options.json)
-    return EXIT_GATE if report.findings else EXIT_OK
+    if report.findings:
+        return EXIT_GATE
+    return EXIT_USAGE if report.skipped else EXIT_OK
 
 
 def _first_folder(paths: tuple[Path, ...]) -> Path:
     first = paths[0]
-    return first if first.is_dir() else first.parent
+    return first if os.path.isdir(first) else first.parent  # noqa: PTH112 - a name of any length
 
 
 def _checked(options: Options, paths: tuple[Path, ...], settings: Settings) -> LintReport:
@@ -130,8 +146,10 @@ def _checked(options: Options, paths: tuple[Path, ...], settings: Settings) -> L
         return report
     files = list(find(paths, settings))
     mended = fix_files(report, files, settings, unsafe=options.unsafe_fixes)
+    for each in mended.refused:
+        print(f"ampwise: error: cannot write {each.path}: {each.reason}", file=sys.stderr)
     report = check()
-    report.fixed = sum(mended.values())
+    report.fixed = sum(mended.files.values())
     return report
 
 

@@ -115,12 +115,16 @@ def write_json(text: str, target: str | None) -> None:
     if target == "-":
         print(text)
         return
-    file = Path(target)
+    write_report(text + "\n", Path(target))
+
+
+def write_report(text: str, file: Path) -> None:
+    """Write a result to a file, and say whether there was one before."""
     did = "replaced" if file.exists() else "wrote"
     try:
-        file.write_text(text + "\n")
+        file.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UsageError(
-            f"cannot write the report to {target}: {error.strerror}; name a writable file"
+            f"cannot write the report to {file}: {error.strerror}; name a writable file"
         ) from None
-    print(f"{did} {target}", file=sys.stderr)
+    print(f"{did} {file}", file=sys.stderr)

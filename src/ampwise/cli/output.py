@@ -31,7 +31,7 @@ class Output:
         """Pass text on, or drop it."""
         if self.error is None:
             try:
-                self._stream.write(text)
+                self._stream.write(self._spelled(text))
             except OSError as error:
                 self._lose(error)
         return len(text)
@@ -46,6 +46,11 @@ class Output:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+    def _spelled(self, text: str) -> str:
+        """Text in letters that the stream has; others as escapes, as of code in other alphabets."""
+        encoding = self._stream.encoding or "utf-8"
+        return text.encode(encoding, "backslashreplace").decode(encoding)
 
     @property
     def complaint(self) -> str:

@@ -122,7 +122,7 @@ def _folder(options: Options, task: str, me: Launch) -> RunFolder:
     made: list[RunFolder] = []
 
     def make() -> str:
-        name = f"scaling-{task or 'task'}"
+        name = f"scaling-{task}"
         made.append(RunFolder.create(options.out, name, say))
         return str(made[0].path)
 

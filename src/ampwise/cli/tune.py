@@ -76,7 +76,7 @@ def run(options: Options) -> int:
         bench if options.bench else None,
     )
     task = load_task(options.task, options.settings())
-    with RunFolder.create(options.out, f"tune-{task.name or 'task'}", print) as folder:
+    with RunFolder.create(options.out, f"tune-{task.name}", print) as folder:
         folder.write({"command": "tune", "task": task.name, "status": "running"})
         try:
             with bench_progress(quiet=options.quiet) as progress:

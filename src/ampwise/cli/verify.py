@@ -20,7 +20,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class Options(Common):
-    """Check every requirement on a task: how, the evidence, a score; PASS, BLOCK or UNDECIDED."""
+    """Check every requirement on a task: how, the evidence, a score; PASS, BLOCK or UNDECIDED.
+
+    BLOCK: a critical requirement fails. UNDECIDED: none fails, but one could not be measured.
+    Exit codes: 0 on PASS and UNDECIDED, if --gate holds; 1 on BLOCK, and where it does not.
+    """
 
     precision: str | None = None
     """Precision to verify; default: the device's best, or bf16 where none gains."""
@@ -41,7 +45,8 @@ class Options(Common):
     """Write the table as Markdown to this file, too."""
 
     gate: Gate = "off"
-    """Exit with 1 on any failed requirement; "strict": also on one that is not measured."""
+    """Exit with 1 on any failed requirement; "strict": also on one that is not measured, and so on
+    UNDECIDED."""
 
 
 def run(options: Options) -> int:
@@ -81,7 +86,7 @@ def run(options: Options) -> int:
     )
     task = load_task(options.task, options.settings())
     config = VerifyConfig(settings, policy, track, bench if options.bench else None)
-    with RunFolder.create(options.out, f"verify-{task.name or 'task'}", _ignore) as folder:
+    with RunFolder.create(options.out, f"verify-{task.name}", _ignore) as folder:
         folder.write({"command": "verify", "task": task.name, "status": "running"})
         with bench_progress(quiet=options.quiet) as progress:
             found = verify(task, config, progress)
@@ -116,9 +121,17 @@ def _store(folder: RunFolder, found: Verification, text: str) -> None:
 
 def gate_exit_code(found: Verification, gate: Gate) -> int:
     """1 on BLOCK, and on what ``--gate`` asks for; UNDECIDED fails a strict gate only."""
-    statuses = {each.status for each in found.findings}
+    from ampwise.cli.bench import say
+
     bad = {"off": set[str](), "fail": {"fail"}, "strict": {"fail", "not measured"}}[gate]
-    return EXIT_GATE if found.decision == "BLOCK" or statuses & bad else EXIT_OK
+    against = [
+        f"{each.requirement}: {each.status}" for each in found.findings if each.status in bad
+    ]
+    if gate == "strict" and found.decision == "UNDECIDED":
+        against.append("the decision: UNDECIDED")
+    if against:
+        say(f"gate: {'; '.join(against)}")
+    return EXIT_GATE if found.decision == "BLOCK" or against else EXIT_OK
 
 
 def _ignore(message: str) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ampwise.lint.findings import Edit, Finding
+from ampwise.lint.source import UnreadableError, read_bytes
 
 
 def folder() -> Path:
@@ -65,11 +66,17 @@ class Cache:
             return None
 
     def store(self, path: Path, read: set[Path], findings: list[Finding], skipped: str) -> None:
-        """Keep what was found. A folder that cannot be written costs only time, later."""
+        """Keep what was found, unless a file could not be read: why not is no matter of content.
+
+        A folder that cannot be written costs only time, later.
+        """
+        digests = {str(each): self._digest(each) for each in {path, *read}}
+        if not all(digests.values()):
+            return
         kept = {
             "version": version(),
             "others": self._others,
-            "files": {str(each): self._digest(each) for each in {path, *read}},
+            "files": digests,
             "findings": [asdict(each) for each in findings],
             "skipped": skipped,
         }
@@ -86,8 +93,8 @@ class Cache:
         """A digest of a file's content; empty where it cannot be read."""
         if path not in self._digests:
             try:
-                self._digests[path] = _short(path.read_bytes())
-            except OSError:
+                self._digests[path] = _short(read_bytes(path))
+            except UnreadableError:
                 self._digests[path] = ""
         return self._digests[path]
 

@@ -37,6 +37,8 @@ def apply(text: str, edits: Iterable[Edit]) -> tuple[str, set[Edit]]:
     wrapper = MetadataWrapper(cst.parse_module(text), unsafe_skip_copy=True)
     editor = _Editor(by_span)
     changed = wrapper.visit(editor).code
+    if text.endswith("\r") and not changed.endswith("\r"):  # which libcst takes for no end of line
+        changed += "\r"
     return changed, wanted.keys() - editor.made
 
 

@@ -9,13 +9,14 @@ import signal
 import sys
 import threading
 import traceback
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 
-from ampwise.errors import UsageError
+from ampwise.errors import UsageError, kind_and_words
 from ampwise.lint.cache import Cache
 from ampwise.lint.findings import Edit, Finding, LintReport, Skipped
 from ampwise.lint.model.analysis import Analysis, analyse
@@ -23,9 +24,8 @@ from ampwise.lint.model.nodes import Node
 from ampwise.lint.project import Module, Project
 from ampwise.lint.rule import Mistake, all_rules
 from ampwise.lint.settings import Settings
-from ampwise.lint.source import UnreadableError, check_syntax, read_text
+from ampwise.lint.source import SUFFIXES, UnreadableError, check_syntax, read_text
 
-SUFFIXES = (".py", ".pyw", ".ipynb")
 NEVER = {"__pycache__", "node_modules", "site-packages", "dist-packages"}
 """Folders that are not walked into; name them to have them checked."""
 
@@ -70,15 +70,21 @@ def lint(
     Raises
     ------
     UsageError
-        For a path that is not there.
+        For a path that is not there, and where there is no file to check.
     """
     settings = settings or Settings()
+    paths = tuple(paths)
     files = list(find(paths, settings))
+    if not files:
+        raise UsageError(
+            f"{', '.join(map(str, paths))}: no file to check: expected one that ends in "
+            f"{', '.join(SUFFIXES)} and that exclude does not leave out"
+        )
     report = LintReport(files=len(files))
     found: dict[tuple[object, ...], Finding] = {}
     for count, checked in enumerate(_check_all(files, jobs, use_cache), 1):
         if checked.skipped:
-            report.skipped.append(Skipped(shown(checked.path), checked.skipped))
+            report.skipped.append(Skipped(_printable(shown(checked.path)), checked.skipped))
         for each in filter(settings.wants, checked.findings):
             # What a file shows by itself is said so; of others, what the first one leads to.
             if each.place not in found or not each.reached_from:
@@ -105,16 +111,25 @@ def shown(path: Path) -> str:
         return str(path)
 
 
+def _printable(name: str) -> str:
+    """A name of any bytes, as text."""
+    return os.fsencode(name).decode(errors="backslashreplace")
+
+
 # ---------------------------------------------------------------------- files
 
 
 def find(paths: Iterable[Path], settings: Settings) -> Iterator[Path]:
-    """All files to check, each once: those named, and those below folders named."""
+    """All files to check, each once: those named, and those below folders named.
+
+    Also what has the name of one and is none (a pipe, a link to nothing), and folders that cannot
+    be listed: reading them gives the reason.
+    """
     seen: set[str] = set()
     for path in paths:
-        if not path.exists():
+        if not os.path.lexists(path):
             raise UsageError(f"{path}: no such file or folder")
-        found = [path.absolute()] if path.is_file() else _below(path.absolute(), settings)
+        found = _below(path.absolute(), settings) if path.is_dir() else [path.absolute()]
         for file in found:
             real = os.path.realpath(file)
             if real not in seen:
@@ -123,8 +138,13 @@ def find(paths: Iterable[Path], settings: Settings) -> Iterator[Path]:
 
 
 def _below(folder: Path, settings: Settings) -> Iterator[Path]:
+    unlisted: list[Path] = []
+
+    def keep(error: OSError) -> None:
+        unlisted.append(Path(error.filename))
+
     # Links to folders are not followed: what they lead to is checked where it lies.
-    for base, folders, names in os.walk(folder, followlinks=False):
+    for base, folders, names in os.walk(folder, onerror=keep, followlinks=False):
         here = Path(base)
         folders[:] = sorted(
             name
@@ -136,8 +156,10 @@ def _below(folder: Path, settings: Settings) -> Iterator[Path]:
         )
         for name in sorted(names):
             file = here / name
-            if name.endswith(SUFFIXES) and file.is_file() and not settings.excludes(file):
+            # Emacs' locks, .#train.py, are links to nothing.
+            if name.endswith(SUFFIXES) and name[:2] != ".#" and not settings.excludes(file):
                 yield file
+    yield from unlisted
 
 
 def _check_all(files: list[Path], jobs: int, use_cache: bool) -> Iterator[Checked]:
@@ -156,13 +178,32 @@ def _check_all(files: list[Path], jobs: int, use_cache: bool) -> Iterator[Checke
     # The largest go first: one that is begun last would keep the others waiting.
     files = sorted(files, key=_size, reverse=True)
     size = max(1, min(4, len(files) // (4 * jobs)))
+    done = 0
     with ProcessPoolExecutor(jobs, initializer=_begin, initargs=(checker,)) as pool:
         try:
-            yield from pool.map(_check, files, chunksize=size)
+            for checked in pool.map(_check, files, chunksize=size):
+                yield checked
+                done += 1
         except BrokenProcessPool:
-            raise UsageError(
-                "a checking process was killed (out of memory?); use --jobs 1 to see at which file"
-            ) from None
+            pass  # by one of those that are left
+    yield from _check_each(files[done:], checker)
+
+
+def _check_each(files: list[Path], checker: Checker) -> Iterator[Checked]:
+    """Check files one after another, in another process: a file that gets it killed is named."""
+    from concurrent.futures import ProcessPoolExecutor
+    from concurrent.futures.process import BrokenProcessPool
+
+    waiting = deque(files)
+    while waiting:
+        with ProcessPoolExecutor(1, initializer=_begin, initargs=(checker,)) as pool:
+            try:
+                while waiting:
+                    yield pool.submit(_check, waiting[0]).result()
+                    waiting.popleft()
+            except BrokenProcessPool:
+                why = "the process that checked it was killed; out of memory?"
+                yield Checked(waiting.popleft(), skipped=why)
 
 
 def _size(path: Path) -> int:
@@ -184,6 +225,8 @@ class Checker:
 
     def __call__(self, path: Path) -> Checked:
         """Check a file, or remember what was found in it."""
+        if _printable(name := shown(path)) != name:
+            return Checked(path, skipped="its name is not UTF-8; rename it")
         if self._cache is not None and (kept := self._cache.load(path)) is not None:
             return Checked(path, kept[0], kept[1], cached=True)
         checked = check_file(path, self._project)
@@ -226,38 +269,46 @@ class _TimeLimitError(Exception):
 
 
 def check_file(path: Path, project: Project) -> Checked:
-    """Check one file of a project."""
+    """Check one file of a project; whatever is wrong with it is said in `Checked.skipped`."""
     checked = Checked(path)
-    try:
+    with _reason_kept(checked):
         text = read_text(path).text
         if project.glances.concerns(path, text, checked.read):
             check_module(project.module(path), checked)
         else:
             check_syntax(text)
-    except UnreadableError as error:
-        checked.skipped = str(error)
     return checked
 
 
 def check_module(module: Module, checked: Checked) -> None:
     """Run the rules over a file that was read."""
+    with _reason_kept(checked), _limits(SECONDS):
+        code = analyse(module)
+        if code.cut_short:
+            checked.skipped = "too large to be walked to its end"
+        checked.findings = list(_findings(code))
+    checked.read |= module.used - {module.path}
+
+
+@contextmanager
+def _reason_kept(checked: Checked) -> Generator[None]:
+    """Whatever ends the check of a file inside is kept as the reason; the other files go on."""
     try:
-        with _limits(SECONDS):
-            code = analyse(module)
-            if code.cut_short:
-                checked.skipped = "too large to be walked to its end"
-            checked.findings = list(_findings(code))
+        yield
+    except UnreadableError as error:
+        checked.skipped = str(error)
     except RecursionError:
         checked.skipped = "nested too deeply to be walked"
+    except MemoryError:
+        checked.skipped = "takes more memory than there is"
     except _TimeLimitError:
         checked.skipped = f"not done after {SECONDS:.0f} s of processor time"
     except Exception as error:  # noqa: BLE001 - said with the file; the others go on
         where = traceback.extract_tb(error.__traceback__)[-1]
         checked.skipped = (
-            f"a bug in ampwise: {type(error).__name__}: {error} ({Path(where.filename).name}, line "
+            f"a bug in ampwise: {kind_and_words(error)} ({Path(where.filename).name}, line "
             f"{where.lineno}); please report it"
         )
-    checked.read |= module.used - {module.path}
 
 
 def _findings(code: Analysis) -> Iterator[Finding]:

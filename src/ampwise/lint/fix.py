@@ -1,21 +1,25 @@
 """``--fix``: makes the edits of findings, checks the file again, and goes on until none is left.
 
 A file is written only when what comes out parses and has fewer findings of the rules that were
-applied; aside first, then renamed. Line ends, encoding and byte-order mark stay; of a notebook
-everything but the sources of the cells that were mended (`notebook`).
+applied; aside first, then renamed. Mode, owner, line ends, encoding and byte-order mark stay, and a
+link stays a link; of a notebook everything but the sources of the cells that were mended
+(`notebook`).
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
+import os
+import shutil
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import BinaryIO
 
-from ampwise.errors import UsageError
-from ampwise.lint.engine import Checked, check_module
-from ampwise.lint.findings import Finding, LintReport, Safety
+from ampwise.lint.engine import Checked, check_module, shown
+from ampwise.lint.findings import Finding, LintReport, Safety, Skipped
 from ampwise.lint.notebook import Notebook, notebook
 from ampwise.lint.project import Project
 from ampwise.lint.settings import Settings
@@ -27,28 +31,31 @@ ROUNDS = 12
 mean that one fix undoes another."""
 
 
-def fix_files(
-    report: LintReport, files: list[Path], settings: Settings, *, unsafe: bool
-) -> dict[Path, int]:
-    """Mend what was found in some files, in place; how many findings went, by file.
+@dataclass(slots=True)
+class Mended:
+    """What became of files that were to be mended."""
 
-    Raises
-    ------
-    UsageError
-        When a file cannot be written.
-    """
+    files: dict[Path, int] = field(default_factory=dict[Path, int])
+    """How many findings went."""
+    refused: list[Skipped] = field(default_factory=list[Skipped])
+    """Files that could not be written, and why."""
+
+
+def fix_files(report: LintReport, files: list[Path], settings: Settings, *, unsafe: bool) -> Mended:
+    """Mend what was found in some files, in place."""
     ways: dict[Path, list[Path]] = {}
     for each in report.findings:
         if each.edits:
             # Of a mistake that only another file leads to, that one is walked again as well.
             way = ways.setdefault(Path(each.path).absolute(), [])
             way += [Path(each.reached_from).absolute()] if each.reached_from else []
-    mended: dict[Path, int] = {}
-    for path in files:
-        if path in ways and (
-            count := fix_file(path, frozenset(files), settings, unsafe, ways[path])
-        ):
-            mended[path] = count
+    mended = Mended()
+    for path in filter(ways.__contains__, files):
+        try:
+            if count := fix_file(path, frozenset(files), settings, unsafe, ways[path]):
+                mended.files[path] = count
+        except OSError as error:
+            mended.refused.append(Skipped(shown(path), error.strerror or str(error)))
     return mended
 
 
@@ -59,7 +66,13 @@ def fix_file(
     unsafe: bool,
     ways: Sequence[Path] = (),
 ) -> int:
-    """Mend one file, as it is and as other files lead there; how many findings went."""
+    """Mend one file, as it is and as other files lead there; how many findings went.
+
+    Raises
+    ------
+    OSError
+        When it cannot be written.
+    """
     try:
         source = read(path)
         book = notebook(path.read_bytes().decode("utf-8")) if path.suffix == ".ipynb" else None
@@ -78,12 +91,23 @@ def fix_file(
         gone += count
     written = text if book is None else book.with_program(text)
     if text != begin and written is not None:
-        data = written.encode(source.encoding)
-        try:
-            atomic_write(path, lambda file: file.write(data))
-        except OSError as error:
-            raise UsageError(f"cannot write {path}: {error.strerror}") from None
+        _rewrite(path, written.encode(source.encoding))
     return gone
+
+
+def _rewrite(path: Path, data: bytes) -> None:
+    """Replace what a file holds, or the file that a link leads to; mode and owner stay."""
+    target = path.resolve()
+    before = target.stat()
+
+    def write(aside: BinaryIO) -> None:
+        aside.write(data)
+        # Only root may give a file to somebody else, and on Windows nobody.
+        with contextlib.suppress(OSError, AttributeError):
+            os.chown(aside.name, before.st_uid, before.st_gid)
+        shutil.copymode(target, aside.name)
+
+    atomic_write(target, write)
 
 
 @dataclass(frozen=True, slots=True)

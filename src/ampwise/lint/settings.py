@@ -133,7 +133,11 @@ def _read(file: Path) -> Settings:
         content: Any = tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UsageError(f"{file}: not readable as TOML: {error}") from None
-    table: Any = content.get("tool", {}).get("ampwise", {}).get("lint", {})
+    table: Any = content
+    for name in ("tool", "ampwise", "lint"):
+        table = table.get(name, {})
+        if not isinstance(table, dict):
+            raise UsageError(f"{file}: {name}: expected a table, got {table!r}")
     for key in table:
         if key not in KEYS:
             raise UsageError(

@@ -6,6 +6,7 @@ import ast
 import io
 import json
 import re
+import stat
 import symtable
 import tokenize
 import warnings
@@ -18,6 +19,9 @@ from typing import Any
 
 from ampwise.errors import in_one_line
 
+SUFFIXES = (".py", ".pyw", ".ipynb")
+"""Of what is checked in folders. A file that is named may also have none, as scripts do."""
+
 MAX_BYTES = 4 << 20
 """Larger files are data or generated; the largest of torch's own has 1.3 MB."""
 
@@ -25,6 +29,7 @@ PYTHON_2 = re.compile(
     r"^\s*(print\s+[\"'\w]|exec\s+[\"'\w]|except\s+[\w.()]+\s*,\s*\w+\s*:|raise\s+\w+\s*,)",
     re.MULTILINE,
 )
+SHEBANG = re.compile(rb"#!.*python")
 IGNORE = re.compile(r"#\s*ampwise:\s*ignore(?P<file>-file)?(?:\[(?P<codes>[\w\s,]*)\])?")
 MAGIC = re.compile(r"^\s*(%|!|\?)|^[\w.]+\?{1,2}\s*$")
 PYTHON_CELLS = ("%%time", "%%timeit", "%%capture", "%%prun", "%%python", "%%python3")
@@ -111,15 +116,45 @@ def read_text(path: Path) -> Text:
     UnreadableError
         With the reason, in words.
     """
-    try:
-        if path.stat().st_size > MAX_BYTES:
-            raise UnreadableError(f"larger than {MAX_BYTES >> 20} MiB")
-        raw = path.read_bytes()
-    except OSError as error:
-        raise UnreadableError(error.strerror or str(error)) from None
+    raw = read_bytes(path)
     if path.suffix == ".ipynb":
         return _notebook(path, raw)
+    if path.suffix not in (*SUFFIXES, "") and not SHEBANG.match(raw):
+        raise UnreadableError(
+            f"not Python: expected a name ending in {', '.join(SUFFIXES)}, or a first line such as "
+            "#!/usr/bin/env python3"
+        )
     return Text(path, *decode(raw))
+
+
+def read_bytes(path: Path) -> bytes:
+    """What a file holds. Only regular files are opened: reading a pipe might never end.
+
+    Raises
+    ------
+    UnreadableError
+        With the reason, in words.
+    """
+    try:
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):
+            raise UnreadableError(f"not a file: {_kind(found.st_mode)}")
+        if found.st_size > MAX_BYTES:
+            raise UnreadableError(f"larger than {MAX_BYTES >> 20} MiB")
+        return path.read_bytes()
+    except FileNotFoundError:
+        gone = "a link to nothing" if path.is_symlink() else "gone since it was found"
+        raise UnreadableError(gone) from None
+    except OSError as error:
+        raise UnreadableError(error.strerror or str(error)) from None
+
+
+def _kind(mode: int) -> str:
+    if stat.S_ISDIR(mode):
+        return "a folder that cannot be listed"
+    if stat.S_ISFIFO(mode):
+        return "a pipe (FIFO)"
+    return "a socket" if stat.S_ISSOCK(mode) else "a device"
 
 
 def decode(raw: bytes) -> tuple[str, str]:
@@ -171,8 +206,12 @@ def _notebook(path: Path, raw: bytes) -> Text:
         book: Any = json.loads(raw.decode("utf-8-sig"))
         cells = book["cells"] if "cells" in book else book["worksheets"][0]["cells"]
         language = book.get("metadata", {}).get("kernelspec", {}).get("language", "python")
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+    except RecursionError:
+        raise UnreadableError("not a notebook: nested too deeply") from None
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise UnreadableError(f"not a notebook: {in_one_line(error)}") from None
+    if not isinstance(cells, list):
+        raise UnreadableError(f"not a notebook: cells is of type {type(cells).__name__}")
     if str(language).lower() not in ("python", ""):
         raise UnreadableError(f"a notebook in {language}")
     lines: list[str] = []
@@ -187,9 +226,18 @@ def _notebook(path: Path, raw: bytes) -> Text:
 
 
 def cell_text(cell: dict[str, Any]) -> str:
-    """What a code cell holds; nbformat allows a string or a list of lines."""
+    """What a code cell holds: a string or a list of lines, as nbformat has it.
+
+    Raises
+    ------
+    UnreadableError
+        When it is something else.
+    """
     body = cell.get("source", cell.get("input", ""))
-    return "".join(map(str, body)) if isinstance(body, list) else str(body)
+    lines = body if isinstance(body, list) else [body]
+    if not all(isinstance(each, str) for each in lines):
+        raise UnreadableError("not a notebook: the source of a code cell is no text")
+    return "".join(lines)
 
 
 def without_magics(body: str) -> list[str]:

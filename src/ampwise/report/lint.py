@@ -1,8 +1,9 @@
-"""Shows what a check of some files found: text with excerpts, annotations, SARIF, statistics."""
+"""Shows what a check of some files found: text, annotations, SARIF, statistics, a page."""
 
 from __future__ import annotations
 
 import textwrap
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from rich.text import Text
 import ampwise
 from ampwise.lint.findings import Finding, LintReport
 from ampwise.lint.rule import Rule, all_rules
+from ampwise.report.page import page
 
 STYLES = {"error": "bold red", "warning": "bold yellow", "info": "bold blue"}
 SARIF_LEVELS = {"error": "error", "warning": "warning", "info": "note"}
@@ -27,10 +29,14 @@ def render(report: LintReport, console: Console | None = None, *, summary: bool 
     console = console or Console(soft_wrap=True)
     for each in report.findings:
         _finding(each, console)
-    for each in report.skipped:
-        console.print(Text.assemble((each.path, "bold"), f": skipped: {each.reason}"))
+    _skipped(report, console)
     if summary:
-        console.print(_summary(report))
+        console.print(Text(headline(report)))
+
+
+def _skipped(report: LintReport, console: Console) -> None:
+    for each in report.skipped:
+        console.print(Text.assemble((each.path, "bold"), f": not read: {each.reason}"))
 
 
 def place(finding: Finding) -> str:
@@ -48,9 +54,7 @@ def _finding(finding: Finding, console: Console) -> None:
         )
     )
     number = str(finding.line)
-    text = finding.source.expandtabs(4).rstrip()
-    if len(text) > EXCERPT:
-        text = text[:EXCERPT] + "..."
+    text = _excerpt(finding).expandtabs(4)
     bar = " " * len(number)
     console.print(Text.assemble((f"  {number} | ", "dim"), text))
     column = len(finding.source[: finding.column - 1].expandtabs(4))
@@ -62,8 +66,17 @@ def _finding(finding: Finding, console: Console) -> None:
     console.print()
 
 
-def _summary(report: LintReport) -> Text:
+def _excerpt(finding: Finding) -> str:
+    text = finding.source.rstrip()
+    return text[:EXCERPT] + "..." if len(text) > EXCERPT else text
+
+
+def headline(report: LintReport) -> str:
+    """What was found, in how many files, and how many were not read or not to their end."""
     files = f"{report.files:,} file{'s' if report.files != 1 else ''}"
+    unread = len(report.skipped)
+    if unread == report.files and not report.findings:
+        return f"{files}: {'none' if unread != 1 else 'not'} read"
     counts = {kind: sum(each.severity == kind for each in report.findings) for kind in STYLES}
     words = {"error": "error", "warning": "warning", "info": "hint"}
     parts = [
@@ -71,20 +84,21 @@ def _summary(report: LintReport) -> Text:
         for kind, count in counts.items()
         if count
     ]
-    text = Text(f"{files}: {', '.join(parts) if parts else 'no findings'}")
+    of_all = f"{report.files - unread:,} of " if unread else ""
+    said = [f"{of_all}{files}: {', '.join(parts) if parts else 'no findings'}"]
     if report.fixed:
-        text.append(f"; {report.fixed} mended")
+        said.append(f"{report.fixed} mended")
     safe = sum(bool(each.edits) and each.fix == "safe" for each in report.findings)
     unsafe = sum(bool(each.edits) and each.fix == "unsafe" for each in report.findings)
     if safe:
-        text.append(f"; --fix mends {safe}")
+        said.append(f"--fix mends {safe}")
     if unsafe:
-        text.append(f"; --unsafe-fixes {unsafe} more")
+        said.append(f"--unsafe-fixes {unsafe} more")
     if report.baselined:
-        text.append(f"; {report.baselined} known")
-    if report.skipped:
-        text.append(f"; {len(report.skipped)} skipped")
-    return text
+        said.append(f"{report.baselined} known")
+    if unread:
+        said.append(f"{unread:,} not read")
+    return "; ".join(said)
 
 
 def statistics(report: LintReport, console: Console | None = None) -> None:
@@ -96,7 +110,8 @@ def statistics(report: LintReport, console: Console | None = None) -> None:
         console.print(
             Text.assemble(f"{count:>6}  ", (code, STYLES[rule.severity]), f"  {rule.name}")
         )
-    console.print(_summary(report))
+    _skipped(report, console)
+    console.print(Text(headline(report)))
 
 
 def github(report: LintReport) -> None:
@@ -106,6 +121,10 @@ def github(report: LintReport) -> None:
         print(  # noqa: T201 - the format is this output
             f"::{level} file={_property(each.path)},line={each.line},col={each.column},"
             f"title={_property(f'{each.code} {each.name}')}::{_data(each.words)}"
+        )
+    for each in report.skipped:
+        print(  # noqa: T201
+            f"::warning file={_property(each.path)},title=not read::{_data(each.reason)}"
         )
 
 
@@ -126,6 +145,32 @@ def explain(rule: Rule, console: Console | None = None) -> None:
         console.print(Markdown(f"# {title}\n\n{body}"))
     else:
         console.file.write(f"# {title}\n\n{body}\n")
+
+
+def to_html(report: LintReport) -> str:
+    """The findings as a page, file by file, each with its line of the source."""
+    rules = all_rules()
+    return page(
+        "lint.html",
+        report=report,
+        headline=headline(report),
+        version=ampwise.__version__,
+        counts=[(rules[code], count) for code, count in report.statistics.most_common()],
+        files=[(path, list(each)) for path, each in groupby(report.findings, lambda e: e.path)],
+        css={"error": "fail", "warning": "open", "info": "soft"},
+        excerpt=_excerpt,
+        fix=_fix,
+    )
+
+
+def _fix(finding: Finding) -> str:
+    if not finding.edits:
+        return "by hand"
+    return {
+        "safe": "--fix makes it",
+        "unsafe": "--unsafe-fixes makes it; behaviour may change",
+        "": "by hand",
+    }[finding.fix]
 
 
 def to_sarif(report: LintReport) -> dict[str, Any]:
@@ -151,7 +196,7 @@ def to_sarif(report: LintReport) -> dict[str, Any]:
                         "toolExecutionNotifications": [
                             {
                                 "level": "note",
-                                "message": {"text": f"skipped: {each.reason}"},
+                                "message": {"text": f"not read: {each.reason}"},
                                 "locations": [_sarif_place(each.path)],
                             }
                             for each in report.skipped

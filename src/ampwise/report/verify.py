@@ -31,12 +31,14 @@ def render(found: Verification, console: Console) -> None:
 
 
 def decision(found: Verification) -> str:
-    """The last line: decision and score, and what a decision lacks."""
+    """The last line: decision and score, what failed, and what a decision lacks."""
     interrupted = found.interrupted and found.decision != "BLOCK"
+    failed = [each.requirement for each in found.findings if each.status == "fail"]
     missing = [each.requirement for each in found.findings if each.open and not interrupted]
     return (
         f"{'INTERRUPTED' if interrupted else found.decision}: {found.passed} of "
         f"{len(found.applicable)} requirements measured and met ({found.score:.0%})"
+        f"{'; failed: ' * bool(failed)}{', '.join(failed)}"
         f"{'; not measured: ' * bool(missing)}{', '.join(missing)}"
     )
 

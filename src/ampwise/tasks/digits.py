@@ -102,7 +102,7 @@ def _load() -> tuple[Tensor, Tensor]:
         from sklearn.datasets import load_digits
     except ImportError:
         raise MissingExtraError(
-            "task digits needs scikit-learn: pip install scikit-learn"
+            "task digits needs scikit-learn: pip install 'ampwise[digits]'"
         ) from None
     digits: Any = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16

@@ -6,6 +6,7 @@
     package.module[:name]     a function in an importable module
 
 The function is called with the ``--set key=value`` pairs, converted to what its annotations say.
+A task that has no name of its own is called by its function, or by its file where that is ``task``.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import re
 import sys
 import types
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -48,7 +50,8 @@ def load_task(spec: str, settings: Mapping[str, str] | None = None) -> Task:
         When there is no such task, or its function does not give a `Task`.
     """
     function, values = _find(spec)
-    return _call(function, spec, {**values, **_converted(function, spec, settings or {})})
+    task = _call(function, spec, {**values, **_converted(function, spec, settings or {})})
+    return task if task.name else replace(task, name=_name(spec))
 
 
 def _find(spec: str) -> tuple[Callable[..., Any], dict[str, Any]]:
@@ -73,6 +76,14 @@ def _place_and_name(spec: str) -> tuple[str, str]:
     file = re.fullmatch(r"(.+\.py)(?::(\w*))?", spec, re.DOTALL)
     place, name = file.groups() if file else spec.partition(":")[::2]
     return place, name or "task"
+
+
+def _name(spec: str) -> str:
+    """What to call a task of a file or module: by its function, or else by where that stands."""
+    place, function = _place_and_name(spec)
+    if function != "task":
+        return function
+    return Path(place).stem if place.endswith(".py") else place.rpartition(".")[2]
 
 
 def _no_function(module: types.ModuleType, name: str, place: str) -> str:

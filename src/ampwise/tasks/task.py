@@ -30,7 +30,8 @@ class Task:
     evaluate
         Metrics of the model on held-out data, such as ``{"accuracy": 0.93}``.
     name
-        What reports call the task.
+        What reports call the task. Default: its function's name, or its file's where that is
+        ``task``.
     samples
         Samples (or tokens) in a batch: the unit of rates and of accumulation weights.
     higher_is_better
