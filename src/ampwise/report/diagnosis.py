@@ -103,6 +103,7 @@ def to_html(found: Diagnosis) -> str:
         "diagnosis.html",
         found=found,
         headline=headline(found),
+        standing={"fault": "fail", "clean": "pass"}.get(found.status, "open"),
         where=_where,
         path=_path(found),
         number=number,

@@ -24,6 +24,7 @@ def to_html(report: BenchReport) -> str:
         unit=unit,
         one=one,
         report=report,
+        standing=_standing(report),
         environment=report.environment,
         parity=report.parity,
         gpu=None if report.contamination is None else report.contamination.gpu,
@@ -35,6 +36,18 @@ def to_html(report: BenchReport) -> str:
         number=number,
         mean=_mean,
     )
+
+
+def _standing(report: BenchReport) -> str:
+    """Whether some precision meets all that is asked, all fail at something, or that is open."""
+    found = [
+        {requirement.status for requirement in each.requirements.values()}
+        for each in report.precisions
+        if each.requirements
+    ]
+    if any(statuses == {"pass"} for statuses in found):
+        return "pass"
+    return "fail" if found and all("fail" in statuses for statuses in found) else "open"
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -51,7 +51,8 @@ def figure(svg: str, caption: str) -> Any:
     if not svg:
         return Markup("")
     return Markup(
-        '<figure><div role="img" aria-label="{0}">{1}</div><figcaption>{0}</figcaption></figure>'
+        '<figure><div class="scroll" role="img" aria-label="{0}">{1}</div>'
+        "<figcaption>{0}</figcaption></figure>"
     ).format(escape(caption), Markup(svg))  # noqa: S704 - matplotlib escapes what it draws
 
 

@@ -79,6 +79,11 @@ class TrainedRun:
         return f"{result.status}: {result.steps} steps, {result.skipped_steps} of them skipped"
 
     @property
+    def standing(self) -> str:
+        """Class of how it ended: its colour."""
+        return {"finished": "pass", "failed": "fail"}.get(self.result.status, "open")
+
+    @property
     def rows(self) -> list[tuple[str, str]]:
         """What is to be said about it, by name."""
         return _rows(self.result)

@@ -50,7 +50,9 @@ def to_markdown(found: Tuned) -> str:
 def to_html(found: Tuned) -> str:
     """The same as a page."""
     rows = [_cells(each) for each in found.tried]
-    return page("tune.html", found=found, rows=rows, sentences=sentences(found))
+    standing = "pass" if any(each.policy for each in found.tried) else "fail"
+    values = {"rows": rows, "standing": standing, "sentences": sentences(found)}
+    return page("tune.html", found=found, **values)
 
 
 def _cells(each: Tried) -> tuple[str, ...]:
