@@ -20,7 +20,7 @@ from typing import Annotated, Any, TypeVar
 
 import tyro
 
-from ampwise.cli.options import Gate
+from ampwise.cli.options import Common, Gate
 from ampwise.errors import UsageError, nearest
 
 T = TypeVar("T")
@@ -39,19 +39,54 @@ def parse(kind: type[T], arguments: Sequence[str], program: str) -> T | None:
         with contextlib.suppress(SystemExit):
             tyro.cli(_for_help(kind), args=["--help"], prog=program, config=_STYLE)
         return None
-    options = _tyro(kind, arguments, program)
+    layers = [_Layer(arguments)]
+    options = _stacked(kind, layers, program)
     path: Path | None = getattr(options, "config", None)
-    if path is None:
-        return options
+    if path is not None:
+        layers.insert(0, _from_file(path, kind))
+        options = _stacked(kind, layers, program)
+    earlier = options.earlier() if isinstance(options, Common) else {}
+    if earlier:
+        layers.insert(0, _Layer(_as_flags(earlier, kind), "the run's own options: "))
+        options = _stacked(kind, layers, program)
+    return options
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layer:
+    """Flags, and where they come from, for the beginning of an error's line."""
+
+    flags: Sequence[str]
+    source: str = ""
+
+
+def _from_file(path: Path, kind: type) -> _Layer:
+    source = f"config file {path}: "
     try:
-        from_file = _tyro(kind, _as_flags(_content(path), kind), program)
+        return _Layer(_as_flags(_content(path), kind), source)
     except UsageError as error:
-        raise UsageError(f"config file {path}: {error}") from None
+        raise UsageError(f"{source}{error}") from None
+
+
+def _stacked(kind: type[T], layers: Sequence[_Layer], program: str) -> T:
+    """What several layers of flags say; a later one wins."""
+    options = kind()
+    for layer in layers:
+        try:
+            options = _over(options, layer.flags, program)
+        except UsageError as error:
+            raise UsageError(f"{layer.source}{error}") from None
+    return options
+
+
+def _over(options: T, flags: Sequence[str], program: str) -> T:
+    """What flags say, and what `options` say where they do not."""
+    kind = type(options)
     # A switch that is on by default would be called --no-... on the command line.
-    switches = {name: False for name in _switches(kind) if getattr(from_file, name)}
+    switches = {name: False for name in _switches(kind) if getattr(options, name)}
     on = dict.fromkeys(switches, True)
-    default = dataclasses.replace(from_file, **switches)  # pyright: ignore[reportArgumentType]
-    options = _tyro(kind, arguments, program, default=default)
+    default = dataclasses.replace(options, **switches)  # pyright: ignore[reportArgumentType]
+    options = _tyro(kind, flags, program, default)
     return dataclasses.replace(options, **on)  # pyright: ignore[reportArgumentType]
 
 
@@ -79,10 +114,9 @@ def _default(label: str) -> str:
     return "" if label in ("", "None", "True", "False") else f"(default: {label})"
 
 
-def _tyro(kind: type[T], arguments: Sequence[str], program: str, default: T | None = None) -> T:
+def _tyro(kind: type[T], arguments: Sequence[str], program: str, default: T) -> T:
     """What tyro makes of some arguments; its report of an error as one line."""
     said = io.StringIO()
-    default = kind() if default is None else default
     for word in arguments:
         flag, equals, _ = word.partition("=")
         if equals and flag.removeprefix("--").replace("-", "_") in _switches(kind):

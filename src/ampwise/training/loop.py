@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -294,8 +295,7 @@ class _Run:
         else:
             self.position.epoch_rng = checkpoint.random_state()
         batches = trained_on(self.task.batches)
-        for _ in range(self.position.batch):
-            next(batches, None)
+        next(islice(batches, self.position.batch, self.position.batch), None)  # skipped
         if resumed is not None:
             checkpoint.set_random_state(resumed)
         yield from batches
@@ -458,6 +458,7 @@ class _Run:
             {
                 "command": "train",
                 "config": self.makeup,
+                "options": self.config.options,
                 "task": dict(self.task.info),
                 "policy": self.config.resolution.to_json(),
                 "environment": environment(self.device),
