@@ -13,6 +13,9 @@ from typing import Any, BinaryIO
 
 from ampwise.errors import UsageError, in_one_line
 
+MAX_INT = 2**63
+"""No count in a file is as large as this."""
+
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a pipe",

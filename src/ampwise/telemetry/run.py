@@ -22,12 +22,9 @@ from typing import Any, Self, TextIO, cast
 
 from ampwise.errors import UsageError, in_one_line
 from ampwise.telemetry import names
-from ampwise.telemetry.files import atomic_write_text, read_object, regular
+from ampwise.telemetry.files import MAX_INT, atomic_write_text, read_object, regular
 
 FLUSH_EVERY_S = 1.0
-
-MAX_INT = 2**63
-"""No count in a run's files is as large as this."""
 
 
 class RunFolder:

@@ -38,6 +38,9 @@ from ampwise.training.share import DataRandom, whole_batches
 
 _SETTINGS = ("batch_size", "accumulate", "max_grad_norm", "seed", "optimizer")
 
+_LONGEST = 200
+"""Characters of a value in a line of differences."""
+
 _NO_VALUES = {
     *("params", "param_names", "initial_lr"),
     *("foreach", "fused", "capturable", "differentiable"),  # how it computes, not what
@@ -158,7 +161,8 @@ def _words(key: str) -> str:
 
 
 def _spelled(value: Any) -> str:
-    return "none" if value is None else str(value)
+    words = "none" if value is None else str(value)
+    return words if len(words) <= _LONGEST else f"{words[: _LONGEST - 3]}..."
 
 
 # -- going on with it ------------------------------------------------------------------------------

@@ -23,11 +23,11 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from ampwise.data import Feed
 from ampwise.distributed.host_group import everyone
-from ampwise.distributed.launch import Launch
+from ampwise.distributed.launch import Launch, is_lost
 from ampwise.distributed.layout import unwrapped
 from ampwise.distributed.watchdog import NoWatchdog, watched
 from ampwise.distributed.wrap import spread
-from ampwise.errors import UsageError, in_one_line
+from ampwise.errors import UsageError, in_one_line, is_out_of_memory
 from ampwise.step import StepRecord, TrainStep
 from ampwise.tasks import Task
 from ampwise.tasks.checks import (
@@ -98,7 +98,10 @@ def train(
         with StopSignals() as stop, watched(store, run.me, limit_s, run.last_words) as run.dog:
             run.train(stop)
     except BaseException as error:
-        run.result.status = f"failed: {in_one_line(error)}"
+        damage = run.damage_behind(error)
+        run.result.status = f"failed: {in_one_line(damage or error)}"
+        if damage is not None:
+            raise damage from error
         raise
     finally:
         run.close()
@@ -162,6 +165,7 @@ class _Run:
         self.rate = _Rate()
         self._waits_s = self._total_s = 0.0
         self._saved_at = -1
+        self._resumed: Path | None = None
         self._saving: checkpoint.Saving | None = None
         self.dog = NoWatchdog()
         self._state: dict[str, Any] | None = None
@@ -211,6 +215,16 @@ class _Run:
         assert self.config.on_fault is not None
         self.say(f"step {diagnosis.step} was skipped: {diagnosis.cause}; {diagnosis.explanation}")
         self.config.on_fault(diagnosis, self.folder.path)
+
+    def damage_behind(self, error: BaseException) -> UsageError | None:
+        """The error of a checkpoint whose state no step can be made from, if that is what it is.
+
+        Nothing but the optimizer knows what belongs into its state.
+        """
+        first = self.trained.step.steps == self.result.resumed_from
+        if self._resumed is None or not first or is_lost(error) or is_out_of_memory(error):
+            return None
+        return checkpoint.unusable(self._resumed, error)
 
     # -- the loop ----------------------------------------------------------------------------------
 
@@ -394,11 +408,14 @@ class _Run:
             return
         if path is None:
             raise UsageError(f"nothing to resume in {self.folder.path}: it has no checkpoint yet")
-        content = self._accepted(checkpoint.load(path, self.trained, self.say), path)
-        self.position = checkpoint.restore(content, self.trained)
+        content = checkpoint.load(path, self.trained, self.say)
+        with checkpoint.sound(path):
+            content = self._accepted(content, path)
+            self.position = checkpoint.restore(content, self.trained)
         self._state = content["rng"]
         steps = self.trained.step.steps
         self._saved_at = self.result.resumed_from = steps
+        self._resumed = path
         self.folder.continue_after(steps)
         self.say(f"resumed at step {steps} from {path}")
 
