@@ -327,7 +327,7 @@ class Search:
                 window = self.windows[0]
                 one = fix.time_ratio(self.step, window, self._candidate([parent]))
                 several = fix.time_ratio(self.step, window, self._candidate(children))
-                if one <= several:
+                if one is not None and several is not None and one <= several:
                     names = together
         return names
 
