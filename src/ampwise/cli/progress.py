@@ -16,10 +16,18 @@ PLAIN_EVERY_S = 5.0
 
 
 class Line:
-    """One line of progress that is rewritten on a terminal and repeated, seldom, elsewhere."""
+    """One line of progress that is rewritten on a terminal and repeated, seldom, elsewhere.
 
-    def __init__(self, *, quiet: bool = False) -> None:
-        self._quiet = quiet
+    Parameters
+    ----------
+    quiet
+        Show warnings only.
+    mute
+        Not even these: another process shows them.
+    """
+
+    def __init__(self, *, quiet: bool = False, mute: bool = False) -> None:
+        self._quiet, self._mute = quiet or mute, mute
         self._terminal = sys.stderr.isatty()
         self._last = 0.0
         self._shown = False
@@ -39,8 +47,13 @@ class Line:
 
     def say(self, text: str) -> None:
         """A line that stays."""
-        self.clear()
         if not self._quiet:
+            self.warn(text)
+
+    def warn(self, text: str) -> None:
+        """A line that stays, and that being quiet does not hide."""
+        self.clear()
+        if not self._mute:
             print(text, file=sys.stderr, flush=True)
 
     def clear(self) -> None:
@@ -109,14 +122,18 @@ class TrainProgress:
         self.message(f"step {step}: held-out {found}")
 
     def message(self, text: str) -> None:
-        """Something the user should read."""
+        """Something the user may want to know."""
         self._line.say(text)
+
+    def warning(self, text: str) -> None:
+        """Something the user must read."""
+        self._line.warn(text)
 
 
 @contextmanager
-def train_progress(*, quiet: bool) -> Generator[TrainProgress]:
-    """Progress of a training run, cleared at its end."""
-    line = Line(quiet=quiet)
+def train_progress(*, quiet: bool, mute: bool = False) -> Generator[TrainProgress]:
+    """Progress of a training run, cleared at its end; `mute` where another process shows it."""
+    line = Line(quiet=quiet, mute=mute)
     try:
         yield TrainProgress(line)
     finally:

@@ -150,7 +150,6 @@ def run(options: Options) -> int:
             f"--parallel {options.parallel} is for several processes; start them with "
             "torchrun --nproc-per-node 2 -m ampwise train ..."
         )
-    quiet = options.quiet or not me.leads
     if me.may_restart and options.out is None:
         raise UsageError(
             "torchrun may start processes anew (--max-restarts), and they must find the run: name "
@@ -158,11 +157,12 @@ def run(options: Options) -> int:
         )
     kind, _, _ = choose_device(options.device, present_devices())
     with joined(me, kind, options.rank_timeout) as store:
-        with train_progress(quiet=quiet) as shown:
+        with train_progress(quiet=options.quiet, mute=not me.leads) as shown:
             resolution = _resolved(options, me)
             config = _config(options, resolution)
             task = load_task(options.task, options.settings())
-            shown.message(f"precision: {resolution}")
+            tell = shown.warning if resolution.changed else shown.message
+            tell(f"precision: {resolution}")
             if me.size > 1:
                 shown.message(f"{me.size} processes, {options.parallel}")
             result = train(task, config, shown, me, store)

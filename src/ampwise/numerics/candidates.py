@@ -182,8 +182,8 @@ def _smaller_exponent(place: Place, dtype: str, op: str) -> list[Candidate]:
     fmt = formats.lookup(dtype or "float32")
     most = math.log(fmt.max) * _EXPONENTIALS[op]
     how = (
-        f"line {place.line}: subtract the maximum first (x - x.amax(dim, keepdim=True)); or stay in "
-        "log-space (logsumexp, log_softmax, softplus); or clamp the argument below log(max of "
+        f"line {place.line}: subtract the maximum first (x - x.amax(dim, keepdim=True)); or stay "
+        "in log-space (logsumexp, log_softmax, softplus); or clamp the argument below log(max of "
         f"{fmt}): x.clamp(max={math.floor(10 * most) / 10:g})"
     )
     return [Candidate(f"keep the argument of {op} small", how, tried=False)]

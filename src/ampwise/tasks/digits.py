@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ampwise.errors import MissingExtraError, TaskError
+from ampwise.installation import package_command
 from ampwise.tasks.task import Task
 
 HELD_OUT = 360
@@ -102,7 +103,7 @@ def _load() -> tuple[Tensor, Tensor]:
         from sklearn.datasets import load_digits
     except ImportError:
         raise MissingExtraError(
-            "task digits needs scikit-learn: pip install scikit-learn"
+            f"task digits needs scikit-learn: {package_command('scikit-learn')}"
         ) from None
     digits: Any = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16

@@ -66,7 +66,10 @@ class Progress(Protocol):
         """An evaluation is known."""
 
     def message(self, text: str) -> None:
-        """Something the user should read."""
+        """Something the user may want to know."""
+
+    def warning(self, text: str) -> None:
+        """Something the user must read."""
 
 
 def train(
@@ -181,7 +184,7 @@ class _Run:
             self.folder.path,
             self.folder.path.name,
             {"task": task.name, **config.to_json()},
-            self.say,
+            self.warn,
         )
 
     def _open_folder(self, name: str) -> tuple[RunFolder, bool]:
@@ -197,9 +200,9 @@ class _Run:
             resumes = there if again else self.config.resume
             if resumes:
                 assert out is not None
-                opened.append(RunFolder.resume(out, self.say))
+                opened.append(RunFolder.resume(out, self.warn))
             else:
-                opened.append(RunFolder.create(out, name, self.say, trains=True))
+                opened.append(RunFolder.create(out, name, self.warn, trains=True))
             return str(opened[0].path), resumes
 
         path, resumes = everyone().first(open_it)
@@ -207,13 +210,21 @@ class _Run:
 
     def say(self, text: str) -> None:
         """Tell the user, and keep it in the record."""
+        self._keep(text)
+        self.progress.message(text)
+
+    def warn(self, text: str) -> None:
+        """Tell the user what has gone wrong, and keep it in the record."""
+        self._keep(text)
+        self.progress.warning(text)
+
+    def _keep(self, text: str) -> None:
         if hasattr(self, "result"):
             self.result.messages.append(text)
-        self.progress.message(text)
 
     def _on_fault(self, diagnosis: Any) -> None:
         assert self.config.on_fault is not None
-        self.say(f"step {diagnosis.step} was skipped: {diagnosis.cause}; {diagnosis.explanation}")
+        self.warn(f"step {diagnosis.step} was skipped: {diagnosis.cause}; {diagnosis.explanation}")
         self.config.on_fault(diagnosis, self.folder.path)
 
     def damage_behind(self, error: BaseException) -> UsageError | None:
@@ -408,7 +419,7 @@ class _Run:
             return
         if path is None:
             raise UsageError(f"nothing to resume in {self.folder.path}: it has no checkpoint yet")
-        content = checkpoint.load(path, self.trained, self.say)
+        content = checkpoint.load(path, self.trained, self.warn)
         with checkpoint.sound(path):
             content = self._accepted(content, path)
             self.position = checkpoint.restore(content, self.trained)

@@ -338,6 +338,8 @@ class _Silent:
 
     def message(self, text: str) -> None: ...
 
+    def warning(self, text: str) -> None: ...
+
 
 def _in_double(batch: Any) -> Any:
     return changed(batch, lambda leaf: leaf.double() if leaf.is_floating_point() else leaf)
