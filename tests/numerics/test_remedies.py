@@ -93,3 +93,20 @@ def test_neither_has_one_that_raises_in_backward():
     verified = [each for each in found.fixes if each.verified]
     assert verified
     assert all(each.step_time_ratio is None for each in verified)
+
+
+def test_the_words_of_an_error_end_with_one_full_stop():
+    class Verbose(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(8, 8)
+
+        def forward(self, x):
+            y = self.lin(x)
+            if y.dtype != torch.float32:
+                raise TypeError("see the manual for more information.")
+            return y
+
+    found = diagnose(task(Verbose, square, data(4, 8)), "bf16", steps=2)
+    assert found.cause == "DTYPE_ERROR"
+    assert "more information. In float32" in found.explanation

@@ -264,7 +264,7 @@ def verified(at: str) -> Verification:
     return verify(small(), config, Stopping(at))
 
 
-@pytest.mark.parametrize("at", ["switched off, it is plain float32", "parity", "the race"])
+@pytest.mark.parametrize("at", ["switched off, it is plain float32", "parity", "race"])
 def test_an_interruption_keeps_what_was_checked(at):
     found = verified(at)
     assert found.interrupted == (at != "parity")  # which was not asked for

@@ -32,6 +32,11 @@ class Line:
         self._last = 0.0
         self._shown = False
 
+    @property
+    def room(self) -> int:
+        """Characters that `show` shows."""
+        return _columns() - 1 if self._terminal else sys.maxsize
+
     def show(self, text: str, *, now: bool = False) -> None:
         """Show the current state; `now` for what must not be left out."""
         due = now or time.monotonic() - self._last >= (0.1 if self._terminal else PLAIN_EVERY_S)
@@ -39,8 +44,8 @@ class Line:
             return
         self._last = time.monotonic()
         if self._terminal:
-            width = _columns()
-            print(f"\r{text[: width - 1]:{width - 1}}", end="", file=sys.stderr, flush=True)
+            width = self.room
+            print(f"\r{text[:width]:{width}}", end="", file=sys.stderr, flush=True)
             self._shown = True
         else:
             print(text, file=sys.stderr, flush=True)
@@ -78,10 +83,8 @@ class BenchProgress:
     def round(self, race: Race) -> None:
         """A round of the race ended."""
         rate = race.rounds / (time.monotonic() - race.started)
-        self._line.show(
-            f"{self._stage}: round {race.rounds}/{race.planned}, {rate:.1f}/s, at most "
-            f"{race.left_s:.0f} s left; {_ratios(race)}"
-        )
+        state = [f"{self._stage} {race.rounds}/{race.planned}", f"{race.left_s:.0f} s left"]
+        self._line.show(_fitted([*state, *_ratios(race), f"{rate:.1f} rounds/s"], self._line.room))
 
     def seed(self, name: str, seed: int, planned: int) -> None:
         """A precision starts to train under a seed."""
@@ -104,8 +107,9 @@ class TrainProgress:
         parts = [
             f"step {record.step}{of}",
             f"loss {record.loss:.4f}",
-            f"{samples_per_s:,.0f} samples/s",
         ]
+        if samples_per_s:  # of the first step it is not known
+            parts.append(f"{samples_per_s:,.0f} samples/s")
         if record.loss_scale != 1:
             parts.append(f"scale {record.loss_scale:g}")
         if record.skipped_total:
@@ -150,13 +154,18 @@ def bench_progress(*, quiet: bool) -> Generator[BenchProgress]:
         line.clear()
 
 
-def _ratios(race: Race) -> str:
+def _fitted(parts: list[str], room: int) -> str:
+    """As many parts as fit on a line, whole; the first ones matter most."""
+    while len(", ".join(parts)) > room and len(parts) > 1:
+        parts = parts[:-1]
+    return ", ".join(parts)
+
+
+def _ratios(race: Race) -> list[str]:
     """Speed of each arm but the two of float32 against the first, over all rounds so far."""
     totals = {name: sum(times) for name, times in race.times_ms.items() if times}
     baseline = next(iter(totals.values()), 0.0)
-    return ", ".join(
-        f"{name} {baseline / total:.2f}x" for name, total in list(totals.items())[2:] if total
-    )
+    return [f"{name} {baseline / total:.2f}x" for name, total in list(totals.items())[2:] if total]
 
 
 def _columns() -> int:

@@ -247,7 +247,7 @@ class Examiner:
             return None
         trace = watch(self.step, stash)
         found = self._new(stash, trace.replayed.losses)
-        message = kind_and_words(error)
+        message = kind_and_words(error).rstrip(".")  # our sentence goes on, or ends, after it
         if trace.before_error is None:
             place = self._refused(found, error, trace.failed, message)
         else:

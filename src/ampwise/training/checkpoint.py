@@ -52,6 +52,7 @@ from ampwise.training.content import (
     load_file,
     mapped,
 )
+from ampwise.words import counted
 
 VERSION = 1
 KEEP = 3
@@ -328,8 +329,8 @@ def load(
         seed, step = content["config"].get("seed") or 0, content["step"]["steps"]
         content["rng"] = seeded_state(seed, step, host.rank)
         say(
-            f"{path} is from {before} {'rank' if before == 1 else 'ranks'}, now there are "
-            f"{host.size}: random numbers are drawn anew, from seed {seed}, step {step} and rank; "
+            f"{path} is from {counted(before, 'rank')}, now {counted(host.size, 'rank')}: random "
+            f"numbers are drawn anew, from seed {seed}, step {step} and rank; "
             "the run goes on, but not bit for bit"
         )
     return content

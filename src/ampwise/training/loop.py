@@ -51,6 +51,7 @@ from ampwise.training.config import TrainConfig, TrainResult
 from ampwise.training.memory import peak_bytes
 from ampwise.training.share import DataRandom, Turn, turns
 from ampwise.training.signals import StopSignals
+from ampwise.words import counted
 
 _RATE_MEMORY = 0.9
 """Weight of the past in the running rate."""
@@ -306,7 +307,8 @@ class _Run:
             position.epoch_rng = data.draw(checkpoint.random_state)
         skip, rest = divmod(position.batch, self.me.size)
         if rest:
-            self.say(f"{rest} batches are trained on again: they do not fill a turn of all ranks")
+            batches = counted(rest, "batch", "batches")
+            self.say(f"trained on again: {batches}, too few for a turn of all ranks")
             position.samples -= position.samples * rest // position.batch
             position.batch -= rest
         with user_code("the task's batches()"):
