@@ -119,3 +119,13 @@ def kind_and_words(error: BaseException) -> str:
     """The kind of an error, and what it says, in one line."""
     kind, words = type(error).__name__, in_one_line(error)
     return kind if words == kind else f"{kind}: {words}"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device or the machine ran out of memory; asked by name, without loading torch."""
+    # torch.OutOfMemoryError comes from devices; the CPU's allocator raises a bare RuntimeError.
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error))
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -208,6 +209,26 @@ def test_a_flag_wins_even_with_its_default_value(tmp_path):
         ("c.yaml", "a: !!python/object/apply:os.getcwd []", "not valid yaml"),
         ("c.toml", "a =", "not valid toml"),
         ("c.json", "{}", "expected a .toml, .yaml or .yml file"),
+        ("c.yaml", "steps: 2026-13-45", "not valid yaml: month must be in 1..12"),
+        ("c.toml", "steps = 2026-13-45", "not valid toml"),
+        ("c.toml", "steps = 2026-01-01", "steps: expected text or a number, got datetime.date"),
+        ("c.yaml", "set: {a: 2026-01-01}", "set.a: expected text or a number, got datetime.date"),
+        ("c.yaml", "set: {a: null}", "set.a: expected text or a number, got None"),
+        ("c.yaml", "set: {a: [1, 2]}", "set.a: expected text or a number, got [1, 2]"),
+        ("c.yaml", "precisions: [[fp32]]", "precisions: expected text or a number, got ['fp32']"),
+        ("c.yaml", "steps: 1\nsteps: 2", "not valid yaml: line 2 has a key twice: 'steps'"),
+        ("c.yaml", "set: {a: 1, a: 2}", "line 1 has a key twice: 'a'"),
+        ("c.toml", "steps = 1\nsteps = 2", "not valid toml"),
+        ("c.yaml", "? [a]\n: 1", "line 1 has a key that is no word"),
+        ("c.yaml", "a: &a [x]\nset: *a", "it has an alias (*name): write the value out"),
+        ("c.yaml", "a: " + "{" * 20_000, "not valid yaml: nested too deeply"),
+        ("c.yaml", "a: " + "[" * 5_000, "not valid yaml: nested too deeply"),
+        ("c.toml", "a = " + "[" * 5_000, "not valid toml: nested too deeply"),
+        ("c.yaml", "steps: .nan", "--steps: expected an integer, got 'nan'"),
+        ("c.yaml", "steps: " + "9" * 400, "steps: expected text or a number, got 9999"),
+        ("c.yaml", "steps: " + "9" * 5_000, "not valid yaml: Exceeds the limit"),
+        ("c.yaml", f"steps: '{'9' * 400}'", "--steps: expected an integer below 2^63, got 9999"),
+        ("c.toml", "steps = " + "9" * 5_000, "not valid toml: Exceeds the limit"),
     ],
 )
 def test_a_file_that_does_not_fit_is_one_line_with_its_name(tmp_path, name, content, message):
@@ -216,6 +237,18 @@ def test_a_file_that_does_not_fit_is_one_line_with_its_name(tmp_path, name, cont
     said = refusal("--config", str(file))
     assert str(file) in said
     assert message in said
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
+def test_a_file_that_is_none_is_not_waited_for(tmp_path, kind):
+    path = tmp_path / "c.yaml"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.mkdir()
+    assert f"expected a file, it is a {kind}" in refusal("--config", str(path))
 
 
 def test_a_switch_may_be_on_in_the_file_and_on_the_command_line(tmp_path):

@@ -190,7 +190,7 @@ def test_batches_that_are_trained_on_again_are_counted_once(tmp_path: Path) -> N
     assert numbered.run("--steps", "5", ranks=1).finish() == [0]
     second = numbered.run("--steps", "6", "--resume")
     assert second.finish() == [0, 0], second.err
-    assert "1 batches are trained on again" in second.err
+    assert "trained on again: 1 batch, too few" in second.err
     assert (numbered.position()["batch"], numbered.position()["samples"]) == (6, 12)
 
 
@@ -307,7 +307,7 @@ def test_a_run_goes_on_with_fewer_and_more_processes(folder: Path) -> None:
     assert first.finish() == [0, 0], first.err
     alone = Command(folder, *common, "--steps", "8", "--resume", ranks=1)
     assert alone.finish() == [0], alone.err
-    assert "from 2 ranks, now there are 1" in alone.err
+    assert "from 2 ranks, now 1 rank: " in alone.err
     again = Command(folder, *common, "--steps", "12", "--resume")
     assert again.finish() == [0, 0], again.err
     assert "resumed at step 8" in again.err

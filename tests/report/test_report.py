@@ -339,3 +339,25 @@ def test_a_copy_is_not_changed_by_rendering():
     before = copy.deepcopy(made)
     to_html(made)
     assert made == before
+
+
+def test_the_parts_of_memory_have_one_name_on_a_terminal_and_on_the_page():
+    found, file = report(), io.StringIO()
+    render(found, Console(file=file, width=80))
+    shown = file.getvalue()
+    assert max(map(len, shown.splitlines())) <= 80
+    for part in PARTS:
+        assert all(word in shown for word in part.split())
+        assert part in to_html(found)
+    assert "casts" not in shown
+
+
+def test_one_thread_and_one_round_are_not_several():
+    found, file = report(), io.StringIO()
+    found.environment, found.rounds = {**found.environment, "threads": 1}, 1
+    render(found, Console(file=file, width=80))
+    for shown in (file.getvalue(), to_html(found), to_markdown(found)):
+        assert "1 thread" in shown
+        assert "1 round" in shown
+        assert "1 threads" not in shown
+        assert "1 rounds" not in shown

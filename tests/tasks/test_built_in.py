@@ -187,5 +187,5 @@ def test_digits_settings_that_make_no_sense(setting):
 
 def test_digits_without_scikit_learn(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'ampwise\[digits\]'"):
+    with pytest.raises(MissingExtraError, match=r"needs scikit-learn: .*install.*\[digits\]"):
         load_task("digits")

@@ -12,8 +12,9 @@ import sys
 import pytest
 import torch
 
+from ampwise.installation import extra_command
 from ampwise.telemetry.environment import environment
-from ampwise.telemetry.nvml import MISSING, REASONS, Gpu, Reading, reasons_in
+from ampwise.telemetry.nvml import REASONS, Gpu, Reading, reasons_in
 from tests import fake_nvml
 from tests.fake_nvml import FakeNvml, NVMLError, NVMLError_FunctionNotFound
 
@@ -132,8 +133,8 @@ def test_process_numbers_of_another_namespace_accuse_nobody(nvml):
 
 def test_without_the_client_the_extra_is_named(nvml, monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert Gpu(CUDA).unread == {"gpu": MISSING}
-    assert "ampwise[nvml]" in MISSING
+    command = extra_command("nvml")
+    assert Gpu(CUDA).unread == {"gpu": f"nvidia-ml-py is not installed: {command}"}
 
 
 def test_amd_is_not_asked_for_an_extra_that_would_not_help(nvml, monkeypatch):

@@ -29,6 +29,8 @@ class Silent:
     def message(self, text: str) -> None:
         self.messages.append(text)
 
+    warning = message
+
 
 def task(bad: tuple[int, ...] = ()) -> Task:
     """Shuffled classification; samples whose index is in `bad` overflow."""

@@ -25,6 +25,7 @@ from ampwise.telemetry.run import read_steps
 from ampwise.training import checkpoint
 from ampwise.training.changes import differences, makeup
 from ampwise.training.loop import train
+from ampwise.words import counted
 
 from .small import Silent, config
 
@@ -344,7 +345,7 @@ def test_samples_that_do_not_fill_a_batch_are_trained_on_again_and_counted(tmp_p
     first, second = Counted(), Counted(batch_size=6)
     run(tmp_path, 2, first)
     said = run(tmp_path, 3, second, allow_changes=True).messages
-    assert "4 samples are trained on again: they do not fill a batch of 6" in said
+    assert "trained on again: 4 samples, too few for a batch of 6" in said
     assert second.seen[0][:4] == flat(first.seen)[12:]
     assert saved(tmp_path)["position"]["samples"] == 18
     third = Counted(batch_size=6)
@@ -356,7 +357,7 @@ def test_an_epoch_of_which_no_batch_is_full_begins_anew(tmp_path):
     second = Counted(batch_size=24)
     run(tmp_path, 2)
     said = run(tmp_path, 4, second, allow_changes=True).messages
-    assert "the epoch begins anew: its 16 samples do not fill a batch of 24" in said
+    assert "the epoch begins anew, with 16 samples, too few for a batch of 24" in said
     assert sorted(flat(second.seen)) == list(range(SAMPLES))
 
 
@@ -379,7 +380,7 @@ def test_batches_of_any_size_are_counted_as_their_epoch_has_them(tmp_path):
     at, again = flat(first.seen)[-1] + 1, flat(second.seen)[0]
     assert "batch size: " in said
     assert again + len(second.seen[0]) > at > again
-    assert f"{at - again} samples are trained on again" in said
+    assert f"trained on again: {counted(at - again, 'sample')}" in said
     assert saved(tmp_path)["position"]["samples"] == flat(second.seen)[-1] + 1
 
 

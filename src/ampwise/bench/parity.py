@@ -43,6 +43,7 @@ from ampwise.policy import Policy
 from ampwise.tasks import Task
 from ampwise.tasks.checks import endless, higher_is_better
 from ampwise.tasks.seeding import seed_all
+from ampwise.words import counted
 
 CURVE_POINTS = 200
 
@@ -456,7 +457,7 @@ def _learning(
     if enough:
         return True, ""
     return False, (
-        f"the task is not learning: fp32's {metric} after {report.steps} steps is "
+        f"the task is not learning: fp32's {metric} after {counted(report.steps, 'step')} is "
         f"{np.mean(finals):.4g}, {said}{_guessed(task, report)}; train longer (--parity-steps) or "
         "mend the task"
     )

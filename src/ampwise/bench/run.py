@@ -278,7 +278,7 @@ def _race(
     progress: Progress,
 ) -> None:
     """All arms resident and in turns; their memory is free again afterwards."""
-    progress.stage("the race")
+    progress.stage("race")
     results = {each.name: each for each in report.precisions}
     arms, race = [make() for make in makers], Race()
     control = makers[0]()
@@ -466,6 +466,11 @@ def _note_race(race: Race, results: dict[str, PrecisionResult], report: BenchRep
             results[name].step_ms = typical(times[: race.rounds])
     found = speedups(race, BASELINE)
     report.noise = found.pop(CONTROL, None)
+    if report.noise is not None and not report.noise.low <= 1 <= report.noise.high:
+        report.notes.append(
+            f"fp32 against itself reads {report.noise}, and not 1: what is measured is off by that "
+            "much beside its intervals; run longer (--steps), or on a quieter machine"
+        )
     for name, speedup in found.items():
         results[name].speedup = speedup
     if race.rounds and race.times_ms.get(BASELINE):

@@ -59,6 +59,7 @@ from ampwise.tasks import Task
 from ampwise.tasks.checks import first_batch, samples_in, trained_on
 from ampwise.tasks.seeding import seed_all
 from ampwise.telemetry.environment import environment
+from ampwise.words import counted
 
 ALONE, APART = "alone", "apart"
 _BATCHES = 8
@@ -373,10 +374,11 @@ def _notes(report: ScalingReport, me: Launch, parallel: Sequence[Parallel]) -> l
 
 def _on_shared_cores(report: ScalingReport, me: Launch) -> str:
     threads = max(report.threads)
-    here = f"{me.local_size} processes of {threads} thread{'s' if threads > 1 else ''}"
+    here = f"{counted(me.local_size, 'process', 'processes')} of {counted(threads, 'thread')}"
+    cores = counted(report.cores, "core")
     if me.local_size * threads > report.cores:
         return (
-            f"{here} share {report.cores} cores: the figures show how they contend for them, not "
+            f"{here} share {cores}: the figures show how they contend for them, not "
             "how training scales over machines or GPUs"
         )
-    return f"{here} on {report.cores} cores: enough of them, but the memory's bandwidth is shared"
+    return f"{here} on {cores}: enough of them, but the memory's bandwidth is shared"

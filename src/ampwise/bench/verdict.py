@@ -6,6 +6,7 @@ import math
 
 from ampwise.bench.requirements import Thresholds
 from ampwise.bench.result import BenchReport, PrecisionResult
+from ampwise.words import counted
 
 _WORTH_A_SWITCH = 1.05
 _WORTH_SAVING = 0.05
@@ -92,7 +93,7 @@ def _accuracy(report: BenchReport) -> list[str]:
         said += [f"{name} is more accurate than fp32 here." for name in better]
         names = [each for each in names if each not in better]
         if names:
-            runs = f"{parity.seeds} paired seeds of {parity.steps} steps"
+            runs = f"{counted(parity.seeds, 'paired seed')} of {counted(parity.steps, 'step')}"
             said.append(f"{' and '.join(names)}: {meaning}, by {runs}.")
     hidden = {name: parity.loss_says(name) for name in parity.arms}
     return said + [f"But {name}: {loss}." for name, loss in hidden.items() if loss]

@@ -162,7 +162,7 @@ def _saved(error: BaseException) -> str:
 def _words(error: Exception, *, debug: bool) -> tuple[str, int]:
     if isinstance(error, AmpwiseError):
         return str(error), error.exit_code
-    if _out_of_memory(error):
+    if errors.is_out_of_memory(error):
         remedy = "use smaller batches with --accumulate, or a lower precision"
         return f"out of memory: {remedy} ({errors.in_one_line(error)})", errors.EXIT_RUN
     if _in_a_group() and is_lost(error):
@@ -176,16 +176,6 @@ def _words(error: Exception, *, debug: bool) -> tuple[str, int]:
     return (
         f"{type(error).__name__}: {errors.in_one_line(error)} (this is a bug in ampwise{hint})",
         errors.EXIT_RUN,
-    )
-
-
-def _out_of_memory(error: Exception) -> bool:
-    """Whether a device or the machine ran out of memory; asked by name, without loading torch."""
-    # torch.OutOfMemoryError comes from devices; the CPU's allocator raises a bare RuntimeError.
-    return (
-        isinstance(error, MemoryError)
-        or type(error).__name__ == "OutOfMemoryError"
-        or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error))
     )
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -56,6 +57,10 @@ class Common(Shared):
 
     quiet: bool = False
     """No progress, only the result."""
+
+    def earlier(self) -> Mapping[str, Any]:
+        """Options by name that were given before, and hold where nothing is given now."""
+        return {}
 
     def settings(self) -> dict[str, str]:
         """The ``--set`` pairs."""

@@ -13,15 +13,18 @@ import io
 import itertools
 import os
 import re
+import reprlib
+import tomllib
 import typing
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import tyro
 
-from ampwise.cli.options import Gate
-from ampwise.errors import UsageError, nearest
+from ampwise.cli.options import Common, Gate
+from ampwise.errors import UsageError, in_one_line, nearest
+from ampwise.telemetry.files import MAX_INT, regular
 
 T = TypeVar("T")
 
@@ -39,19 +42,53 @@ def parse(kind: type[T], arguments: Sequence[str], program: str) -> T | None:
         with contextlib.suppress(SystemExit):
             tyro.cli(_for_help(kind), args=["--help"], prog=program, config=_STYLE)
         return None
-    options = _tyro(kind, arguments, program)
+    layers = [_Layer(arguments)]
+    options = _stacked(kind, layers, program)
     path: Path | None = getattr(options, "config", None)
-    if path is None:
-        return options
+    if path is not None:
+        layers.insert(0, _layer(lambda: _content(path), kind, f"config file {path}: "))
+        options = _stacked(kind, layers, program)
+    if isinstance(options, Common) and (earlier := options.earlier()):
+        layers.insert(0, _layer(lambda: earlier, kind, f"options of the run in {options.out}: "))
+        options = _stacked(kind, layers, program)
+    return options
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layer:
+    """Flags, and where they come from, for the beginning of an error's line."""
+
+    flags: Sequence[str]
+    source: str = ""
+
+
+def _layer(content: Callable[[], Mapping[Any, Any]], kind: type, source: str) -> _Layer:
+    """The flags that stored options stand for."""
     try:
-        from_file = _tyro(kind, _as_flags(_content(path), kind), program)
+        return _Layer(_as_flags(content(), kind), source)
     except UsageError as error:
-        raise UsageError(f"config file {path}: {error}") from None
+        raise UsageError(f"{source}{error}") from None
+
+
+def _stacked(kind: type[T], layers: Sequence[_Layer], program: str) -> T:
+    """What several layers of flags say; a later one wins."""
+    options = kind()
+    for layer in layers:
+        try:
+            options = _over(options, layer.flags, program)
+        except UsageError as error:
+            raise UsageError(f"{layer.source}{error}") from None
+    return options
+
+
+def _over(options: T, flags: Sequence[str], program: str) -> T:
+    """What flags say, and what `options` say where they do not."""
+    kind = type(options)
     # A switch that is on by default would be called --no-... on the command line.
-    switches = {name: False for name in _switches(kind) if getattr(from_file, name)}
+    switches = {name: False for name in _switches(kind) if getattr(options, name)}
     on = dict.fromkeys(switches, True)
-    default = dataclasses.replace(from_file, **switches)  # pyright: ignore[reportArgumentType]
-    options = _tyro(kind, arguments, program, default=default)
+    default = dataclasses.replace(options, **switches)  # pyright: ignore[reportArgumentType]
+    options = _tyro(kind, flags, program, default)
     return dataclasses.replace(options, **on)  # pyright: ignore[reportArgumentType]
 
 
@@ -79,10 +116,9 @@ def _default(label: str) -> str:
     return "" if label in ("", "None", "True", "False") else f"(default: {label})"
 
 
-def _tyro(kind: type[T], arguments: Sequence[str], program: str, default: T | None = None) -> T:
+def _tyro(kind: type[T], arguments: Sequence[str], program: str, default: T) -> T:
     """What tyro makes of some arguments; its report of an error as one line."""
     said = io.StringIO()
-    default = kind() if default is None else default
     for word in arguments:
         flag, equals, _ = word.partition("=")
         if equals and flag.removeprefix("--").replace("-", "_") in _switches(kind):
@@ -101,6 +137,10 @@ def _tyro(kind: type[T], arguments: Sequence[str], program: str, default: T | No
         raise UsageError(_one_line(said.getvalue(), kind)) from None
     if rest:
         raise UsageError(_unknown(rest[0], kind, program))
+    for name, value in vars(options).items():
+        if isinstance(value, int) and abs(value) >= MAX_INT:
+            flag = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{flag}: expected an integer below 2^63, got {_spelled(value)}")
     return options
 
 
@@ -188,7 +228,7 @@ def _as_flags(content: Mapping[Any, Any], kind: type) -> list[str]:
         name = str(key).replace("-", "_")
         if name not in legal:
             hint = nearest(name, legal) or f"; expected one of {', '.join(legal)}"
-            raise UsageError(f"unknown key {key!r}{hint}")
+            raise UsageError(f"unknown key {_spelled(key)}{hint}")
         words += _as_flag(name, value, _hint(kind, name))
     return words
 
@@ -197,41 +237,109 @@ def _as_flag(name: str, value: Any, hint: Any) -> list[str]:
     flag = f"--{name.replace('_', '-')}"
     if name == "set":
         if not isinstance(value, Mapping):
-            raise UsageError(f"set: expected a table of names and values, got {value!r}")
+            raise _misfit("set", "a table of names and values", value)
         pairs = typing.cast("Mapping[Any, Any]", value)
-        return [f"{flag}={key}={each}" for key, each in pairs.items()]
+        return [f"{flag}={key}={_word(f'set.{key}', each)}" for key, each in pairs.items()]
     if hint is bool:
         if not isinstance(value, bool):
-            raise UsageError(f"{name}: expected true or false, got {value!r}")
+            raise _misfit(name, "true or false", value)
         return [flag] if value else []
-    if value is None or isinstance(value, bool | Mapping):
-        raise UsageError(f"{name}: expected text or a number, got {value!r}")
+    if isinstance(value, bool):
+        raise _misfit(name, "text or a number", value)
     if isinstance(value, list):
-        value = ",".join(map(str, typing.cast("list[Any]", value)))
-    return [str(value)] if name == "task" else [f"{flag}={value}"]
+        several = typing.cast("list[Any]", value)
+        value = ",".join(_word(name, each) for each in several)
+    word = _word(name, value)
+    return [word] if name == "task" else [f"{flag}={word}"]
+
+
+def _word(name: str, value: Any) -> str:
+    """A value as a command line has it."""
+    if isinstance(value, str | float) or (isinstance(value, int) and abs(value) < MAX_INT):
+        return str(value)
+    raise _misfit(name, "text or a number", value)
+
+
+def _misfit(name: str, expected: str, value: Any) -> UsageError:
+    return UsageError(f"{name}: expected {expected}, got {_spelled(value)}")
+
+
+def _spelled(value: Any) -> str:
+    """A value as `repr` spells it, cut short; a number may have too many digits to be spelled."""
+    try:
+        return reprlib.repr(value)
+    except ValueError:
+        return "a number of thousands of digits"
+
+
+_DEEPEST = 20
+"""Levels of nesting in a YAML file; options need two."""
 
 
 def _content(path: Path) -> Mapping[Any, Any]:
     """The content of a TOML or YAML file, read by safe loaders."""
-    import tomllib
-
-    import yaml
-
-    readers: dict[str, Callable[[str], Any]] = {
-        ".toml": tomllib.loads,
-        ".yaml": yaml.safe_load,
-        ".yml": yaml.safe_load,
-    }
+    readers = {".toml": tomllib.loads, ".yaml": _yaml, ".yml": _yaml}
     if path.suffix not in readers:
         raise UsageError("expected a .toml, .yaml or .yml file")
     try:
-        content = readers[path.suffix](path.read_text(encoding="utf-8"))
+        content = readers[path.suffix](regular(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(str(error.strerror)) from None
-    except (tomllib.TOMLDecodeError, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UsageError(f"not valid {path.suffix[1:]}: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise UsageError(f"not valid {path.suffix[1:]}: nested too deeply") from None
+    except ValueError as error:
+        raise UsageError(f"not valid {path.suffix[1:]}: {in_one_line(error)}") from None
     if content is None:
         return {}
     if not isinstance(content, Mapping):
         raise UsageError(f"expected options by name, got a {type(content).__name__}")
     return typing.cast("Mapping[Any, Any]", content)
+
+
+def _yaml(text: str) -> Any:
+    """What a YAML text says; ValueError for what PyYAML refuses, and some that it does not.
+
+    An alias stands for a value that may hold others, and so on: a short text for more than fits
+    into memory. Deep nesting takes PyYAML minutes. Of a repeated key it keeps the last, silently.
+    """
+    import yaml
+
+    try:
+        _check_size(yaml.parse(text, yaml.SafeLoader))
+        _check_keys(yaml.compose(text, yaml.SafeLoader))
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from None
+
+
+def _check_size(events: Iterable[Any]) -> None:
+    """Refuse a YAML text that would get large: by aliases, or by nesting."""
+    import yaml
+
+    depth = 0
+    for event in events:
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        if depth > _DEEPEST:
+            raise RecursionError
+        if isinstance(event, yaml.AliasEvent):
+            raise yaml.YAMLError("it has an alias (*name): write the value out")
+
+
+def _check_keys(node: Any) -> None:
+    """Refuse a mapping of YAML with a key twice."""
+    import yaml
+
+    if isinstance(node, yaml.SequenceNode):
+        for each in node.value:
+            _check_keys(each)
+    if not isinstance(node, yaml.MappingNode):
+        return
+    seen: set[Any] = set()
+    for key, value in node.value:
+        line = key.start_mark.line + 1
+        if key.value in seen if isinstance(key, yaml.ScalarNode) else True:
+            what = "key twice" if isinstance(key, yaml.ScalarNode) else "key that is no word"
+            raise ValueError(f"line {line} has a {what}: {_spelled(key.value)}")
+        seen.add(key.value)
+        _check_keys(value)

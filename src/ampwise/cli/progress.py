@@ -16,13 +16,26 @@ PLAIN_EVERY_S = 5.0
 
 
 class Line:
-    """One line of progress that is rewritten on a terminal and repeated, seldom, elsewhere."""
+    """One line of progress that is rewritten on a terminal and repeated, seldom, elsewhere.
 
-    def __init__(self, *, quiet: bool = False) -> None:
-        self._quiet = quiet
+    Parameters
+    ----------
+    quiet
+        Show warnings only.
+    mute
+        Not even these: another process shows them.
+    """
+
+    def __init__(self, *, quiet: bool = False, mute: bool = False) -> None:
+        self._quiet, self._mute = quiet or mute, mute
         self._terminal = sys.stderr.isatty()
         self._last = 0.0
         self._shown = False
+
+    @property
+    def room(self) -> int:
+        """Characters that `show` shows."""
+        return _columns() - 1 if self._terminal else sys.maxsize
 
     def show(self, text: str, *, now: bool = False) -> None:
         """Show the current state; `now` for what must not be left out."""
@@ -31,16 +44,21 @@ class Line:
             return
         self._last = time.monotonic()
         if self._terminal:
-            width = _columns()
-            print(f"\r{text[: width - 1]:{width - 1}}", end="", file=sys.stderr, flush=True)
+            width = self.room
+            print(f"\r{text[:width]:{width}}", end="", file=sys.stderr, flush=True)
             self._shown = True
         else:
             print(text, file=sys.stderr, flush=True)
 
     def say(self, text: str) -> None:
         """A line that stays."""
-        self.clear()
         if not self._quiet:
+            self.warn(text)
+
+    def warn(self, text: str) -> None:
+        """A line that stays, and that being quiet does not hide."""
+        self.clear()
+        if not self._mute:
             print(text, file=sys.stderr, flush=True)
 
     def clear(self) -> None:
@@ -65,10 +83,8 @@ class BenchProgress:
     def round(self, race: Race) -> None:
         """A round of the race ended."""
         rate = race.rounds / (time.monotonic() - race.started)
-        self._line.show(
-            f"{self._stage}: round {race.rounds}/{race.planned}, {rate:.1f}/s, at most "
-            f"{race.left_s:.0f} s left; {_ratios(race)}"
-        )
+        state = [f"{self._stage} {race.rounds}/{race.planned}", f"{race.left_s:.0f} s left"]
+        self._line.show(_fitted([*state, *_ratios(race), f"{rate:.1f} rounds/s"], self._line.room))
 
     def seed(self, name: str, seed: int, planned: int) -> None:
         """A precision starts to train under a seed."""
@@ -91,8 +107,9 @@ class TrainProgress:
         parts = [
             f"step {record.step}{of}",
             f"loss {record.loss:.4f}",
-            f"{samples_per_s:,.0f} samples/s",
         ]
+        if samples_per_s:  # of the first step it is not known
+            parts.append(f"{samples_per_s:,.0f} samples/s")
         if record.loss_scale != 1:
             parts.append(f"scale {record.loss_scale:g}")
         if record.skipped_total:
@@ -109,14 +126,18 @@ class TrainProgress:
         self.message(f"step {step}: held-out {found}")
 
     def message(self, text: str) -> None:
-        """Something the user should read."""
+        """Something the user may want to know."""
         self._line.say(text)
+
+    def warning(self, text: str) -> None:
+        """Something the user must read."""
+        self._line.warn(text)
 
 
 @contextmanager
-def train_progress(*, quiet: bool) -> Generator[TrainProgress]:
-    """Progress of a training run, cleared at its end."""
-    line = Line(quiet=quiet)
+def train_progress(*, quiet: bool, mute: bool = False) -> Generator[TrainProgress]:
+    """Progress of a training run, cleared at its end; `mute` where another process shows it."""
+    line = Line(quiet=quiet, mute=mute)
     try:
         yield TrainProgress(line)
     finally:
@@ -133,13 +154,18 @@ def bench_progress(*, quiet: bool) -> Generator[BenchProgress]:
         line.clear()
 
 
-def _ratios(race: Race) -> str:
+def _fitted(parts: list[str], room: int) -> str:
+    """As many parts as fit on a line, whole; the first ones matter most."""
+    while len(", ".join(parts)) > room and len(parts) > 1:
+        parts = parts[:-1]
+    return ", ".join(parts)
+
+
+def _ratios(race: Race) -> list[str]:
     """Speed of each arm but the two of float32 against the first, over all rounds so far."""
     totals = {name: sum(times) for name, times in race.times_ms.items() if times}
     baseline = next(iter(totals.values()), 0.0)
-    return ", ".join(
-        f"{name} {baseline / total:.2f}x" for name, total in list(totals.items())[2:] if total
-    )
+    return [f"{name} {baseline / total:.2f}x" for name, total in list(totals.items())[2:] if total]
 
 
 def _columns() -> int:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ampwise.cli.options import Common, positive, write_json
 from ampwise.errors import EXIT_INTERRUPTED, EXIT_OK, RunError, UsageError
@@ -19,6 +19,12 @@ if TYPE_CHECKING:
     from ampwise.training.config import TrainConfig
 
 DEFAULT_EPOCHS = 1
+
+OF_ONE_CALL = ("out", "config", "resume", "allow_changes", "json", "quiet", "debug")
+"""Options that a run does not remember: where it is, what is shown, and leave given once."""
+
+_END = ("steps", "epochs")
+"""Options that say together when a run ends."""
 
 
 @dataclass
@@ -59,7 +65,8 @@ class Options(Common):
     """Steps between checkpoints; default: at the end of each epoch."""
 
     resume: bool = False
-    """Continue the run in --out from its last checkpoint."""
+    """Continue the run in --out from its last checkpoint, with its own options where they are not
+    given anew; --steps or --epochs replaces both."""
 
     allow_changes: bool = False
     """With --resume: go on with another batch size, learning rate, optimizer or schedule than the
@@ -82,6 +89,41 @@ class Options(Common):
     track: str | None = None
     """Comma-separated trackers: wandb, tensorboard, mlflow, csv."""
 
+    def earlier(self) -> Mapping[str, Any]:
+        """What the run that goes on was asked for.
+
+        Raises
+        ------
+        UsageError
+            When there is no run in ``--out``, or its record is damaged.
+        """
+        if not self.resume or self.out is None:
+            return {}
+        from ampwise.distributed.launch import launch
+        from ampwise.telemetry.run import RunFolder
+
+        record = self.out / "run.json"
+        if launch().may_restart and not record.exists():
+            return {}  # such a run begins where there is none
+        asked = RunFolder.resume(self.out, print).read().get("options", {})
+        if not isinstance(asked, dict) or not set(asked) <= set(_remembered()):
+            raise UsageError(
+                f"{record} is damaged: expected options of ampwise train under options, got "
+                f"{str(asked)[:80]}"  # pyright: ignore[reportUnknownArgumentType]
+            )
+        ends_anew = self.steps is not None or self.epochs is not None
+        return {name: each for name, each in asked.items() if not (ends_anew and name in _END)}  # pyright: ignore[reportUnknownVariableType]
+
+    def to_remember(self, resolution: Resolution) -> dict[str, Any]:
+        """What a resume needs to know, as plain values; the precision as what it became."""
+        values = {name: getattr(self, name) for name in _remembered()}
+        values |= {"precision": resolution.policy.text, "set": self.settings()}
+        return {name: each for name, each in values.items() if each is not None}
+
+
+def _remembered() -> list[str]:
+    return [field.name for field in fields(Options) if field.name not in OF_ONE_CALL]
+
 
 def run(options: Options) -> int:
     """Train, print how it went; the exit code."""
@@ -103,12 +145,11 @@ def run(options: Options) -> int:
     from ampwise.training.loop import train
 
     me = launch()
-    if me.size == 1 and options.parallel != "ddp":
+    if me.size == 1 and options.parallel != "ddp" and not options.resume:
         raise UsageError(
             f"--parallel {options.parallel} is for several processes; start them with "
             "torchrun --nproc-per-node 2 -m ampwise train ..."
         )
-    quiet = options.quiet or not me.leads
     if me.may_restart and options.out is None:
         raise UsageError(
             "torchrun may start processes anew (--max-restarts), and they must find the run: name "
@@ -116,11 +157,12 @@ def run(options: Options) -> int:
         )
     kind, _, _ = choose_device(options.device, present_devices())
     with joined(me, kind, options.rank_timeout) as store:
-        with train_progress(quiet=quiet) as shown:
+        with train_progress(quiet=options.quiet, mute=not me.leads) as shown:
             resolution = _resolved(options, me)
             config = _config(options, resolution)
             task = load_task(options.task, options.settings())
-            shown.message(f"precision: {resolution}")
+            tell = shown.warning if resolution.changed else shown.message
+            tell(f"precision: {resolution}")
             if me.size > 1:
                 shown.message(f"{me.size} processes, {options.parallel}")
             result = train(task, config, shown, me, store)
@@ -129,7 +171,19 @@ def run(options: Options) -> int:
             if options.json != "-":
                 render(result, Console())
             write_json(json.dumps(plain(result.to_json()), indent=2, allow_nan=False), options.json)
-    return EXIT_INTERRUPTED if result.status == "interrupted" else EXIT_OK
+    if result.status != "interrupted":
+        return EXIT_OK
+    if me.leads:
+        print(f"to go on: {_resuming(result.folder, me)}", file=sys.stderr)
+    return EXIT_INTERRUPTED
+
+
+def _resuming(folder: Path, me: Launch) -> str:
+    """The command that continues the run in a folder."""
+    from ampwise.cli.invocation import again
+
+    out = [f"--out={folder}"] if str(folder).startswith("-") else ["--out", str(folder)]
+    return again(me, ["train", "--resume", *out])
 
 
 def _resolved(options: Options, me: Launch) -> Resolution:
@@ -175,6 +229,7 @@ def _config(options: Options, resolution: Resolution) -> TrainConfig:
         watch_every=options.watch_every,
         rank_timeout_s=options.rank_timeout,
         on_fault=None if options.on_fault == "off" else _diagnosed(options.on_fault == "stop"),
+        options=options.to_remember(resolution),
     )
 
 

@@ -23,6 +23,7 @@ from datetime import timedelta
 from typing import Any
 
 from ampwise.errors import LostRankError, UsageError
+from ampwise.words import counted
 
 _ALIKE_S = 5.0
 """How long a process that failed waits for the first one to fail in the same way."""
@@ -99,8 +100,8 @@ def device_of(me: Launch, device: str) -> str:
     count = torch.cuda.device_count()
     if count < me.local_size:
         raise UsageError(
-            f"{me.local_size} processes on a machine with {count} GPUs: expected one GPU each; "
-            f"start torchrun with --nproc-per-node {count}"
+            f"{me.local_size} processes on a machine with {counted(count, 'GPU')}: expected one "
+            f"GPU each; start torchrun with --nproc-per-node {count}"
         )
     return f"cuda:{me.local_rank}"
 

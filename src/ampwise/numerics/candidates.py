@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -25,6 +26,9 @@ FLOAT32_CAUSES = ("RANGE_OVERFLOW", "EPS_UNDERFLOW", "UNDERFLOW", "CANCELLATION"
                   "MASK_CONSTANT", "DTYPE_ERROR")  # fmt: skip
 """Causes that float32 may mend."""
 
+_TOO_LARGE = ("DOMAIN_ERROR", "RANGE_OVERFLOW")
+"""Causes that an exponential gets from an argument that is too large."""
+
 _WRONG_ANYWHERE = ("BAD_", "DOMAIN_ERROR")
 """Beginnings of causes that no precision mends."""
 
@@ -43,18 +47,25 @@ class Candidate:
     function_mode: bool = False
 
 
+_EXPONENTIALS = {"exp": 1.0, "expm1": 1.0, "sinh": 1.0, "cosh": 1.0, "exp2": math.log2(math.e)}
+"""Operations that overflow for arguments above log(max of the format), times a factor."""
+
+
 def candidates(
-    step: TrainStep, stash: Stash, cause: str, place: Place, dtype: str = ""
+    step: TrainStep, stash: Stash, cause: str, place: Place, dtype: str = "", op: str = ""
 ) -> list[Candidate]:
     """What may mend a cause at a place, the least first.
 
     Parameters
     ----------
-    dtype
-        Format of the bad result, where it is known.
+    dtype, op
+        Format of the bad result, and the operation that made it, where they are known.
     """
     found: list[Candidate] = []
-    if cause in _OF_CAUSE:
+    exponential = op.removesuffix("_") in _EXPONENTIALS and cause in _TOO_LARGE
+    if exponential:
+        found += _smaller_exponent(place, dtype, op.removesuffix("_"))
+    if cause in _OF_CAUSE and not (exponential and cause == "DOMAIN_ERROR"):
         found += _OF_CAUSE[cause](step, stash, place)
     singular = cause == "BACKWARD_SINGULARITY" and step.policy.autocast
     narrow = step.policy.autocast or dtype != "float32"
@@ -165,6 +176,17 @@ def _old_parameters(_: TrainStep, __: Stash, ___: Place) -> list[Candidate]:
 def _inside_domain(_: TrainStep, __: Stash, place: Place) -> list[Candidate]:
     how = f"line {place.line}: clamp the argument into the function's domain; no precision helps"
     return [Candidate("mend the model or loss", how, tried=False)]
+
+
+def _smaller_exponent(place: Place, dtype: str, op: str) -> list[Candidate]:
+    fmt = formats.lookup(dtype or "float32")
+    most = math.log(fmt.max) * _EXPONENTIALS[op]
+    how = (
+        f"line {place.line}: subtract the maximum first (x - x.amax(dim, keepdim=True)); or stay "
+        "in log-space (logsumexp, log_softmax, softplus); or clamp the argument below log(max of "
+        f"{fmt}): x.clamp(max={math.floor(10 * most) / 10:g})"
+    )
+    return [Candidate(f"keep the argument of {op} small", how, tried=False)]
 
 
 def _float32(step: TrainStep, place: Place) -> list[Candidate]:

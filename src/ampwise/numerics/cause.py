@@ -34,6 +34,7 @@ from ampwise.numerics.shadow import UnsupportedError, exact, shadow
 from ampwise.numerics.trace import FILLS, NAN, Root, _tensors, bad_bits
 from ampwise.step.recorder import Stash
 from ampwise.step.train_step import TrainStep
+from ampwise.words import counted
 
 _SOFTMAX = ("_softmax", "_log_softmax", "_safe_softmax", "softmax", "log_softmax")
 _REDUCTIONS = ("mean", "var", "std", "sum", "amax", "amin", "max", "min", "div", "logsumexp",
@@ -291,7 +292,7 @@ def _lost(root: Root, ideal: tuple[Any, Any], makers: list[Ancestor | None]) -> 
 def _zeros(root: Root, fmt: formats.FloatFormat, wanted: Tensor, maker: Ancestor | None) -> Finding:
     """Zeros where numbers should be: a constant that was lost, a difference, or small values."""
     least, most = float(wanted.min()), float(wanted.max())
-    count = f"{len(wanted)} value{'s' if len(wanted) > 1 else ''}"
+    count = counted(len(wanted), "value")
     are = f"{count} that {root.name} needs {'are' if len(wanted) > 1 else 'is'} 0"
     eps = next((each for each in _lost_in(maker) if _guards(each, least)), None)
     if eps is not None:

@@ -144,7 +144,7 @@ class Examiner:
         self._progress.found(found)
         self._progress.stage("trying fixes on the step")
         wanted = fix.reference(step, stash)
-        mends = candidates(step, stash, cause.cause, place, found.origin.dtype)
+        mends = candidates(step, stash, cause.cause, place, found.origin.dtype, found.origin.op)
         found.fixes = fix.tried(step, stash, mends, wanted)
         if cause.cause in FLOAT32_CAUSES:
             found.notes += _beyond_fixes(found.fixes, wanted, step)
@@ -247,7 +247,7 @@ class Examiner:
             return None
         trace = watch(self.step, stash)
         found = self._new(stash, trace.replayed.losses)
-        message = kind_and_words(error)
+        message = kind_and_words(error).rstrip(".")  # our sentence goes on, or ends, after it
         if trace.before_error is None:
             place = self._refused(found, error, trace.failed, message)
         else:
@@ -256,7 +256,8 @@ class Examiner:
         wanted = fix.reference(self.step, stash)
         assert found.cause is not None
         assert found.origin is not None
-        mends = candidates(self.step, stash, found.cause, place, found.origin.dtype)
+        where = found.origin
+        mends = candidates(self.step, stash, found.cause, place, where.dtype, where.op)
         found.fixes = fix.tried(self.step, stash, mends, wanted)
         return found
 

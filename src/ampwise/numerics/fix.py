@@ -10,6 +10,7 @@ The reference is the float64 shadow of the step, run in float32. A reference tha
 itself asks only for a clean replay: a fix then changes what is computed, and says so.
 The cost is the time of that replay over one without the fix, taking turns, and what forward saves
 more, or less, for backward. Where a step takes long, it is the time of one forward over another's.
+A step that raises without the fix is over early: then there is nothing to measure the cost against.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def tried(
     wanted
         What a fix must stay close to; None to ask only for a clean replay.
     """
-    plain = _forward(step, stash, Candidate("", "")) if found else _Forward(0.0, 0)
+    plain = _forward(step, stash, Candidate("", "")) if found else _Forward(0.0, 0, whole=False)
     fixes = [_try(step, stash, each, wanted, plain) for each in found]
     return sorted(fixes, key=lambda fix: not fix.verified)
 
@@ -129,10 +130,17 @@ def gradient_errors(result: Replayed, wanted: Reference, scale: float) -> Gradie
 
 @dataclass(frozen=True)
 class _Forward:
-    """What the forwards of a window take: seconds, and bytes saved for backward."""
+    """What the forwards of a window take: seconds, and bytes saved for backward.
+
+    Attributes
+    ----------
+    whole
+        Whether they came to their end.
+    """
 
     seconds: float
     saved_bytes: int
+    whole: bool
 
     @property
     def is_long(self) -> bool:
@@ -154,16 +162,25 @@ def _try(
     settled, result = _with_settled_scale(step, stash, candidate, result)
     if complaint := _complaint(stash, settled, result, wanted):
         return Fix(what, how, verified=False, cost=f"tried: {complaint}")
-    if plain.is_long:
-        ratio, more = result.forward_s / plain.seconds, None
-        cost = f"about {ratio:.2f}x the time of forward"
-    else:
-        ratio = time_ratio(step, stash, settled)
-        more = _forward(step, stash, settled).saved_bytes - plain.saved_bytes
-        cost = f"{ratio:.2f}x the time of the step, {more / 1e6:+.3g} MB of activations"
+    cost, ratio, more = _cost(step, stash, settled, result, plain)
     if settled.scale is not None and settled.scale < float(stash.scale) and not settled.policy:
         cost += f", under a loss scale of {settled.scale:g}"
     return Fix(what, how, verified=True, cost=cost, step_time_ratio=ratio, activation_bytes=more)
+
+
+def _cost(
+    step: TrainStep, stash: Stash, candidate: Candidate, result: Replayed, plain: _Forward
+) -> tuple[str, float | None, int | None]:
+    """What a fix costs, in words, as a ratio of times and in bytes of activations."""
+    if plain.whole and plain.is_long:
+        ratio = result.forward_s / plain.seconds
+        return f"about {ratio:.2f}x the time of forward", ratio, None
+    ratio = time_ratio(step, stash, candidate) if plain.whole else None
+    if ratio is None:
+        return "cost not measured: without it the step raises", None, None
+    more = _forward(step, stash, candidate).saved_bytes - plain.saved_bytes
+    words = f"{ratio:.2f}x the time of the step, {more / 1e6:+.3g} MB of activations"
+    return words, ratio, more
 
 
 def _forward(step: TrainStep, stash: Stash, candidate: Candidate) -> _Forward:
@@ -182,8 +199,9 @@ def _forward(step: TrainStep, stash: Stash, candidate: Candidate) -> _Forward:
         with candidate.around(), torch.autograd.graph.saved_tensors_hooks(pack, lambda each: each):
             yield
 
-    seconds = _replayed(step, stash, replace(candidate, around=around), backward=False).forward_s
-    return _Forward(seconds, sum(size for _, size in kept.values()))
+    result = _replayed(step, stash, replace(candidate, around=around), backward=False)
+    saved_bytes = sum(size for _, size in kept.values())
+    return _Forward(result.forward_s, saved_bytes, whole=result.error is None)
 
 
 def _replayed(
@@ -244,8 +262,8 @@ def _complaint(
     return f"finite, but a fault is left: {in_words(noisy)}" if noisy else ""
 
 
-def time_ratio(step: TrainStep, stash: Stash, candidate: Candidate) -> float:
-    """Time of a replay with the fix over one without, in turns, medians."""
+def time_ratio(step: TrainStep, stash: Stash, candidate: Candidate) -> float | None:
+    """Time of a replay with the fix over one without, in turns, medians; None if either raises."""
     # A function mode costs time that the fix in the code would not: give it to both.
     nowhere = on(Scope("", 0), as_it_is)
     plain = replace(candidate, around=nowhere if candidate.function_mode else nullcontext,
@@ -254,6 +272,7 @@ def time_ratio(step: TrainStep, stash: Stash, candidate: Candidate) -> float:
     for _ in range(_ROUNDS):
         for fixed in (False, True):
             start = time.perf_counter()
-            _replayed(step, stash, candidate if fixed else plain)
+            if _replayed(step, stash, candidate if fixed else plain).error is not None:
+                return None
             times[fixed].append(time.perf_counter() - start)
     return statistics.median(times[True]) / statistics.median(times[False])

@@ -34,6 +34,7 @@ from ampwise.step.replay import rehearsal, replay
 from ampwise.step.train_step import TrainStep
 from ampwise.tasks import Task
 from ampwise.tasks.checks import endless
+from ampwise.words import counted
 
 SCHEMA = "ampwise.tune/1"
 LEAST_DB = 20.0
@@ -220,7 +221,10 @@ def make_hold(task: Task, policy: Policy, config: TuneConfig) -> Tried:
         if not needed:
             tried.policy, tried.islands = policy.text, list(policy.islands)
             tried.gradient_db = search.quality_db()
-            tried.reason = f"holds over {arm.step.steps} steps and {len(search.windows)} batches"
+            tried.reason = (
+                f"holds over {counted(arm.step.steps, 'step')} and "
+                f"{counted(len(search.windows), 'batch', 'batches')}"
+            )
             return tried
         policy = replace(policy, islands=(*policy.islands, *needed))
     tried.reason = f"still fails with {', '.join(policy.islands)} in float32"
@@ -327,7 +331,7 @@ class Search:
                 window = self.windows[0]
                 one = fix.time_ratio(self.step, window, self._candidate([parent]))
                 several = fix.time_ratio(self.step, window, self._candidate(children))
-                if one <= several:
+                if one is not None and several is not None and one <= several:
                     names = together
         return names
 

@@ -11,6 +11,7 @@ from ampwise.advice import AdviseReport, DeviceAdvice
 from ampwise.capability import FormatSupport, ratio
 from ampwise.policy import PRESETS
 from ampwise.report.table import new_table
+from ampwise.words import counted
 
 _STYLES = {"native": "green", "emulated": "yellow", "unsupported": "red"}
 
@@ -25,7 +26,7 @@ def render(report: AdviseReport, console: Console) -> None:
 
 def _render_device(advice: DeviceAdvice, report: AdviseReport, console: Console) -> None:
     hardware = advice.capability.hardware
-    threads = f", {report.threads} threads" if hardware.kind == "cpu" else ""
+    threads = f", {counted(report.threads, 'thread')}" if hardware.kind == "cpu" else ""
     console.print(Text(f"{hardware.device}: {hardware.name}", style="bold"))
     when = "measured earlier (--refresh measures anew)" if advice.capability.cached else "measured"
     facts = f"{hardware.architecture}{threads}, torch {report.torch_version}, {when}"

@@ -12,15 +12,9 @@ from ampwise.bench.result import BenchReport, PrecisionResult, Requirement
 from ampwise.bench.stats import Interval
 from ampwise.report.page import size, size_unit
 from ampwise.report.table import new_table
+from ampwise.words import counted
 
 _STYLES = {"pass": "green", "fail": "red", "not measured": "yellow"}
-_SHORT = {
-    "parameters": "params",
-    "gradients": "grads",
-    "optimizer state": "optimizer",
-    "autocast cache": "casts",
-    "temporary": "other",
-}
 _SIGNS = {"pass": "pass", "fail": "FAIL", "not measured": "not measured"}
 
 
@@ -31,8 +25,8 @@ def render(report: BenchReport, console: Console) -> None:
     console.print(Text(f"{report.task} on {environment['device_name']}", style="bold"))
     console.print(
         Text(
-            f"{environment['architecture']}, {environment['threads']} threads, torch "
-            f"{environment['torch']}; {report.rounds} rounds, precisions taking turns",
+            f"{environment['architecture']}, {counted(environment['threads'], 'thread')}, torch "
+            f"{environment['torch']}; {counted(report.rounds, 'round')}, precisions taking turns",
             style="dim",
         )
     )
@@ -83,7 +77,7 @@ def _memory(report: BenchReport) -> Table:
     unit, one = size_unit(max(each.peak_memory_bytes or 0 for each in report.precisions))
     table.add_column(f"{unit} at the peak", no_wrap=True)
     for part in PARTS:
-        table.add_column(_SHORT.get(part, part), justify="right", no_wrap=True)
+        table.add_column(part.replace(" ", "\n"), justify="right", no_wrap=True)
     for each in report.precisions:
         if each.memory:
             sizes = [f"{each.memory.get(part, 0) / one:,.1f}" for part in PARTS]

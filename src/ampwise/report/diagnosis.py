@@ -15,6 +15,7 @@ from ampwise.policy import Policy
 from ampwise.report.canvas import COLOURS, INK, svg
 from ampwise.report.page import cell, figure, number, page
 from ampwise.report.table import new_table
+from ampwise.words import counted
 
 _STYLES = {"fault": "bold red", "clean": "bold green", "benign": "bold yellow"}
 _MOST_ROWS = 24
@@ -24,7 +25,7 @@ _FAR = 60
 def headline(found: Diagnosis) -> str:
     """The cause, and where, in one line."""
     if found.status == "clean":
-        return f"No fault in {found.step} steps of {found.task} in {found.precision}"
+        return f"No fault in {counted(found.step, 'step')} of {found.task} in {found.precision}"
     if found.status == "not_reproduced":
         return f"Step {found.step} of {found.task} in {found.precision}: not reproduced"
     return f"{found.cause} at step {found.step}, {found.phase}: {_where(found.origin)}"

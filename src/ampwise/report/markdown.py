@@ -5,6 +5,7 @@ from __future__ import annotations
 from ampwise.bench.result import BenchReport
 from ampwise.report.bench import asked, remarks
 from ampwise.report.page import cell, number, size
+from ampwise.words import counted
 
 
 def to_markdown(report: BenchReport) -> str:
@@ -35,7 +36,7 @@ def to_markdown(report: BenchReport) -> str:
         ]
         lines.append(f"| {' | '.join(cells)} |")
     lines += ["", *(f"- {cell(each)}" for each in remarks(report))]
-    machine = f"{cell(environment['device_name'])}, {environment['threads']} threads"
+    machine = f"{cell(environment['device_name'])}, {counted(environment['threads'], 'thread')}"
     versions = f"torch {environment['torch']}, ampwise {environment['ampwise']}"
-    lines += ["", f"{machine}, {versions}; {report.rounds} rounds."]
+    lines += ["", f"{machine}, {versions}; {counted(report.rounds, 'round')}."]
     return "\n".join(lines) + "\n"

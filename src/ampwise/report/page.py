@@ -6,6 +6,8 @@ import math
 from functools import cache
 from typing import Any
 
+from ampwise.words import counted
+
 
 def page(template: str, **values: Any) -> str:
     """A page from a template of this package. Everything from outside is escaped."""
@@ -61,4 +63,6 @@ def _environment() -> Any:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     loader = PackageLoader("ampwise.report")
-    return Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
+    made: Any = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
+    made.globals["counted"] = counted
+    return made

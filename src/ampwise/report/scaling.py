@@ -11,6 +11,7 @@ from ampwise.bench.scaling_report import Scaled, ScalingReport
 from ampwise.bench.stats import Interval
 from ampwise.report.page import cell, number, page, size_unit
 from ampwise.report.table import PlainTable, new_table
+from ampwise.words import counted
 
 CAPTION = (
     "median [95 % interval of paired ratios]; efficiency: rate over processes x the rate of one; "
@@ -99,8 +100,9 @@ def machine(report: ScalingReport) -> str:
     """Processes, threads and versions."""
     environment, threads = report.environment, _range([str(each) for each in report.threads])
     return (
-        f"{report.processes} processes, threads each: {threads}, {report.cores} cores, torch "
-        f"{environment['torch']}, ampwise {environment['ampwise']}"
+        f"{report.processes} processes, threads each: {threads}, "
+        f"{counted(report.cores, 'core')}, torch {environment['torch']}, "
+        f"ampwise {environment['ampwise']}"
     )
 
 

@@ -17,6 +17,7 @@ from ampwise.numerics.search import Tuned
 from ampwise.report import bench, diagnosis, html, markdown, scaling, train, tune, verify
 from ampwise.report.train import TrainedRun
 from ampwise.verify.result import Verification
+from ampwise.words import counted
 
 Run = BenchReport | Diagnosis | ScalingReport | TrainedRun | Tuned | Verification
 
@@ -95,7 +96,8 @@ def _result_file(folder: Path) -> Path:
     content = _content(record)
     command = content.get("command")
     if command != "train" and "result" not in content:
-        steps = f" after {content['steps']} steps" if "steps" in content else ""
+        made = content.get("steps")
+        steps = f" after {counted(made, 'step')}" if isinstance(made, int) else ""
         known = f"it is {content['status']}{steps}" if "status" in content else "no result is there"
         raise UsageError(f"{folder} holds no finished {command} run: {known}")
     return record

@@ -21,6 +21,7 @@ from ampwise.step import Activity
 from ampwise.telemetry import names
 from ampwise.telemetry.run import read_steps
 from ampwise.training.config import TrainResult
+from ampwise.words import counted
 
 _POINTS = 600
 """Points of a curve; more than that cannot be told apart on a page."""
@@ -76,7 +77,7 @@ class TrainedRun:
     def outcome(self) -> str:
         """How it ended, in a sentence."""
         result = self.result
-        return f"{result.status}: {result.steps} steps, {result.skipped_steps} of them skipped"
+        return f"{result.status}: {counted(result.steps, 'step')}{_skipped(result)}"
 
     @property
     def standing(self) -> str:
@@ -159,7 +160,7 @@ def to_html(run: TrainedRun) -> str:
 
 
 def _rows(result: TrainResult) -> list[tuple[str, str]]:
-    rows = [("steps", f"{result.steps}, {result.skipped_steps} of them skipped")]
+    rows = [("steps", f"{result.steps:,}{_skipped(result)}")]
     if result.loss is not None:
         rows.append(("training loss", f"{result.loss:.4f}"))
     rows += [(f"held-out {name}", f"{value:.4f}") for name, value in result.metrics.items()]
@@ -171,6 +172,10 @@ def _rows(result: TrainResult) -> list[tuple[str, str]]:
         rows.append(("rate", f"{result.samples_per_s:,.0f} samples/s"))
     rows.append(("folder", str(result.folder)))
     return rows
+
+
+def _skipped(result: TrainResult) -> str:
+    return f", {result.skipped_steps:,} of them skipped" if result.skipped_steps else ""
 
 
 def _result(data: Mapping[str, Any]) -> TrainResult:

@@ -8,6 +8,7 @@ from rich.text import Text
 from ampwise.report.page import cell, css, page
 from ampwise.report.table import new_table
 from ampwise.verify.result import Verification
+from ampwise.words import counted
 
 _STYLES = {"pass": "green", "fail": "red", "not measured": "yellow", "not applicable": "dim"}
 
@@ -37,7 +38,7 @@ def decision(found: Verification) -> str:
     missing = [each.requirement for each in found.findings if each.open and not interrupted]
     return (
         f"{'INTERRUPTED' if interrupted else found.decision}: {found.passed} of "
-        f"{len(found.applicable)} requirements measured and met ({found.score:.0%})"
+        f"{counted(len(found.applicable), 'requirement')} measured and met ({found.score:.0%})"
         f"{'; failed: ' * bool(failed)}{', '.join(failed)}"
         f"{'; not measured: ' * bool(missing)}{', '.join(missing)}"
     )

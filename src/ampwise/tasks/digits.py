@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ampwise.errors import MissingExtraError, TaskError
+from ampwise.installation import extra_command
 from ampwise.tasks.task import Task
 
 HELD_OUT = 360
@@ -102,7 +103,7 @@ def _load() -> tuple[Tensor, Tensor]:
         from sklearn.datasets import load_digits
     except ImportError:
         raise MissingExtraError(
-            "task digits needs scikit-learn: pip install 'ampwise[digits]'"
+            f"task digits needs scikit-learn: {extra_command('digits')}"
         ) from None
     digits: Any = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16

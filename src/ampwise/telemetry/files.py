@@ -1,12 +1,63 @@
-"""Files that are whole or not there at all."""
+"""Files that are whole or not there at all, and files that somebody else may have written."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import json
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
+
+from ampwise.errors import UsageError, in_one_line
+
+MAX_INT = 2**63
+"""No count in a file is as large as this."""
+
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def regular(path: Path) -> Path:
+    """The path itself, if reading it comes to an end.
+
+    Raises
+    ------
+    OSError
+        When it is not there, or is a folder, pipe, socket or device.
+    """
+    kind = stat.S_IFMT(path.stat().st_mode)
+    if kind != stat.S_IFREG:
+        is_a = _KINDS.get(kind, "something else")
+        raise OSError(errno.EINVAL, f"expected a file, it is {is_a}", str(path))
+    return path
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises
+    ------
+    UsageError
+        When the file cannot be read, or holds anything else.
+    """
+    try:
+        content = json.loads(regular(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path} is damaged: {in_one_line(error)}") from None
+    if not isinstance(content, dict):
+        kind = type(content).__name__
+        raise UsageError(f"{path} is damaged: expected a JSON object, got a {kind}")
+    return content  # pyright: ignore[reportUnknownVariableType]
 
 
 def atomic_write(path: Path, write: Callable[[BinaryIO], object]) -> None:

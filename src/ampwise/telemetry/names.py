@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from ampwise.telemetry.ring import StepRecord
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ampwise.telemetry.ring import StepRecord
 
 LOSS = "train/loss"
 LR = "train/lr"

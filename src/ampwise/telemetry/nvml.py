@@ -17,9 +17,10 @@ from typing import Any, TypeVar
 
 import torch
 
+from ampwise.installation import extra_command
+
 T = TypeVar("T")
 
-MISSING = "nvidia-ml-py is not installed: pip install 'ampwise[nvml]'"
 _NOT_NVIDIA = "NVML knows NVIDIA's GPUs only"
 _PARTITIONED = "its clocks and power belong to all instances of a GPU in MIG mode"
 _HIDDEN = "NVML's list lacks this process, so its numbers are not this container's"
@@ -112,7 +113,7 @@ class Gpu:
         try:
             self._nvml = importlib.import_module("pynvml")
         except ImportError:
-            self.unread["gpu"] = MISSING
+            self.unread["gpu"] = f"nvidia-ml-py is not installed: {extra_command('nvml')}"
             return
         self._handle = self._asked("gpu", lambda: self._open(device))
 

@@ -18,10 +18,11 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import Any, Self, TextIO, cast
 
-from ampwise.errors import UsageError
-from ampwise.telemetry.files import atomic_write_text
+from ampwise.errors import UsageError, in_one_line
+from ampwise.telemetry import names
+from ampwise.telemetry.files import MAX_INT, atomic_write_text, read_object, regular
 
 FLUSH_EVERY_S = 1.0
 
@@ -134,8 +135,14 @@ class RunFolder:
         return self.path / "checkpoints"
 
     def read(self) -> dict[str, Any]:
-        """What `run.json` holds."""
-        return json.loads((self.path / "run.json").read_text())
+        """What `run.json` holds.
+
+        Raises
+        ------
+        UsageError
+            When it is damaged.
+        """
+        return read_object(self.path / "run.json")
 
     def write(self, content: Mapping[str, Any]) -> None:
         """Replace `run.json`."""
@@ -186,7 +193,13 @@ class RunFolder:
 
 
 def read_steps(folder: Path) -> list[dict[str, Any]]:
-    """Lines of a run's `steps.jsonl`; one that a kill tore is left out."""
+    """Lines of a run's `steps.jsonl`; one that a kill tore is left out.
+
+    Raises
+    ------
+    UsageError
+        When the file or a line of it is damaged.
+    """
     return _whole_lines(folder / "steps.jsonl")
 
 
@@ -204,8 +217,44 @@ def plain(value: Any) -> Any:
 def _whole_lines(file: Path) -> list[dict[str, Any]]:
     if not file.exists():
         return []
-    lines = file.read_text().splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    try:
+        text = regular(file).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{file}: {error.strerror}") from None
+    except ValueError as error:
+        raise UsageError(f"{file} is damaged: {in_one_line(error)}; remove it") from None
+    lines = [line for line in text.split("\n")[:-1] if line]
+    return [_parsed(line, f"{file}, line {n}") for n, line in enumerate(lines, start=1)]
+
+
+def _parsed(line: str, where: str) -> dict[str, Any]:
+    """A line of `steps.jsonl`: a step's number, and figures and words by name."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict) or not _is_step(values := cast("dict[str, Any]", found)):
+        raise UsageError(
+            f"{where} is damaged: expected an object with a step and its metrics, got "
+            f"{line[:60]!r}; remove that line"
+        )
+    return values
+
+
+def _is_step(line: Mapping[str, Any]) -> bool:
+    step = line.get("step")
+    return (
+        type(step) is int
+        and 0 <= step < MAX_INT
+        and all(_is_figure(each) or name == names.PRECISION for name, each in line.items())
+    )
+
+
+def _is_figure(value: Any) -> bool:
+    """Whether something is a number as `plain` writes it."""
+    if isinstance(value, str):
+        return value in ("nan", "inf", "-inf")
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) < MAX_INT)
 
 
 def _next_free(parent: Path, name: str) -> Path:

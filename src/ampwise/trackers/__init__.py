@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ampwise.errors import MissingExtraError, UsageError, in_one_line, nearest
+from ampwise.installation import extra_command
 from ampwise.telemetry.names import Metric
 
 TRACKERS = ("wandb", "tensorboard", "mlflow", "csv")
@@ -81,9 +82,7 @@ class TrackerSet:
             module = importlib.import_module(f"ampwise.trackers.{name}_tracker")
             self._running[name] = module.start(folder, run_name, config)
         except ImportError as error:
-            raise MissingExtraError(
-                f"not installed ({error}): pip install 'ampwise[{name}]'"
-            ) from error
+            raise MissingExtraError(f"not installed ({error}): {extra_command(name)}") from error
 
     def _guarded(self, name: str, act: Callable[[], object]) -> None:
         """Training must outlive its trackers, whatever they raise."""

@@ -35,8 +35,12 @@ from ampwise.telemetry.run import plain
 from ampwise.training.checkpoint import Trained, seeded_state, set_random_state
 from ampwise.training.config import TrainConfig
 from ampwise.training.share import DataRandom, whole_batches
+from ampwise.words import counted
 
 _SETTINGS = ("batch_size", "accumulate", "max_grad_norm", "seed", "optimizer")
+
+_LONGEST = 200
+"""Characters of a value in a line of differences."""
 
 _NO_VALUES = {
     *("params", "param_names", "initial_lr"),
@@ -158,7 +162,8 @@ def _words(key: str) -> str:
 
 
 def _spelled(value: Any) -> str:
-    return "none" if value is None else str(value)
+    words = "none" if value is None else str(value)
+    return words if len(words) <= _LONGEST else f"{words[: _LONGEST - 3]}..."
 
 
 # -- going on with it ------------------------------------------------------------------------------
@@ -232,7 +237,7 @@ def _by_samples(
     source, ranks = DataRandom(), everyone()
     began = {**position["epoch_rng"], "cuda": []}  # data is drawn on the host
 
-    def counted() -> tuple[int, int]:
+    def passed() -> tuple[int, int]:
         with user_code("the task's batches()"):
             return whole_batches(
                 *(task.batches, position["samples"], ranks.size),
@@ -240,10 +245,11 @@ def _by_samples(
             )
 
     source.draw(lambda: set_random_state(began))
-    batch, samples = ranks.first(lambda: source.draw(counted))
+    batch, samples = ranks.first(lambda: source.draw(passed))
     again = position["samples"] - samples
+    few = f"{counted(again, 'sample')}, too few for a batch of {batch_size}"
     if not batch:
-        say(f"the epoch begins anew: its {again} samples do not fill a batch of {batch_size}")
+        say(f"the epoch begins anew, with {few}")
     elif again:
-        say(f"{again} samples are trained on again: they do not fill a batch of {batch_size}")
+        say(f"trained on again: {few}")
     return {"batch": batch, "samples": samples}

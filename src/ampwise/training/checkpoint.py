@@ -20,10 +20,12 @@ from __future__ import annotations
 
 import random
 import re
+import reprlib
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,12 +38,21 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ampwise.distributed.host_group import HostGroup, RankError, beside
 from ampwise.distributed.layout import is_sharded, on_host, spread_as, unwrapped, whole
-from ampwise.errors import CheckpointError, UsageError
+from ampwise.errors import AmpwiseError, CheckpointError, UsageError, kind_and_words
 from ampwise.step import TrainStep
 from ampwise.step.warn import warn_user
 from ampwise.tasks.seeding import seed_all
 from ampwise.telemetry.files import atomic_write
-from ampwise.training.content import SPREAD, DamageError, Like, load_file, mapped
+from ampwise.training.content import (
+    SPREAD,
+    DamageError,
+    Like,
+    check_alike,
+    checked,
+    load_file,
+    mapped,
+)
+from ampwise.words import counted
 
 VERSION = 1
 KEEP = 3
@@ -318,8 +329,8 @@ def load(
         seed, step = content["config"].get("seed") or 0, content["step"]["steps"]
         content["rng"] = seeded_state(seed, step, host.rank)
         say(
-            f"{path} is from {before} {'rank' if before == 1 else 'ranks'}, now there are "
-            f"{host.size}: random numbers are drawn anew, from seed {seed}, step {step} and rank; "
+            f"{path} is from {counted(before, 'rank')}, now {counted(host.size, 'rank')}: random "
+            f"numbers are drawn anew, from seed {seed}, step {step} and rank; "
             "the run goes on, but not bit for bit"
         )
     return content
@@ -335,12 +346,47 @@ def _content(path: Path, trained: Trained | None, host: HostGroup) -> dict[str, 
             content = _checked(path, load_file(path))
             for part in SPREAD:
                 content[part] = mapped(content[part], lambda n, t: spread_as(t, like(n)), part)
-            return {"world_size": 1, **content}
+            return checked({"world_size": 1, **content})
         from ampwise.training import sharded
 
-        return sharded.complete(path, _checked(path, load_file(path / sharded.COMMON)), host, like)
-    except (DamageError, KeyError) as error:
-        raise CheckpointError(f"checkpoint {path} is damaged ({error}){_instead(path)}") from None
+        common = _checked(path, load_file(path / sharded.COMMON))
+        return checked(sharded.complete(path, common, host, like))
+    except DamageError as error:
+        raise _damaged(path, str(error)) from None
+    except _MISSHAPEN as error:
+        raise _damaged(path, kind_and_words(error)) from None
+
+
+_MISSHAPEN = (AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError)
+"""What comes of values of other kinds than those that were written."""
+
+
+def _damaged(path: Path, why: str) -> CheckpointError:
+    return CheckpointError(f"checkpoint {path} is damaged ({why}){_instead(path)}")
+
+
+@contextmanager
+def sound(path: Path) -> Generator[None]:
+    """Context: what is made here of a checkpoint's content fails only where that is damaged.
+
+    Raises
+    ------
+    CheckpointError
+        Instead of what a value of a wrong kind raised; the task's own errors are left alone.
+    """
+    try:
+        yield
+    except DamageError as error:
+        raise _damaged(path, str(error)) from None
+    except _MISSHAPEN as error:
+        raise unusable(path, error) or error from None
+
+
+def unusable(path: Path, error: BaseException) -> CheckpointError | None:
+    """What to raise for an error of working with a checkpoint; None where it is not to blame."""
+    told = isinstance(error, AmpwiseError) or hasattr(error, "__ampwise_user__")
+    blamed = isinstance(error, (RuntimeError, *_MISSHAPEN)) and not told
+    return _damaged(path, kind_and_words(error)) if blamed else None
 
 
 def _checked(path: Path, content: Any) -> dict[str, Any]:
@@ -348,8 +394,9 @@ def _checked(path: Path, content: Any) -> dict[str, Any]:
     if not isinstance(content, dict) or "ampwise_checkpoint" not in content:
         raise CheckpointError(f"{path} is no checkpoint of ampwise{_instead(path)}")
     if content["ampwise_checkpoint"] != VERSION:
+        version = reprlib.repr(content["ampwise_checkpoint"])
         raise CheckpointError(
-            f"checkpoint {path} has version {content['ampwise_checkpoint']}, this ampwise reads "
+            f"checkpoint {path} has version {version}, this ampwise reads "
             f"version {VERSION}: use the ampwise that wrote it"
         )
     return content
@@ -390,22 +437,33 @@ def restore(content: Mapping[str, Any], trained: Trained) -> Position:
     ------
     CheckpointError
         When the states do not fit the task's model or optimizer.
+    DamageError
+        When a setting in them is of a wrong kind.
     """
+    settings = [dict(group) for group in trained.optimizer.param_groups]
     try:
         unwrapped(trained.model).load_state_dict(content["model"])
         trained.optimizer.load_state_dict(content["optimizer"])
         trained.step.load_state_dict(content["step"])
     except UsageError:
         raise
-    except (RuntimeError, ValueError, KeyError) as error:
+    except (RuntimeError, *_MISSHAPEN) as error:
         first = str(error).strip().splitlines()
         raise CheckpointError(
             f"the checkpoint does not fit this task's model and optimizer: {' '.join(first[:2])}"
         ) from None
+    pairs = zip(trained.optimizer.param_groups, settings, strict=True)
+    for number, (group, before) in enumerate(pairs):
+        for name in before.keys() - {"params"}:
+            check_alike(group.get(name), before[name], f"optimizer.param_groups.{number}.{name}")
     if trained.scheduler is not None and content["scheduler"] is not None:
+        check_alike(content["scheduler"], trained.scheduler.state_dict(), "scheduler")
         trained.scheduler.load_state_dict(content["scheduler"])
-    set_random_state(content["rng"])
-    return Position(**content["position"])
+    position = Position(**content["position"])
+    for state in (position.epoch_rng, content["rng"]):  # the former only to see that it fits
+        if state is not None:
+            set_random_state(state)
+    return position
 
 
 # -- random state ----------------------------------------------------------------------------------

@@ -56,6 +56,8 @@ class TrainConfig:
     on_fault
         Given the diagnosis of the first abnormal skipped step and the run's folder; stops training
         by raising.
+    options
+        Of the command, as the run's record keeps them for a resume.
     """
 
     resolution: Resolution
@@ -77,6 +79,7 @@ class TrainConfig:
     watch_every: int = 50
     rank_timeout_s: float = 600.0
     on_fault: Callable[[Any, Path], None] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def __post_init__(self) -> None:
         if self.steps is None and self.epochs is None:

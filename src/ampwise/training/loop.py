@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,11 +23,11 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from ampwise.data import Feed
 from ampwise.distributed.host_group import everyone
-from ampwise.distributed.launch import Launch
+from ampwise.distributed.launch import Launch, is_lost
 from ampwise.distributed.layout import unwrapped
 from ampwise.distributed.watchdog import NoWatchdog, watched
 from ampwise.distributed.wrap import spread
-from ampwise.errors import UsageError, in_one_line
+from ampwise.errors import UsageError, in_one_line, is_out_of_memory
 from ampwise.step import StepRecord, TrainStep
 from ampwise.tasks import Task
 from ampwise.tasks.checks import (
@@ -50,6 +51,7 @@ from ampwise.training.config import TrainConfig, TrainResult
 from ampwise.training.memory import peak_bytes
 from ampwise.training.share import DataRandom, Turn, turns
 from ampwise.training.signals import StopSignals
+from ampwise.words import counted
 
 _RATE_MEMORY = 0.9
 """Weight of the past in the running rate."""
@@ -65,7 +67,10 @@ class Progress(Protocol):
         """An evaluation is known."""
 
     def message(self, text: str) -> None:
-        """Something the user should read."""
+        """Something the user may want to know."""
+
+    def warning(self, text: str) -> None:
+        """Something the user must read."""
 
 
 def train(
@@ -97,7 +102,10 @@ def train(
         with StopSignals() as stop, watched(store, run.me, limit_s, run.last_words) as run.dog:
             run.train(stop)
     except BaseException as error:
-        run.result.status = f"failed: {in_one_line(error)}"
+        damage = run.damage_behind(error)
+        run.result.status = f"failed: {in_one_line(damage or error)}"
+        if damage is not None:
+            raise damage from error
         raise
     finally:
         run.close()
@@ -161,6 +169,7 @@ class _Run:
         self.rate = _Rate()
         self._waits_s = self._total_s = 0.0
         self._saved_at = -1
+        self._resumed: Path | None = None
         self._saving: checkpoint.Saving | None = None
         self.dog = NoWatchdog()
         self._state: dict[str, Any] | None = None
@@ -176,7 +185,7 @@ class _Run:
             self.folder.path,
             self.folder.path.name,
             {"task": task.name, **config.to_json()},
-            self.say,
+            self.warn,
         )
 
     def _open_folder(self, name: str) -> tuple[RunFolder, bool]:
@@ -192,9 +201,9 @@ class _Run:
             resumes = there if again else self.config.resume
             if resumes:
                 assert out is not None
-                opened.append(RunFolder.resume(out, self.say))
+                opened.append(RunFolder.resume(out, self.warn))
             else:
-                opened.append(RunFolder.create(out, name, self.say, trains=True))
+                opened.append(RunFolder.create(out, name, self.warn, trains=True))
             return str(opened[0].path), resumes
 
         path, resumes = everyone().first(open_it)
@@ -202,14 +211,32 @@ class _Run:
 
     def say(self, text: str) -> None:
         """Tell the user, and keep it in the record."""
+        self._keep(text)
+        self.progress.message(text)
+
+    def warn(self, text: str) -> None:
+        """Tell the user what has gone wrong, and keep it in the record."""
+        self._keep(text)
+        self.progress.warning(text)
+
+    def _keep(self, text: str) -> None:
         if hasattr(self, "result"):
             self.result.messages.append(text)
-        self.progress.message(text)
 
     def _on_fault(self, diagnosis: Any) -> None:
         assert self.config.on_fault is not None
-        self.say(f"step {diagnosis.step} was skipped: {diagnosis.cause}; {diagnosis.explanation}")
+        self.warn(f"step {diagnosis.step} was skipped: {diagnosis.cause}; {diagnosis.explanation}")
         self.config.on_fault(diagnosis, self.folder.path)
+
+    def damage_behind(self, error: BaseException) -> UsageError | None:
+        """The error of a checkpoint whose state no step can be made from, if that is what it is.
+
+        Nothing but the optimizer knows what belongs into its state.
+        """
+        first = self.trained.step.steps == self.result.resumed_from
+        if self._resumed is None or not first or is_lost(error) or is_out_of_memory(error):
+            return None
+        return checkpoint.unusable(self._resumed, error)
 
     # -- the loop ----------------------------------------------------------------------------------
 
@@ -280,7 +307,8 @@ class _Run:
             position.epoch_rng = data.draw(checkpoint.random_state)
         skip, rest = divmod(position.batch, self.me.size)
         if rest:
-            self.say(f"{rest} batches are trained on again: they do not fill a turn of all ranks")
+            batches = counted(rest, "batch", "batches")
+            self.say(f"trained on again: {batches}, too few for a turn of all ranks")
             position.samples -= position.samples * rest // position.batch
             position.batch -= rest
         with user_code("the task's batches()"):
@@ -294,8 +322,7 @@ class _Run:
         else:
             self.position.epoch_rng = checkpoint.random_state()
         batches = trained_on(self.task.batches)
-        for _ in range(self.position.batch):
-            next(batches, None)
+        next(islice(batches, self.position.batch, self.position.batch), None)  # skipped
         if resumed is not None:
             checkpoint.set_random_state(resumed)
         yield from batches
@@ -394,11 +421,14 @@ class _Run:
             return
         if path is None:
             raise UsageError(f"nothing to resume in {self.folder.path}: it has no checkpoint yet")
-        content = self._accepted(checkpoint.load(path, self.trained, self.say), path)
-        self.position = checkpoint.restore(content, self.trained)
+        content = checkpoint.load(path, self.trained, self.warn)
+        with checkpoint.sound(path):
+            content = self._accepted(content, path)
+            self.position = checkpoint.restore(content, self.trained)
         self._state = content["rng"]
         steps = self.trained.step.steps
         self._saved_at = self.result.resumed_from = steps
+        self._resumed = path
         self.folder.continue_after(steps)
         self.say(f"resumed at step {steps} from {path}")
 
@@ -458,6 +488,7 @@ class _Run:
             {
                 "command": "train",
                 "config": self.makeup,
+                "options": self.config.options,
                 "task": dict(self.task.info),
                 "policy": self.config.resolution.to_json(),
                 "environment": environment(self.device),

@@ -105,7 +105,8 @@ def turns(
         return source.draw(lambda: list(islice(rest, width)))
 
     for _ in range(skip):
-        next_group()
+        if not next_group():
+            break
     held = next_group()
     if not held and not skip:
         raise empty_epoch()

@@ -38,6 +38,7 @@ from ampwise.training.config import TrainConfig
 from ampwise.training.loop import train
 from ampwise.verify.logs import READERS, own_stores
 from ampwise.verify.result import Status
+from ampwise.words import counted
 
 Outcome = tuple[Status, str]
 
@@ -179,7 +180,7 @@ def loss_scale_is_logged(subject: Subject) -> Outcome:
         found = {"steps.jsonl": [each[LOSS_SCALE] for each in lines if LOSS_SCALE in each]}
         found |= {name: READERS[name](folder) for name in subject.track}
     wrong = [name for name, scales in found.items() if scales != expected]
-    said = f"{steps} steps read back from {', '.join(found)}"
+    said = f"{counted(steps, 'step')} read back from {', '.join(found)}"
     if wrong:
         return "fail", f"{said}; missing or different in {', '.join(wrong)}"
     return "pass", said
@@ -203,8 +204,8 @@ def off_is_plain_float32(subject: Subject) -> Outcome:
     pairs = zip(ours.state_dict().values(), model.state_dict().values(), strict=True)
     different = sum(not torch.equal(a, b) for a, b in pairs)
     if different:
-        return "fail", f"{different} tensors differ after {steps} steps"
-    return "pass", f"all tensors equal bit for bit after {steps} steps"
+        return "fail", f"{counted(different, 'tensor')} not equal after {counted(steps, 'step')}"
+    return "pass", f"all tensors equal bit for bit after {counted(steps, 'step')}"
 
 
 def absent_gpu_falls_back(subject: Subject) -> Outcome:  # noqa: ARG001
@@ -337,6 +338,8 @@ class _Silent:
     def evaluated(self, step: int, metrics: dict[str, float]) -> None: ...
 
     def message(self, text: str) -> None: ...
+
+    def warning(self, text: str) -> None: ...
 
 
 def _in_double(batch: Any) -> Any:

@@ -1,0 +1,8 @@
+"""How messages count."""
+
+from __future__ import annotations
+
+
+def counted(number: int, one: str, several: str = "") -> str:
+    """``1 step``, ``2 steps``, ``1,797 samples``; `several` where an ``s`` does not make it."""
+    return f"{number:,} {one if number == 1 else several or f'{one}s'}"

@@ -1,0 +1,16 @@
+"""One of a thing is not several."""
+
+from __future__ import annotations
+
+import pytest
+
+from ampwise.words import counted
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [(0, "0 batches"), (1, "1 batch"), (2, "2 batches"), (1797, "1,797 batches")],
+)
+def test_counted(number, said):
+    assert counted(number, "batch", "batches") == said
+    assert counted(number, "step") == said.replace("batches", "steps").replace("batch", "step")
