@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from ampwise.cli.options import Shared, write_json
+from ampwise.cli.output import tell, tell_text
 from ampwise.errors import EXIT_GATE, EXIT_OK, UsageError, nearest
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def run(options: Options) -> int:
     report = _checked(options, paths, settings)
     if options.write_baseline is not None:
         baseline.write(report, settings, options.write_baseline)
-        print(f"{options.write_baseline}: {len(report.findings)} known findings", file=sys.stderr)
+        tell(f"{options.write_baseline}: {len(report.findings)} known findings", err=True)
         return EXIT_OK
     if settings.baseline is not None:
         baseline.drop_known(report, settings, settings.baseline)
@@ -143,11 +143,11 @@ def _report(options: Options, report: LintReport) -> None:
     if options.statistics:
         shown.statistics(report)
     elif options.format == "json":
-        print(json.dumps(report.to_json(), indent=2))
+        tell_text(json.dumps(report.to_json(), indent=2))
     elif options.format == "github":
         shown.github(report)
     elif options.format == "sarif":
-        print(json.dumps(shown.to_sarif(report), indent=2))
+        tell_text(json.dumps(shown.to_sarif(report), indent=2))
     else:
         shown.render(report, summary=not options.quiet)
 

@@ -7,13 +7,13 @@ its help. `ampwise.cli.parsing` has tyro turn a command line and a ``--config`` 
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
+from ampwise.cli.output import tell, tell_text
 from ampwise.errors import UsageError
 
 Gate = Literal["off", "fail", "strict"]
@@ -113,14 +113,14 @@ def write_json(text: str, target: str | None) -> None:
     if target is None:
         return
     if target == "-":
-        print(text)
+        tell_text(text)
         return
     file = Path(target)
     did = "replaced" if file.exists() else "wrote"
     try:
-        file.write_text(text + "\n")
+        file.write_text(text + "\n", encoding="utf-8")
     except OSError as error:
         raise UsageError(
             f"cannot write the report to {target}: {error.strerror}; name a writable file"
         ) from None
-    print(f"{did} {target}", file=sys.stderr)
+    tell(f"{did} {target}", err=True)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from ampwise.cli.options import Gate, Shared, write_json
+from ampwise.cli.output import tell, tell_text
 from ampwise.errors import EXIT_GATE, EXIT_OK, UsageError
 
 if TYPE_CHECKING:
@@ -62,20 +63,20 @@ def run(options: Options) -> int:
     elif options.out is not None:
         text = _drawn(forms, found)
     elif options.json != "-":
-        from rich.console import Console
+        from ampwise.report.console import Console
 
         forms.render(found, Console())
     if text is not None and options.out is not None:
         _save(text + "\n", options.out)
     elif text is not None:
-        print(text)
+        tell_text(text)
     write_json(values, options.json)
     return _gate(found, options.gate)
 
 
 def _drawn(forms: Forms, found: Run) -> str:
     """What the terminal would show, as plain text of 80 columns."""
-    from rich.console import Console
+    from ampwise.report.console import Console
 
     paper = io.StringIO()
     forms.render(found, Console(file=paper, width=80))
@@ -107,10 +108,9 @@ def _gate(found: Run, gate: Gate) -> int:
 
 
 def _compare(options: Options, before: Run, after: Run) -> int:
-    from rich.console import Console
-
     from ampwise.bench.result import BenchReport
     from ampwise.report.compare import compare, render
+    from ampwise.report.console import Console
 
     if not (isinstance(before, BenchReport) and isinstance(after, BenchReport)):
         raise UsageError("expected two bench runs to compare; other runs are shown one by one")
@@ -119,7 +119,7 @@ def _compare(options: Options, before: Run, after: Run) -> int:
     found = compare(before, after, (str(options.runs[0]), str(options.runs[1])))
     text = json.dumps(found.to_json(), indent=2)
     if options.format == "json":
-        print(text)
+        tell_text(text)
     elif options.json != "-":
         render(found, Console())
     write_json(text, options.json)
@@ -140,4 +140,4 @@ def _save(text: str, path: Path) -> None:
         raise UsageError(
             f"cannot write the report to {path}: {error.strerror}; name another file with --out"
         ) from None
-    print(f"{did} {path}")
+    tell(f"{did} {path}")

@@ -8,13 +8,26 @@ from __future__ import annotations
 
 import os
 import platform
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
 import torch
 
 from ampwise import __version__
 from ampwise.capability.hardware import cpu_clock_mhz, describe
 from ampwise.telemetry.nvml import Gpu
+
+
+class Machine(TypedDict):
+    """What every report names of `environment`."""
+
+    device_name: str
+    architecture: str
+    threads: int
+    torch: str
+    ampwise: str
+
+
+Environment = Annotated[dict[str, Any], Machine]
 
 
 def environment(device: torch.device) -> dict[str, Any]:

@@ -34,8 +34,8 @@ def atomic_write(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
 
 def atomic_write_text(path: Path, text: str) -> None:
-    """`atomic_write` of a text, as UTF-8."""
-    atomic_write(path, lambda file: file.write(text.encode()))
+    """`atomic_write` of a text, as UTF-8; lone surrogates, which it lacks, are spelled out."""
+    atomic_write(path, lambda file: file.write(text.encode(errors="backslashreplace")))
 
 
 def sync_folder(folder: Path) -> None:

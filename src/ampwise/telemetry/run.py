@@ -16,14 +16,18 @@ import math
 import re
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import Any, Self, TextIO, TypedDict
 
+from ampwise.document import load, open_regular, parsed, read
 from ampwise.errors import UsageError
 from ampwise.telemetry.files import atomic_write_text
 
 FLUSH_EVERY_S = 1.0
+_LONGEST = 1_000_000
+"""Bytes of a line; a step's has a few hundred."""
 
 
 class RunFolder:
@@ -135,7 +139,7 @@ class RunFolder:
 
     def read(self) -> dict[str, Any]:
         """What `run.json` holds."""
-        return json.loads((self.path / "run.json").read_text())
+        return load(self.path / "run.json")
 
     def write(self, content: Mapping[str, Any]) -> None:
         """Replace `run.json`."""
@@ -204,8 +208,30 @@ def plain(value: Any) -> Any:
 def _whole_lines(file: Path) -> list[dict[str, Any]]:
     if not file.exists():
         return []
-    lines = file.read_text().splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    steps: list[dict[str, Any]] = []
+    with open_regular(file) as stream:
+        for number, line in enumerate(iter(partial(stream.readline, _LONGEST), b""), start=1):
+            if line.endswith(b"\n") or len(line) == _LONGEST:
+                steps.append(_step(line, f"{file}, line {number}"))
+    return steps
+
+
+class _Step(TypedDict):
+    step: int
+
+
+def _step(line: bytes, where: str) -> dict[str, Any]:
+    if len(line) == _LONGEST:
+        raise UsageError(f"{where}: expected a step, got a line of more than {_LONGEST} bytes")
+    try:
+        step = parsed(line)
+    except ValueError as error:
+        raise UsageError(f"{where} {error}") from None
+    try:
+        read(_Step, step)
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from None
+    return step
 
 
 def _next_free(parent: Path, name: str) -> Path:
