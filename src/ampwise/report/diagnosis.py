@@ -12,7 +12,7 @@ from rich.text import Text
 from ampwise import formats, neutral
 from ampwise.numerics.result import Diagnosis, Fix, Origin, Values, percent
 from ampwise.policy import Policy
-from ampwise.report.canvas import COLOURS, INK, svg
+from ampwise.report.canvas import COLOURS, INK, short, svg
 from ampwise.report.console import Console
 from ampwise.report.page import cell, figure, number, page, prose, table
 from ampwise.report.table import new_table
@@ -170,7 +170,7 @@ def _histogram(found: Diagnosis) -> str:
                 axes.axvline(power, color=INK, linestyle=":", linewidth=1)
                 axes.annotate(name, (power, len(rows) - 0.4), fontsize=8, ha="center")
         axes.xaxis.get_major_locator().set_params(integer=True)
-        axes.set_yticks(range(len(rows)), [neutral.line(each) for each in reversed(rows)])
+        axes.set_yticks(range(len(rows)), [short(each) for each in reversed(rows)])
         axes.set_xlim(low, high + 4)
         axes.set_xlabel(f"binary exponent of the values (limits of {fmt})")
 

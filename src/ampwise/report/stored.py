@@ -101,5 +101,6 @@ def _result_file(folder: Path) -> Path:
     if command != "train" and "result" not in content:
         steps = f" after {content['steps']} steps" if "steps" in content else ""
         known = f"it is {content['status']}{steps}" if "status" in content else "no result is there"
-        raise UsageError(f"{folder} holds no finished {command} run: {known}")
+        kind = f"{command} run" if isinstance(command, str) else "run"
+        raise UsageError(f"{folder} holds no finished {kind}: {known}"[:400])
     return record

@@ -11,12 +11,11 @@ from typing import Any, TypedDict
 from rich.table import Table
 from rich.text import Text
 
-from ampwise import neutral
 from ampwise.data.feed import SLOW_LOADER, slow_loader
 from ampwise.document import load as load_file
 from ampwise.document import read
 from ampwise.errors import UsageError
-from ampwise.report.canvas import COLOURS, log_scale, svg
+from ampwise.report.canvas import COLOURS, log_scale, short, svg
 from ampwise.report.console import Console, plain
 from ampwise.report.page import cell, figure, page, prose, table
 from ampwise.telemetry import names
@@ -196,9 +195,7 @@ def _loss_figure(run: TrainedRun) -> str:
         _curve(axes, _series(run, names.LOSS), COLOURS[1], "training")
         for index, name in enumerate(losses):
             points = _series(run, name)
-            axes.plot(
-                *zip(*points, strict=True), "o-", color=COLOURS[2 + index], label=neutral.line(name)
-            )
+            axes.plot(*zip(*points, strict=True), "o-", color=COLOURS[2 + index], label=short(name))
         axes.set_xlabel("step")
         axes.set_ylabel("loss")
         axes.legend()

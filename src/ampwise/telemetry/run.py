@@ -121,7 +121,7 @@ class RunFolder:
     ) -> None:
         self.close()
         if error is not None and not self._observes:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, UsageError):
                 self._remove_if_empty()
 
     def _remove_if_empty(self) -> None:
