@@ -65,18 +65,21 @@ class Document:
         return {"schema": self.schema, **_fields(self, words=self.non_finite_words)}
 
     @classmethod
-    def from_json(cls, data: Any) -> Self:
+    def from_json(cls, data: Any, where: object = "the report") -> Self:
         """The report that `to_json` wrote.
 
         Raises
         ------
         UsageError
-            When `data` is something else, of another version, or damaged.
+            When `data` is something else, of another version, or damaged; the message begins with
+            `where`.
         """
         found = data.get("schema") if isinstance(data, dict) else None
         if found != cls.schema:
-            raise UsageError(f"expected a report of schema {cls.schema}, got {_shown(found)}")
-        return read(cls, data)
+            raise UsageError(
+                f"{where}: expected a report of schema {cls.schema}, got {_shown(found)}"
+            )
+        return read(cls, data, where)
 
 
 def load(file: Path) -> dict[str, Any]:
@@ -131,24 +134,29 @@ def open_regular(file: Path) -> typing.BinaryIO:
     UsageError, OSError
         When it is something else, or cannot be opened.
     """
-    handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    # Without the first it waits at a pipe; without the second Windows ends a file at Ctrl-Z.
+    flags = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    handle = os.open(file, os.O_RDONLY | flags)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise UsageError(f"{file}: expected a file, got a folder, pipe or device")
     return os.fdopen(handle, "rb")
 
 
-def read(kind: type[T], data: Any) -> T:
+def read(kind: type[T], data: Any, where: object = "the report") -> T:
     """A value of plain JSON as what a type says.
 
     Raises
     ------
     UsageError
-        When it does not fit; the message begins with the place.
+        When it does not fit; the message begins with `where` and the place inside.
     """
     if _is_deep(data, MAX_DEPTH):
-        raise UsageError(f"the report {_TOO_DEEP}")
-    return _read(kind, data, "")
+        raise UsageError(f"{where} {_TOO_DEEP}")
+    try:
+        return _read(kind, data, "")
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from None
 
 
 def _read(hint: Any, value: Any, at: str) -> Any:
@@ -271,7 +279,9 @@ def _hints(kind: Any) -> dict[str, Any]:
 def _needed(kind: Any) -> set[str]:
     """What must be there: required keys, and fields without a default."""
     if typing.is_typeddict(kind):
-        return set(kind.__required_keys__)
+        # Not __required_keys__: Python 3.11 does not see Required in postponed annotations.
+        hints = _hints(kind).items()
+        return {name for name, e in hints if kind.__total__ or typing.get_origin(e) is Required}
     missing = dataclasses.MISSING
     return {
         each.name
@@ -307,7 +317,7 @@ def _under(at: str, key: str) -> str:
 
 
 def _misfit(at: str, wanted: str, got: str) -> UsageError:
-    return UsageError(f"{at or 'the report'}: expected {wanted}, got {got}")
+    return UsageError(f"{at}{': ' if at else ''}expected {wanted}, got {got}")
 
 
 def _kind(value: Any) -> str:

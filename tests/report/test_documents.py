@@ -9,6 +9,7 @@ import math
 import os
 import re
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -130,6 +131,21 @@ def test_what_was_written_reads_back_the_same(tmp_path, name):
     shown(folder, html=True)
 
 
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
+
+@pytest.mark.parametrize(
+    "name", ["charlm-base-cpu", "charlm-base-cpu-avx512bf16", "scaling-charlm-cpu"]
+)
+def test_reports_of_earlier_versions_are_read(tmp_path, name):
+    """Measured weeks ago, by what there was then."""
+    content = json.loads((RESULTS / f"{name}.json").read_text())
+    data = content.get("report", content)
+    shown(folder_of(tmp_path / "run", "bench", data), html=True)
+    run = stored.load(tmp_path / "run")
+    assert run.to_json()["task"] == data["task"]
+
+
 @QUICK
 @given(TEXTS, st.floats(allow_nan=False, allow_infinity=False) | st.none(), st.integers(0, 2**62))
 def test_generated_reports_read_back_the_same(text, number, integer):
@@ -209,6 +225,12 @@ MISFITS = [
      "environment.device_name: expected a value, got nothing"),
     ("bench", ("parity", "curves", "bf16", "step"), KeyError,
      "parity.curves.bf16.step: expected a value, got nothing"),
+    (
+        "bench",
+        ("precisions", 1, "accuracy"),
+        {"difference": 0.5},
+        "precisions[1].accuracy.metric: expected a value, got nothing",
+    ),
     ("bench", ("rounds",), True, "rounds: expected an integer, got true or false"),
     ("bench", ("schema",), "ampwise.bench/9", "schema ampwise.bench/1, got 'ampwise.bench/9'"),
     ("bench", ("schema",), {}, "expected a report of schema ampwise.bench/1, got an object"),
@@ -295,7 +317,7 @@ def test_what_is_no_file_is_one_line_and_never_waited_for(tmp_path, capsys, name
 
 STEP_FILES = {
     "torn in the middle": ('{"step": 1}\n{"st\n{"step": 3}\n', "line 2 is no JSON"),
-    "a list": ("[]\n", "line 1: the report: expected an object, got a list"),
+    "a list": ("[]\n", "line 1: expected an object, got a list"),
     "no number": ('{"step": "1"}\n', "line 1: step: expected an integer, got a string"),
     "too large": (f'{{"step": {10**30}}}\n', "line 1: step: expected an integer, got one"),
     "no line": ("\0" * 1_100_000, "line 1: expected a step, got a line of more than"),
@@ -426,6 +448,18 @@ def test_figures_hold_names_as_they_are(tmp_path):
 
 def test_reading_knows_what_a_type_says():
     assert read(list[int], [1, 2]) == [1, 2]
-    with pytest.raises(UsageError, match=r"^\[1\]: expected an integer, got a string"):
+    with pytest.raises(UsageError, match=r"^the report: \[1\]: expected an integer, got a string"):
         read(list[int], [1, "2"])
     assert copy.deepcopy(read(dict[str, float | None], {"a": None, "b": 1})) == {"a": None, "b": 1}
+
+
+def test_a_record_without_its_command_is_one_line(tmp_path, capsys):
+    for content, message in (
+        ({}, "command: expected a value"),
+        ({"command": []}, "command: expected a"),
+    ):
+        (tmp_path / "run.json").write_text(json.dumps(content))
+        assert main(["report", str(tmp_path)]) == 2
+        said = capsys.readouterr().err
+        assert message in said
+        assert said.count("\n") == 1

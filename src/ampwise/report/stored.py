@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Required, TypedDict
 
 from ampwise.bench.result import BenchReport
 from ampwise.bench.scaling_report import ScalingReport
-from ampwise.document import Document
+from ampwise.document import Document, read
 from ampwise.document import load as load_file
 from ampwise.errors import UsageError
 from ampwise.numerics.result import Diagnosis
@@ -67,15 +67,21 @@ def load(path: Path) -> Run:
         if content.get("command") == "train":
             return TrainedRun.load(file.parent)
         content = content["result"]
-    try:
-        return _kind_of(content).from_json(content)  # pyright: ignore[reportReturnType]
-    except UsageError as error:
-        raise UsageError(f"{file}: {error}") from None
+    return _kind_of(content).from_json(content, file)  # pyright: ignore[reportReturnType]
 
 
 def forms_of(run: Run) -> Forms:
     """How to show a run."""
     return _FORMS[type(run)]
+
+
+class _Started(TypedDict, total=False):
+    """What is in ``run.json`` from the beginning, and at the end of some runs."""
+
+    command: Required[str]
+    status: str
+    steps: int
+    result: Any
 
 
 def _kind_of(content: Any) -> type[Document]:
@@ -96,11 +102,9 @@ def _result_file(folder: Path) -> Path:
             f"{folder} holds no run: expected the folder of a bench, verify, diagnose, tune or "
             "train run, such as runs/bench-digits-1"
         )
-    content = load_file(record)
-    command = content.get("command")
-    if command != "train" and "result" not in content:
+    content = read(_Started, load_file(record), record)
+    if not trained and "result" not in content:
         steps = f" after {content['steps']} steps" if "steps" in content else ""
         known = f"it is {content['status']}{steps}" if "status" in content else "no result is there"
-        kind = f"{command} run" if isinstance(command, str) else "run"
-        raise UsageError(f"{folder} holds no finished {kind}: {known}"[:400])
+        raise UsageError(f"{folder} holds no finished {content['command']} run: {known}")
     return record

@@ -14,7 +14,6 @@ from rich.text import Text
 from ampwise.data.feed import SLOW_LOADER, slow_loader
 from ampwise.document import load as load_file
 from ampwise.document import read
-from ampwise.errors import UsageError
 from ampwise.report.canvas import COLOURS, log_scale, short, svg
 from ampwise.report.console import Console, plain
 from ampwise.report.page import cell, figure, page, prose, table
@@ -73,11 +72,7 @@ class TrainedRun:
         """
         file = folder / "run.json"
         content = load_file(file)
-        try:
-            record = read(_Record, content)
-        except UsageError as error:
-            raise UsageError(f"{file}: {error}") from None
-        return cls(record.result, content, read_steps(folder))
+        return cls(read(_Record, content, file).result, content, read_steps(folder))
 
     @property
     def task(self) -> str:

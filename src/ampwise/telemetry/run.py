@@ -227,10 +227,7 @@ def _step(line: bytes, where: str) -> dict[str, Any]:
         step = parsed(line)
     except ValueError as error:
         raise UsageError(f"{where} {error}") from None
-    try:
-        read(_Step, step)
-    except UsageError as error:
-        raise UsageError(f"{where}: {error}") from None
+    read(_Step, step, where)
     return step
 
 
