@@ -21,7 +21,7 @@ from rich.text import Text
 from ampwise import neutral
 from ampwise.cli import main as frame
 from ampwise.cli.main import main
-from ampwise.cli.output import Output, tell
+from ampwise.cli.output import Output, tell, tell_json
 from ampwise.cli.progress import Line
 from ampwise.errors import DivergedRanksError, UsageError, in_one_line
 from ampwise.lint.findings import Finding, LintReport, Skipped
@@ -232,6 +232,16 @@ def test_an_encoding_without_the_character_spells_it():
     assert raw.getvalue() == rb"gr\xf6\xdfe \udc80 \u2713" + b"\n"
 
 
+@HARMLESS
+@given(TEXTS | st.sampled_from(["a ::b c::", "##[error]x", "\\##[x"]))
+def test_json_on_a_terminal_is_exact(text):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdout", paper := io.StringIO())
+        tell_json(json.dumps({"name": text, text: [text]}, indent=2))
+    harmless(paper.getvalue())
+    assert json.loads(paper.getvalue()) == {"name": text, text: [text]}
+
+
 def test_tell_writes_lines(capsys):
     tell(HOSTILE, "b")
     assert harmless(capsys.readouterr().out).count("\n") == 2
@@ -286,7 +296,8 @@ def test_training_a_task_with_such_names_ends_as_any_other(hostile, tmp_path, ca
     assert "off, training goes on" not in said.err
     for form in ("terminal", "markdown", "json", "html"):
         assert main(["report", str(run), "--format", form]) == 0
-        harmless(capsys.readouterr().out)
+        said = harmless(capsys.readouterr().out)
+        assert form != "json" or json.loads(said)["result"]["task"] == HOSTILE
     page = harmless((run / "report.html").read_bytes().decode())
     assert "<script" not in page
     with (run / "metrics.csv").open(newline="", encoding="utf-8") as file:

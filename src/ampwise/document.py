@@ -207,7 +207,7 @@ def _integer(_hint: Any, value: Any, at: str) -> int:
 
 
 def _exactly(hint: Any, value: Any, at: str) -> Any:
-    if type(value) is not hint:
+    if not isinstance(value, hint):
         raise _misfit(at, _KINDS[hint], _kind(value))
     return value
 
@@ -309,7 +309,7 @@ def _plain(value: Any, *, words: bool) -> Any:
         return [_plain(each, words=words) for each in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value) if words else None
-    return str(value) if isinstance(value, Path) else value
+    return str(value) if isinstance(value, Path | str) else value
 
 
 def _under(at: str, key: str) -> str:
@@ -321,7 +321,7 @@ def _misfit(at: str, wanted: str, got: str) -> UsageError:
 
 
 def _kind(value: Any) -> str:
-    return _KINDS[type(value)]
+    return _KINDS.get(type(value), type(value).__name__)
 
 
 def _shown(value: Any) -> str:

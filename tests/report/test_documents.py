@@ -221,8 +221,8 @@ MISFITS = [
      "precisions[1].samples_per_s: expected a number, got one that is too large"),
     ("bench", ("precisions", 1, "requirements", "speedup", "status"), "maybe",
      "precisions[1].requirements.speedup.status: expected one of pass, fail, not measured, got 'maybe'"),
-    ("bench", ("environment", "device_name"), KeyError,
-     "environment.device_name: expected a value, got nothing"),
+    ("bench", ("environment", "device_name"), 3,
+     "environment.device_name: expected a string, got an integer"),
     ("bench", ("parity", "curves", "bf16", "step"), KeyError,
      "parity.curves.bf16.step: expected a value, got nothing"),
     (

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from ampwise.cli.options import Shared, write_json
-from ampwise.cli.output import tell, tell_text
+from ampwise.cli.output import tell, tell_json
 from ampwise.errors import EXIT_GATE, EXIT_OK, UsageError, nearest
 
 if TYPE_CHECKING:
@@ -143,11 +143,11 @@ def _report(options: Options, report: LintReport) -> None:
     if options.statistics:
         shown.statistics(report)
     elif options.format == "json":
-        tell_text(json.dumps(report.to_json(), indent=2))
+        tell_json(json.dumps(report.to_json(), indent=2))
     elif options.format == "github":
         shown.github(report)
     elif options.format == "sarif":
-        tell_text(json.dumps(shown.to_sarif(report), indent=2))
+        tell_json(json.dumps(shown.to_sarif(report), indent=2))
     else:
         shown.render(report, summary=not options.quiet)
 

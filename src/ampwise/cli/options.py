@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from ampwise.cli.output import tell, tell_text
+from ampwise.cli.output import tell, tell_json
 from ampwise.errors import UsageError
 
 Gate = Literal["off", "fail", "strict"]
@@ -113,7 +113,7 @@ def write_json(text: str, target: str | None) -> None:
     if target is None:
         return
     if target == "-":
-        tell_text(text)
+        tell_json(text)
         return
     file = Path(target)
     did = "replaced" if file.exists() else "wrote"

@@ -30,6 +30,11 @@ def tell_text(text: str, *, err: bool = False) -> None:
     tell(*text.removesuffix("\n").split("\n"), err=err)
 
 
+def tell_json(text: str) -> None:
+    """Print JSON, which has control characters escaped; it stays what it means, to the letter."""
+    print(text.replace("##[", "\\u0023\\u0023["))  # noqa: T201
+
+
 def say(message: str) -> None:
     """Tell the user something beside the result."""
     tell(f"ampwise: {message}", err=True)

@@ -13,6 +13,7 @@ from ampwise.bench.stats import Interval
 from ampwise.report.console import Console
 from ampwise.report.page import size, size_unit
 from ampwise.report.table import new_table
+from ampwise.telemetry.environment import named
 
 _STYLES = {"pass": "green", "fail": "red", "not measured": "yellow"}
 _SHORT = {
@@ -27,7 +28,7 @@ _SIGNS = {"pass": "pass", "fail": "FAIL", "not measured": "not measured"}
 
 def render(report: BenchReport, console: Console) -> None:
     """Print speed and loss, memory, requirements, what was not measured, and the verdict."""
-    environment = report.environment
+    environment = named(report.environment)
     console.print()
     console.print(Text(f"{report.task} on {environment['device_name']}", style="bold"))
     console.print(

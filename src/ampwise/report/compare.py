@@ -18,6 +18,7 @@ from ampwise.document import Document
 from ampwise.errors import UsageError
 from ampwise.report.console import Console
 from ampwise.report.table import new_table
+from ampwise.telemetry.environment import named
 
 TOLERANCE = 0.02
 """Changes smaller than this are none."""
@@ -79,7 +80,7 @@ def compare(before: BenchReport, after: BenchReport, names: tuple[str, str]) -> 
     old = {each.name: each for each in before.precisions}
     new = {each.name: each for each in after.precisions}
     found.only_in = sorted(old.keys() ^ new.keys())
-    machines = [each.environment["device_name"] for each in (before, after)]
+    machines = [named(each.environment)["device_name"] for each in (before, after)]
     if machines[0] != machines[1]:
         found.notes.append(f"different machines: {machines[0]} and {machines[1]}")
     for name, each in old.items():

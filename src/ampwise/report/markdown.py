@@ -5,13 +5,14 @@ from __future__ import annotations
 from ampwise.bench.result import BenchReport, PrecisionResult
 from ampwise.report.bench import asked, remarks
 from ampwise.report.page import cell, number, prose, size, table
+from ampwise.telemetry.environment import named
 
 _HEAD = ("precision", "step ms", "speed, vs fp32", "peak memory", "saved", "accuracy difference")
 
 
 def to_markdown(report: BenchReport) -> str:
     """Verdict, requirements, and a table of the figures."""
-    environment = report.environment
+    environment = named(report.environment)
     lines = [f"# {cell(report.task)}", ""]
     lines += [prose(each) + "  " for each in report.verdict]
     required = (

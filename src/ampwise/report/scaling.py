@@ -11,6 +11,7 @@ from ampwise.bench.stats import Interval
 from ampwise.report.console import Console
 from ampwise.report.page import cell, number, page, prose, size_unit, table
 from ampwise.report.table import PlainTable, new_table
+from ampwise.telemetry.environment import named
 
 CAPTION = (
     "median [95 % interval of paired ratios]; efficiency: rate over processes x the rate of one; "
@@ -21,7 +22,7 @@ _MEMORY = ("precision", "processes", "peak", "held between steps")
 
 def render(report: ScalingReport, console: Console) -> None:
     """Print rates and where they go, memory by rank, what to know, and what it comes to."""
-    environment = report.environment
+    environment = named(report.environment)
     console.print()
     console.print(Text(f"{report.task} on {environment['device_name']}", style="bold"))
     console.print(Text(f"{machine(report)}; taking turns", style="dim"))
@@ -104,7 +105,7 @@ def _times(efficiency: Interval, processes: int) -> str:
 
 def machine(report: ScalingReport) -> str:
     """Processes, threads and versions."""
-    environment, threads = report.environment, _range([str(each) for each in report.threads])
+    environment, threads = named(report.environment), _range([str(each) for each in report.threads])
     return (
         f"{report.processes} processes, threads each: {threads}, {report.cores} cores, torch "
         f"{environment['torch']}, ampwise {environment['ampwise']}"
