@@ -85,6 +85,11 @@ def test_each_thing_that_acts_is_spelled():
     assert neutral.line("##[group]") == r"#\#[group]"
 
 
+@pytest.mark.timeout(60)
+def test_a_long_text_takes_time_in_proportion():
+    assert neutral.line(" ::a" * 300_000).count(":\\:a") == 299_999  # the last one ends nothing
+
+
 @HARMLESS
 @given(TEXTS, st.booleans())
 def test_the_console_draws_text_and_nothing_else(text, colours):

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from typing import Any
 
 _ACTS = r"\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
-_COMMANDS = r"(?<!\S)::(?=\s*[A-Za-z][^\n]*::)|\#\#\["
+_COMMANDS = r"(?<!\S)::(?=\s*[A-Za-z][^\n]*?::)|\#\#\["
 _HARMFUL = re.compile(rf"[{_ACTS}]|{_COMMANDS}")
 
 
