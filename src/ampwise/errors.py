@@ -15,13 +15,15 @@
 
 The message of each is one line: what is wrong, where, what was expected, what to do. Where several
 settings are wrong at once, each has a line of its own.
-This module imports nothing, so that linting and ``--help`` never load torch.
+This module imports next to nothing, so that linting and ``--help`` never load torch.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+
+from ampwise import neutral
 
 EXIT_OK = 0
 EXIT_GATE = 1
@@ -31,9 +33,15 @@ EXIT_INTERRUPTED = 130
 
 
 class AmpwiseError(Exception):
-    """Base of all deliberate errors; `exit_code` is what the command line returns."""
+    """Base of all deliberate errors; `exit_code` is what the command line returns.
+
+    Each argument is a line of the message, whatever names from outside are in it.
+    """
 
     exit_code = EXIT_USAGE
+
+    def __str__(self) -> str:
+        return "\n".join(neutral.line(str(each)) for each in self.args)
 
 
 class UsageError(AmpwiseError):
@@ -112,7 +120,7 @@ def nearest(word: str, legal: Iterable[str]) -> str:
 
 def in_one_line(error: BaseException) -> str:
     """What an error says, in a line of at most 300 characters; its kind if it says nothing."""
-    return " ".join(str(error).split())[:300] or type(error).__name__
+    return neutral.line(" ".join(str(error).split())[:300]) or type(error).__name__
 
 
 def kind_and_words(error: BaseException) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 
-def counted(number: int, one: str, several: str = "") -> str:
+def counted(number: int | str, one: str, several: str = "") -> str:
     """``1 step``, ``2 steps``, ``1,797 samples``; `several` where an ``s`` does not make it."""
-    return f"{number:,} {one if number == 1 else several or f'{one}s'}"
+    shown = number if isinstance(number, str) else f"{number:,}"  # a word where nobody counted
+    return f"{shown} {one if number == 1 else several or f'{one}s'}"

@@ -389,9 +389,8 @@ def test_batches_that_draw_from_the_global_generator_leave_it_as_it_was():
 def test_the_terminal_rendering_fits_80_columns(report):
     import io
 
-    from rich.console import Console
-
     from ampwise.report.bench import render
+    from ampwise.report.console import Console
 
     out = io.StringIO()
     render(report, Console(file=out, width=80))

@@ -11,6 +11,7 @@ import pytest
 from ampwise.cli.main import main
 from ampwise.lint.rule import all_rules
 from tests.lint.test_source import BAD
+from tests.test_neutral import ACTS
 
 FIXED = BAD.replace("        clip", "        scaler.unscale_(optimizer)\n        clip")
 
@@ -192,3 +193,33 @@ def train(model, loader, optimizer, scheduler, scaler=None):
     before = path.read_text()
     assert main(["lint", str(path), "--unsafe-fixes", "--select", "AMP112"]) == 1
     assert path.read_text() == before
+
+
+NAMES = [
+    "::error file=x::y.py",
+    "a\n::error::b.py",
+    "50%,c:d.py",
+    "\x1b]0;t\x07[red].py",
+    "\udcff.py",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("form", ["text", "json", "github", "sarif"])
+def test_file_names_do_nothing_in_any_format(tmp_path, capsys, monkeypatch, form, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).write_text(BAD)
+    assert main(["lint", name if form != "text" else ".", "--format", form]) == 1
+    said = harmless_lines(capsys.readouterr().out, commands=form == "github")
+    if form in ("json", "sarif"):
+        assert len(json.loads(said)["findings" if form == "json" else "runs"]) == 1
+    assert main(["lint", ".", "--write-baseline", "known.json"]) == 0
+    assert main(["lint", ".", "--baseline", "known.json"]) == 0
+
+
+def harmless_lines(text: str, *, commands: bool) -> str:
+    text.encode()
+    assert not ACTS.search(text)
+    starts = [line for line in text.splitlines() if line.lstrip().startswith("::")]
+    assert len(starts) == (1 if commands else 0)
+    return text

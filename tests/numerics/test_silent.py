@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from rich.console import Console
 from torch import nn
 
 from ampwise.numerics.diagnose import diagnose
 from ampwise.numerics.result import percent
 from ampwise.numerics.shadow import shadow
+from ampwise.report.console import Console
 from ampwise.report.diagnosis import render, to_html
 from ampwise.step import TrainStep
 from ampwise.step.replay import rehearsal

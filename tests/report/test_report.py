@@ -11,7 +11,6 @@ from html.parser import HTMLParser
 
 import pytest
 import torch
-from rich.console import Console
 
 from ampwise.bench.equivalence import Parity
 from ampwise.bench.parity import ParityReport
@@ -23,6 +22,7 @@ from ampwise.cli.main import main
 from ampwise.errors import UsageError
 from ampwise.report.bench import render
 from ampwise.report.compare import compare
+from ampwise.report.console import Console
 from ampwise.report.html import to_html
 from ampwise.report.markdown import to_markdown
 from ampwise.telemetry.environment import environment

@@ -5,11 +5,11 @@ from __future__ import annotations
 import io
 
 import pytest
-from rich.console import Console
 
 from ampwise.bench.scaling_report import Scaled, ScalingReport
 from ampwise.bench.stats import Interval
 from ampwise.errors import UsageError
+from ampwise.report.console import Console
 from ampwise.report.scaling import render, to_html, to_markdown
 from tests.report.test_report import HOSTILE, Page
 
@@ -55,7 +55,7 @@ def test_it_comes_back_from_json_and_nothing_else_does() -> None:
     assert ScalingReport.from_json(report.to_json()) == report
     with pytest.raises(UsageError, match=r"of schema ampwise\.scaling/1"):
         ScalingReport.from_json({"schema": "ampwise.bench/1"})
-    with pytest.raises(UsageError, match="damaged"):
+    with pytest.raises(UsageError, match="task: expected a value, got nothing"):
         ScalingReport.from_json({"schema": "ampwise.scaling/1"})
 
 

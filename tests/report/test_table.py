@@ -5,9 +5,9 @@ from __future__ import annotations
 import io
 
 import pytest
-from rich.console import Console
 
 from ampwise.report.canvas import log_scale, svg
+from ampwise.report.console import Console
 from ampwise.report.page import size
 from ampwise.report.table import new_table
 

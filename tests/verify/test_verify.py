@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 from torch import nn
 
 from ampwise.bench.arm import Settings
@@ -19,6 +18,7 @@ from ampwise.bench.run import BenchConfig
 from ampwise.cli.main import main
 from ampwise.cli.verify import gate_exit_code
 from ampwise.policy import PRESETS, Policy
+from ampwise.report.console import Console
 from ampwise.report.verify import decision, render
 from ampwise.step import LossScale
 from ampwise.step.buffers import BufferGuard

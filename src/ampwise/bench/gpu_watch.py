@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ampwise.document import Finite
 from ampwise.telemetry.nvml import REASONS, Gpu, Reading
 
 PERIOD_S = 0.05
@@ -27,9 +28,9 @@ CLOCK_MIN = 0.95
 class Spread:
     """Of samples: the lowest, the median and the highest."""
 
-    low: float
-    median: float
-    high: float
+    low: Finite
+    median: Finite
+    high: Finite
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
 import numpy as np
 import torch
@@ -97,6 +97,19 @@ class Run:
     skipped: list[int] = field(default_factory=list[int])
 
 
+class _Curve(TypedDict):
+    step: list[float]
+    mean: list[float]
+    low: list[float]
+    high: list[float]
+
+
+class _Scales(TypedDict):
+    step: list[float]
+    scale: list[float]
+    skipped: list[float]
+
+
 @dataclass
 class ParityReport:
     """What paired training says.
@@ -147,10 +160,10 @@ class ParityReport:
     loss: str = "loss"
     resolution: float = 0.0
     finals: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
-    curves: dict[str, dict[str, list[float]]] = field(
+    curves: dict[str, Annotated[dict[str, list[float]], _Curve]] = field(
         default_factory=dict[str, dict[str, list[float]]]
     )
-    scales: dict[str, dict[str, list[float]]] = field(
+    scales: dict[str, Annotated[dict[str, list[float]], _Scales]] = field(
         default_factory=dict[str, dict[str, list[float]]]
     )
     needed: dict[str, int] = field(default_factory=dict[str, int])

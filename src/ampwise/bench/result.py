@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
-import types
-import typing
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, Required, TypedDict
 
 from ampwise.bench.contamination import Contamination
 from ampwise.bench.levers import Levers
 from ampwise.bench.parity import ParityReport
 from ampwise.bench.stats import Interval
-from ampwise.errors import UsageError
-
-SCHEMA = "ampwise.bench/1"
+from ampwise.document import Document
+from ampwise.telemetry.environment import Environment
 
 Status = Literal["pass", "fail", "not measured"]
 ArmStatus = Literal["measured", "cut short", "failed", "not run"]
@@ -30,6 +24,12 @@ class Requirement:
     value: float | None
     threshold: float
     reason: str
+
+
+class _Accuracy(TypedDict, total=False):
+    metric: Required[str]
+    difference: float
+    equivalent: bool | None
 
 
 @dataclass
@@ -84,7 +84,7 @@ class PrecisionResult:
     resident_bytes: int | None = None
     speedup: Interval | None = None
     memory_reduction: float | None = None
-    accuracy: dict[str, float | str | bool | None] | None = None
+    accuracy: Annotated[dict[str, float | str | bool | None], _Accuracy] | None = None
     loss_before: float | None = None
     loss_after: float | None = None
     loss_difference: float | None = None
@@ -95,7 +95,7 @@ class PrecisionResult:
 
 
 @dataclass
-class BenchReport:
+class BenchReport(Document):
     """A bench run.
 
     Attributes
@@ -124,9 +124,11 @@ class BenchReport:
         What was raised, in one line, if that ended the run.
     """
 
+    schema = "ampwise.bench/1"
+
     task: str
     device: str
-    environment: dict[str, Any]
+    environment: Environment
     task_info: dict[str, Any] = field(default_factory=dict[str, Any])
     unit: str = "samples"
     rounds: int = 0
@@ -147,26 +149,6 @@ class BenchReport:
         """What ended the run early: ``interrupted``, ``failed``, or nothing."""
         return "failed" if self.failed else "interrupted" if self.interrupted else ""
 
-    def to_json(self) -> dict[str, Any]:
-        """The report as plain values, schema ``ampwise.bench/1``; NaN and inf become null."""
-        return {"schema": SCHEMA, **finite(asdict(self))}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> BenchReport:
-        """The report that `to_json` wrote.
-
-        Raises
-        ------
-        UsageError
-            When `data` is something else, or of another version.
-        """
-        if data.get("schema") != SCHEMA:
-            raise UsageError(f"expected a report of schema {SCHEMA}, got {data.get('schema')!r}")
-        try:
-            return revived(cls, data)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise UsageError(f"the report is damaged: {type(error).__name__}: {error}") from None
-
     def statuses(self) -> list[Status]:
         """Status of every requirement of every precision but the baseline."""
         return [
@@ -174,34 +156,3 @@ class BenchReport:
             for precision in self.precisions
             for requirement in precision.requirements.values()
         ]
-
-
-def revived(hint: Any, value: Any) -> Any:
-    """A value of plain JSON as what its annotation says."""
-    if isinstance(hint, types.UnionType):
-        if value is None:
-            return None
-        hint = next(each for each in typing.get_args(hint) if each is not types.NoneType)
-    if hint is float and value is None:
-        return math.nan  # JSON has no NaN, nor inf
-    if dataclasses.is_dataclass(hint):
-        hints = typing.get_type_hints(hint)
-        made: Any = hint
-        return made(**{name: revived(hints[name], value[name]) for name in hints if name in value})
-    origin, inner = typing.get_origin(hint), typing.get_args(hint)
-    if origin is dict:
-        return {key: revived(inner[1], each) for key, each in value.items()}
-    if origin is list:
-        return [revived(inner[0], each) for each in value]
-    return value
-
-
-def finite(value: Any) -> Any:
-    """The value as plain JSON: NaN and inf become null."""
-    if isinstance(value, dict):
-        return {str(key): finite(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(each) for each in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

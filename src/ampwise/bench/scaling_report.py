@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
-from ampwise.bench.result import finite, revived
 from ampwise.bench.stats import Interval
-from ampwise.errors import UsageError
-
-SCHEMA = "ampwise.scaling/1"
+from ampwise.document import Document
+from ampwise.telemetry.environment import Environment
 
 
 @dataclass
@@ -54,7 +51,7 @@ class Scaled:
 
 
 @dataclass
-class ScalingReport:
+class ScalingReport(Document):
     """A scaling run.
 
     Attributes
@@ -69,9 +66,11 @@ class ScalingReport:
         Precisions that were not tried, with the reason.
     """
 
+    schema = "ampwise.scaling/1"
+
     task: str
     device: str
-    environment: dict[str, Any]
+    environment: Environment
     task_info: dict[str, Any] = field(default_factory=dict[str, Any])
     unit: str = "samples"
     processes: int = 1
@@ -93,23 +92,3 @@ class ScalingReport:
     def measured(self) -> bool:
         """Whether there is a figure in it."""
         return any(each.step_ms for each in self.results)
-
-    def to_json(self) -> dict[str, Any]:
-        """The report as plain values, schema ``ampwise.scaling/1``."""
-        return {"schema": SCHEMA, **finite(asdict(self))}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> ScalingReport:
-        """The report that `to_json` wrote.
-
-        Raises
-        ------
-        UsageError
-            When `data` is something else, or of another version.
-        """
-        if data.get("schema") != SCHEMA:
-            raise UsageError(f"expected a report of schema {SCHEMA}, got {data.get('schema')!r}")
-        try:
-            return revived(cls, data)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise UsageError(f"the report is damaged: {type(error).__name__}: {error}") from None

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ampwise.document import Finite
+
 RESAMPLES = 2000
 
 
@@ -20,9 +22,9 @@ RESAMPLES = 2000
 class Interval:
     """A median with its 95 % interval."""
 
-    median: float
-    low: float
-    high: float
+    median: Finite
+    low: Finite
+    high: Finite
 
     def __str__(self) -> str:
         return f"{self.median:.2f}x [{self.low:.2f}, {self.high:.2f}]"

@@ -24,11 +24,10 @@ class Options(Shared):
 
 def run(options: Options) -> int:
     """Probe, print, and return the exit code."""
-    from rich.console import Console
-
     from ampwise.advice import advise
     from ampwise.errors import EXIT_OK
     from ampwise.report.advise import render
+    from ampwise.report.console import Console
 
     report = advise(options.device, refresh=options.refresh)
     if options.json != "-":

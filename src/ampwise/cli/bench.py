@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ampwise.cli.options import Common, Gate, check_seeds, positive, saved_in, write_json
+from ampwise.cli.output import say, tell
 from ampwise.distributed.launch import launch
 from ampwise.errors import EXIT_GATE, EXIT_INTERRUPTED, EXIT_OK, RunError, UsageError
 
@@ -143,9 +143,8 @@ def run(options: Options) -> int:
 
 def _finish(options: Options, folder: RunFolder, report: BenchReport) -> None:
     """Store a report, then show it, also when the disk is too full to store it."""
-    from rich.console import Console
-
     from ampwise.report.bench import render
+    from ampwise.report.console import Console
 
     text = json.dumps(report.to_json(), indent=2, allow_nan=False)
     try:
@@ -154,7 +153,7 @@ def _finish(options: Options, folder: RunFolder, report: BenchReport) -> None:
         if options.json != "-":
             render(report, Console())
     if options.json != "-":
-        print(f"\nreport: {' and '.join(map(str, written))}")
+        tell("", f"report: {' and '.join(map(str, written))}")
     write_json(text, options.json)
 
 
@@ -226,8 +225,3 @@ def device_of(name: str | None) -> torch.device:
     if moved:
         say(f"{reason}; using {device}")
     return torch.device(device)
-
-
-def say(message: str) -> None:
-    """Tell the user something beside the result."""
-    print(f"ampwise: {message}", file=sys.stderr)

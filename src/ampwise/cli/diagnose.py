@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ampwise.cli.options import Common, positive, saved_in, write_json
+from ampwise.cli.output import tell
 from ampwise.errors import EXIT_GATE, EXIT_OK
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from ampwise.cli.progress import Line
     from ampwise.distributed.watchdog import NoWatchdog
     from ampwise.numerics.examine import Progress
     from ampwise.numerics.result import Diagnosis
+    from ampwise.report.console import Console
     from ampwise.tasks import Task
     from ampwise.telemetry.run import RunFolder
 
@@ -86,14 +86,13 @@ def run(options: Options) -> int:
 
 def _led(task: Task, diagnosed: Callable[[Progress], Diagnosis], options: Options) -> Diagnosis:
     """Diagnose, show it and store it; with several processes, the first one does this."""
-    from rich.console import Console
-
     from ampwise.cli.progress import Line
+    from ampwise.report.console import Console
     from ampwise.telemetry.run import RunFolder
 
     console = None if options.json == "-" else Console()
     line = Line(quiet=options.quiet)
-    with RunFolder.create(options.out, f"diagnose-{task.name}", print) as folder:
+    with RunFolder.create(options.out, f"diagnose-{task.name}", tell) as folder:
         folder.write({"command": "diagnose", "task": task.name, "status": "running"})
         shown = _Shown(line, console, folder)
         try:
@@ -113,7 +112,7 @@ def _led(task: Task, diagnosed: Callable[[Progress], Diagnosis], options: Option
         finally:
             shown.rest(found)
     if console is not None:
-        print(f"\nreport: {folder.path / 'diagnosis.json'} and {folder.path / 'report.html'}")
+        tell("", f"report: {folder.path / 'diagnosis.json'} and {folder.path / 'report.html'}")
     write_json(_text(found), options.json)
     return found
 

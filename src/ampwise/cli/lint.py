@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from ampwise.cli.options import Shared, check_target, write_json, write_report
+from ampwise.cli.output import say, tell, tell_json
 from ampwise.errors import EXIT_GATE, EXIT_OK, EXIT_USAGE, UsageError, nearest
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def run(options: Options) -> int:
         baseline.write(report, settings, options.write_baseline)
         unread = f"; {len(report.skipped)} files not read" if report.skipped else ""
         known = f"{len(report.findings)} known findings{unread}"
-        print(f"{options.write_baseline}: {known}", file=sys.stderr)
+        tell(f"{options.write_baseline}: {known}", err=True)
         return EXIT_USAGE if report.skipped else EXIT_OK
     if settings.baseline is not None:
         baseline.drop_known(report, settings, settings.baseline)
@@ -147,7 +147,7 @@ def _checked(options: Options, paths: tuple[Path, ...], settings: Settings) -> L
     files = list(find(paths, settings))
     mended = fix_files(report, files, settings, unsafe=options.unsafe_fixes)
     for each in mended.refused:
-        print(f"ampwise: error: cannot write {each.path}: {each.reason}", file=sys.stderr)
+        say(f"error: cannot write {each.path}: {each.reason}")
     report = check()
     report.fixed = sum(mended.files.values())
     return report
@@ -161,11 +161,11 @@ def _report(options: Options, report: LintReport) -> None:
     if options.statistics:
         shown.statistics(report)
     elif options.format == "json":
-        print(json.dumps(report.to_json(), indent=2))
+        tell_json(json.dumps(report.to_json(), indent=2))
     elif options.format == "github":
         shown.github(report)
     elif options.format == "sarif":
-        print(json.dumps(shown.to_sarif(report), indent=2))
+        tell_json(json.dumps(shown.to_sarif(report), indent=2))
     else:
         shown.render(report, summary=not options.quiet)
 

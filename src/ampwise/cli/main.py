@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import ampwise
-from ampwise import errors
-from ampwise.cli.output import lasting_output
+from ampwise import errors, neutral
+from ampwise.cli.output import lasting_output, say, tell, tell_text
 from ampwise.distributed.launch import is_lost, launch, on_sigterm
 from ampwise.errors import AmpwiseError, UsageError, nearest
 
@@ -86,16 +86,16 @@ def _exit_code(arguments: list[str]) -> int:
         return _fail(f"the task called sys.exit({leaving.code!r})", errors.EXIT_USAGE)
     except Exception as error:  # noqa: BLE001 - the one place where every error ends
         if debug:
-            traceback.print_exc()
+            tell_text(traceback.format_exc(), err=True)
         return _explain(error, debug=debug)
 
 
 def _dispatch(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(_overview())
+        tell_text(_overview())
         return errors.EXIT_OK
     if arguments[0] in ("-V", "--version"):
-        print(f"ampwise {ampwise.__version__}")
+        tell(f"ampwise {ampwise.__version__}")
         return errors.EXIT_OK
     name, *rest = arguments
     if name not in COMMANDS:
@@ -108,10 +108,7 @@ def _dispatch(arguments: list[str]) -> int:
     if me.size > 1 and name not in _ON_ALL_RANKS:
         if not me.leads:
             return errors.EXIT_OK
-        print(
-            f"ampwise: {name}: one process does this; the others have nothing to do",
-            file=sys.stderr,
-        )
+        say(f"{name}: one process does this; the others have nothing to do")
     module = importlib.import_module(f"ampwise.cli.{name}")
     from ampwise.cli.options import check_target
     from ampwise.cli.parsing import parse
@@ -156,7 +153,7 @@ def _said_elsewhere(error: Exception) -> bool:
 def _saved(error: BaseException) -> str:
     """Where a command put what it had, for the end of the line."""
     place = getattr(error, "__ampwise_saved__", None)
-    return "" if place is None else f"; what there was is in {place}"
+    return "" if place is None else neutral.line(f"; what there was is in {place}")
 
 
 def _words(error: Exception, *, debug: bool) -> tuple[str, int]:
@@ -171,7 +168,7 @@ def _words(error: Exception, *, debug: bool) -> tuple[str, int]:
         return _users_words(error, debug=debug), errors.EXIT_USAGE
     if isinstance(error, OSError):
         code = errors.EXIT_USAGE if error.errno in _WRONG_PLACE else errors.EXIT_RUN
-        return f"{error.filename or 'file'}: {error.strerror or error}", code
+        return neutral.line(f"{error.filename or 'file'}: {error.strerror or error}"), code
     hint = "" if debug else "; --debug shows where"
     return (
         f"{type(error).__name__}: {errors.in_one_line(error)} (this is a bug in ampwise{hint})",
@@ -185,15 +182,15 @@ def _users_words(error: Exception, *, debug: bool) -> str:
         own = os.path.dirname(ampwise.__file__)  # noqa: PTH120 - compared with frame file names
         frames = traceback.extract_tb(error.__traceback__)
         theirs = [each for each in frames if not each.filename.startswith(own)]
-        print("Traceback (most recent call last):", file=sys.stderr)
-        print("".join(traceback.format_list(theirs)), end="", file=sys.stderr)
-        print("".join(traceback.format_exception_only(error)), end="", file=sys.stderr)
+        tell("Traceback (most recent call last):", err=True)
+        for each in (*traceback.format_list(theirs), *traceback.format_exception_only(error)):
+            tell_text(each, err=True)
     where: Any = getattr(error, "__ampwise_user__", "the task")
-    return f"{where} raised {type(error).__name__}"
+    return neutral.line(f"{where} raised {type(error).__name__}")
 
 
 def _fail(message: str, code: int) -> int:
     who = f"rank {rank}: " if (rank := os.environ.get("RANK", "0")) != "0" else ""
     kind = "" if code == errors.EXIT_INTERRUPTED else "error: "
-    print(f"ampwise: {kind}{who}{message}", file=sys.stderr)
+    tell_text(f"ampwise: {kind}{who}{message}", err=True)
     return code

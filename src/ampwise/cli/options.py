@@ -7,7 +7,6 @@ its help. `ampwise.cli.parsing` has tyro turn a command line and a ``--config`` 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from ampwise.cli.output import tell, tell_json
 from ampwise.errors import UsageError
 
 Gate = Literal["off", "fail", "strict"]
@@ -118,7 +118,7 @@ def write_json(text: str, target: str | None) -> None:
     if target is None:
         return
     if target == "-":
-        print(text)
+        tell_json(text)
         return
     write_report(text + "\n", Path(target))
 
@@ -132,4 +132,4 @@ def write_report(text: str, file: Path) -> None:
         raise UsageError(
             f"cannot write the report to {file}: {error.strerror}; name a writable file"
         ) from None
-    print(f"{did} {file}", file=sys.stderr)
+    tell(f"{did} {file}", err=True)

@@ -1,4 +1,7 @@
-"""Standard output and error that a command can lose without losing its work.
+"""What a command says, and standard output and error that it can lose without losing its work.
+
+All that commands write, but for what is drawn on a `Console`, goes through `tell`: lines on which
+nothing from outside can act. What a stream's encoding lacks is spelled out.
 
 A reader may go away (``| head -1``), and a disk may be full (``> file``). Either ends the output,
 and neither ends the command: it writes its files and keeps its exit code. What a full disk cost of
@@ -12,6 +15,35 @@ import os
 import sys
 from collections.abc import Generator
 from typing import Any, TextIO
+
+from ampwise import neutral
+
+
+def tell(*lines: str, err: bool = False) -> None:
+    """Print lines on standard output, or on standard error."""
+    for each in lines:
+        print(neutral.line(each), file=sys.stderr if err else sys.stdout, flush=err)
+
+
+def tell_text(text: str, *, err: bool = False) -> None:
+    """Print a text of several lines; a line break at its end is not doubled."""
+    tell(*text.removesuffix("\n").split("\n"), err=err)
+
+
+def tell_json(text: str) -> None:
+    """Print JSON, which has control characters escaped; it stays what it means, to the letter."""
+    print(text.replace("##[", "\\u0023\\u0023["))  # noqa: T201
+
+
+def say(message: str) -> None:
+    """Tell the user something beside the result."""
+    tell(f"ampwise: {message}", err=True)
+
+
+def rewrite(text: str, width: int) -> None:
+    """Replace the current line of a terminal at standard error; no text leaves it empty."""
+    shown = f"\r{neutral.line(text)[:width]:{width}}" + ("" if text else "\r")
+    print(shown, end="", file=sys.stderr, flush=True)  # noqa: T201
 
 
 class Output:
@@ -31,7 +63,7 @@ class Output:
         """Pass text on, or drop it."""
         if self.error is None:
             try:
-                self._stream.write(self._spelled(text))
+                self._stream.write(self._encodable(text))
             except OSError as error:
                 self._lose(error)
         return len(text)
@@ -58,6 +90,10 @@ class Output:
         if self.error is None or isinstance(self.error, BrokenPipeError):
             return ""
         return f"standard output: {self.error.strerror}"
+
+    def _encodable(self, text: str) -> str:
+        encoding = self._stream.encoding or "utf-8"
+        return text.encode(encoding, "backslashreplace").decode(encoding)
 
     def _lose(self, error: OSError) -> None:
         self.error = error

@@ -8,6 +8,8 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from ampwise.cli.output import rewrite, tell
+
 if TYPE_CHECKING:
     from ampwise.bench.race import Race
     from ampwise.step import StepRecord
@@ -44,11 +46,10 @@ class Line:
             return
         self._last = time.monotonic()
         if self._terminal:
-            width = self.room
-            print(f"\r{text[:width]:{width}}", end="", file=sys.stderr, flush=True)
+            rewrite(text, self.room)
             self._shown = True
         else:
-            print(text, file=sys.stderr, flush=True)
+            tell(text, err=True)
 
     def say(self, text: str) -> None:
         """A line that stays."""
@@ -59,12 +60,12 @@ class Line:
         """A line that stays, and that being quiet does not hide."""
         self.clear()
         if not self._mute:
-            print(text, file=sys.stderr, flush=True)
+            tell(text, err=True)
 
     def clear(self) -> None:
         """Leave an empty line behind."""
         if self._shown:
-            print(f"\r{'':{_columns() - 1}}\r", end="", file=sys.stderr, flush=True)
+            rewrite("", _columns() - 1)
             self._shown = False
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from ampwise.cli.options import Gate, Shared, write_json
+from ampwise.cli.output import tell, tell_json, tell_text
 from ampwise.errors import EXIT_GATE, EXIT_OK, UsageError
 
 if TYPE_CHECKING:
@@ -50,36 +51,45 @@ def run(options: Options) -> int:
     runs = [load(each) for each in options.runs]
     if len(runs) == 2:
         return _compare(options, runs[0], runs[1])
-    found, text = runs[0], None
+    found = runs[0]
     forms = forms_of(found)
     values = json.dumps(plain(found.to_json()), indent=2, allow_nan=False)
     if options.format == "html":
         _save(forms.to_html(found), options.out or _folder(options.runs[0]) / "report.html")
-    elif options.format == "markdown":
-        text = forms.to_markdown(found).rstrip("\n")
-    elif options.format == "json":
-        text = values
     elif options.out is not None:
-        text = _drawn(forms, found)
-    elif options.json != "-":
-        from rich.console import Console
-
-        forms.render(found, Console())
-    if text is not None and options.out is not None:
-        _save(text + "\n", options.out)
-    elif text is not None:
-        print(text)
+        _save(_text(options.format, forms, found, values), options.out)
+    else:
+        _show(options, forms, found, values)
     write_json(values, options.json)
     return _gate(found, options.gate)
 
 
+def _show(options: Options, forms: Forms, found: Run, values: str) -> None:
+    """Write a run to standard output."""
+    from ampwise.report.console import Console
+
+    if options.format == "markdown":
+        tell_text(forms.to_markdown(found))
+    elif options.format == "json":
+        tell_json(values)
+    elif options.json != "-":
+        forms.render(found, Console())
+
+
+def _text(form: Format, forms: Forms, found: Run, values: str) -> str:
+    """What a file gets."""
+    if form == "markdown":
+        return forms.to_markdown(found)
+    return values + "\n" if form == "json" else _drawn(forms, found)
+
+
 def _drawn(forms: Forms, found: Run) -> str:
     """What the terminal would show, as plain text of 80 columns."""
-    from rich.console import Console
+    from ampwise.report.console import Console
 
     paper = io.StringIO()
     forms.render(found, Console(file=paper, width=80))
-    return paper.getvalue().strip("\n")
+    return paper.getvalue().strip("\n") + "\n"
 
 
 def _gate(found: Run, gate: Gate) -> int:
@@ -107,10 +117,9 @@ def _gate(found: Run, gate: Gate) -> int:
 
 
 def _compare(options: Options, before: Run, after: Run) -> int:
-    from rich.console import Console
-
     from ampwise.bench.result import BenchReport
     from ampwise.report.compare import compare, render
+    from ampwise.report.console import Console
 
     if not (isinstance(before, BenchReport) and isinstance(after, BenchReport)):
         raise UsageError("expected two bench runs to compare; other runs are shown one by one")
@@ -119,7 +128,7 @@ def _compare(options: Options, before: Run, after: Run) -> int:
     found = compare(before, after, (str(options.runs[0]), str(options.runs[1])))
     text = json.dumps(found.to_json(), indent=2)
     if options.format == "json":
-        print(text)
+        tell_json(text)
     elif options.json != "-":
         render(found, Console())
     write_json(text, options.json)
@@ -140,4 +149,4 @@ def _save(text: str, path: Path) -> None:
         raise UsageError(
             f"cannot write the report to {path}: {error.strerror}; name another file with --out"
         ) from None
-    print(f"{did} {path}")
+    tell(f"{did} {path}")

@@ -7,8 +7,9 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ampwise.cli.bench import BUDGETS, policies, say
+from ampwise.cli.bench import BUDGETS, policies
 from ampwise.cli.options import positive, saved_in, write_json
+from ampwise.cli.output import say, tell
 from ampwise.errors import EXIT_OK, UsageError, nearest
 
 if TYPE_CHECKING:
@@ -132,8 +133,7 @@ def _folder(options: Options, task: str, me: Launch) -> RunFolder:
 
 def _finish(options: Options, folder: RunFolder, report: ScalingReport) -> None:
     """Store a report, then show it, also when the disk is too full to store it."""
-    from rich.console import Console
-
+    from ampwise.report.console import Console
     from ampwise.report.scaling import render, to_html
     from ampwise.telemetry.files import atomic_write_text
 
@@ -153,5 +153,5 @@ def _finish(options: Options, folder: RunFolder, report: ScalingReport) -> None:
         if options.json != "-":
             render(report, Console())
     if options.json != "-":
-        print(f"\nreport: {folder.path / 'run.json'} and {folder.path / 'report.html'}")
+        tell("", f"report: {folder.path / 'run.json'} and {folder.path / 'report.html'}")
     write_json(json.dumps(result, indent=2, allow_nan=False), options.json)

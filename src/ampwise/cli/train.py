@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ampwise.cli.options import Common, positive, write_json
+from ampwise.cli.output import say
 from ampwise.errors import EXIT_INTERRUPTED, EXIT_OK, RunError, UsageError
 
 if TYPE_CHECKING:
@@ -133,12 +133,11 @@ def run(options: Options) -> int:
     for name in ("evaluate_every", "checkpoint_every"):
         positive(name.replace("_", "-"), getattr(options, name))
 
-    from rich.console import Console
-
     from ampwise.capability import present_devices
     from ampwise.cli.progress import train_progress
     from ampwise.distributed.launch import joined, launch
     from ampwise.policy.resolution import choose_device
+    from ampwise.report.console import Console
     from ampwise.report.train import render
     from ampwise.tasks import load_task
     from ampwise.telemetry.run import plain
@@ -174,7 +173,7 @@ def run(options: Options) -> int:
     if result.status != "interrupted":
         return EXIT_OK
     if me.leads:
-        print(f"to go on: {_resuming(result.folder, me)}", file=sys.stderr)
+        tell(f"to go on: {_resuming(result.folder, me)}", err=True)
     return EXIT_INTERRUPTED
 
 
@@ -257,4 +256,4 @@ def _write_page(folder: Path) -> None:
     try:
         atomic_write_text(folder / "report.html", to_html(TrainedRun.load(folder)))
     except OSError as error:
-        print(f"ampwise: report.html: {error.strerror}", file=sys.stderr)
+        say(f"report.html: {error.strerror}")

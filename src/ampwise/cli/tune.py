@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ampwise.cli.options import Common, check_seeds, positive, saved_in, write_json
+from ampwise.cli.output import tell
 from ampwise.errors import EXIT_GATE, EXIT_INTERRUPTED, EXIT_OK
 
 if TYPE_CHECKING:
@@ -47,13 +48,12 @@ def run(options: Options) -> int:
     check_seeds(options.seeds)
 
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    from rich.console import Console
-
     from ampwise.bench.arm import Settings
     from ampwise.bench.run import BenchConfig
     from ampwise.cli.bench import device_of, policies
     from ampwise.cli.progress import bench_progress
     from ampwise.numerics.search import TuneConfig, tune
+    from ampwise.report.console import Console
     from ampwise.report.tune import render
     from ampwise.tasks import load_task
     from ampwise.telemetry.run import RunFolder
@@ -76,7 +76,7 @@ def run(options: Options) -> int:
         bench if options.bench else None,
     )
     task = load_task(options.task, options.settings())
-    with RunFolder.create(options.out, f"tune-{task.name}", print) as folder:
+    with RunFolder.create(options.out, f"tune-{task.name}", tell) as folder:
         folder.write({"command": "tune", "task": task.name, "status": "running"})
         try:
             with bench_progress(quiet=options.quiet) as progress:
@@ -91,7 +91,7 @@ def run(options: Options) -> int:
             if options.json != "-":
                 render(found, Console())
     if options.json != "-":
-        print(f"\nreport: {folder.path / 'tune.json'} and {folder.path / 'report.html'}")
+        tell("", f"report: {folder.path / 'tune.json'} and {folder.path / 'report.html'}")
     write_json(_text(found), options.json)
     if found.bench is not None and found.bench.interrupted:
         return EXIT_INTERRUPTED

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from ampwise.cli.options import Common, Gate, check_seeds, check_target, positive, write_json
+from ampwise.cli.output import tell
 from ampwise.errors import EXIT_GATE, EXIT_INTERRUPTED, EXIT_OK
 
 if TYPE_CHECKING:
@@ -56,13 +57,12 @@ def run(options: Options) -> int:
     check_target("markdown", options.markdown)
 
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    from rich.console import Console
-
     from ampwise.bench.arm import Settings
     from ampwise.bench.run import BenchConfig
     from ampwise.cli.bench import device_of
     from ampwise.cli.progress import bench_progress
     from ampwise.policy import Policy
+    from ampwise.report.console import Console
     from ampwise.report.verify import render, to_markdown
     from ampwise.tasks import load_task
     from ampwise.telemetry.files import atomic_write_text
@@ -99,7 +99,7 @@ def run(options: Options) -> int:
     if options.markdown is not None:
         atomic_write_text(options.markdown, to_markdown(found))
     if options.json != "-":
-        print(f"\nreport: {folder.path / 'verify.json'}, verify.md and report.html")
+        tell("", f"report: {folder.path / 'verify.json'}, verify.md and report.html")
     write_json(text, options.json)
     if found.interrupted:
         return EXIT_INTERRUPTED

@@ -48,6 +48,7 @@ from typing import Self
 
 import torch.distributed as dist
 
+from ampwise import neutral
 from ampwise.distributed.launch import Launch, is_lost, on_sigterm
 from ampwise.distributed.roll import ENDED, FOLLOWED, Missing, Roll, hung, lost, prefixed
 from ampwise.distributed.whereabouts import Place, place_of
@@ -274,7 +275,8 @@ class Watchdog(NoWatchdog):
         speaker = threading.Thread(target=self._speak, args=(verdict,), daemon=True)
         speaker.start()
         speaker.join(_LAST_WORDS_S)
-        os.write(2, f"ampwise: {verdict}\n".encode())  # sys.stderr may be locked by whoever hangs
+        # sys.stderr may be locked by whoever hangs.
+        os.write(2, f"ampwise: {neutral.line(verdict)}\n".encode())
         # The others read the verdict at their next tick, and some may hold the store, or a socket
         # whose end would tell them something else first.
         time.sleep(3 * self._tick_s)

@@ -37,7 +37,7 @@ def write(report: LintReport, settings: Settings, file: Path) -> None:
         {"path": key.path, "code": key.code, "text": key.text, "count": count}
         for key, count in sorted(counts.items(), key=lambda item: (item[0].path, item[0].code))
     ]
-    text = json.dumps({"schema": SCHEMA, "known": known}, indent=1, ensure_ascii=False)
+    text = json.dumps({"schema": SCHEMA, "known": known}, indent=1)
     try:
         file.write_text(text + "\n", encoding="utf-8")
     except OSError as error:

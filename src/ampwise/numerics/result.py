@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ampwise.errors import UsageError
-
-SCHEMA = "ampwise.diagnosis/1"
+from ampwise.document import Document
 
 Status = Literal["fault", "clean", "benign", "not_reproduced"]
 Phase = Literal["data", "forward", "backward", "optimizer"]
@@ -134,7 +130,7 @@ class OpError:
 
 
 @dataclass
-class Diagnosis:
+class Diagnosis(Document):
     """Where a step went wrong, why, and what mends it.
 
     Attributes
@@ -152,6 +148,8 @@ class Diagnosis:
     rank
         With several processes: the first one whose own part of the step was at fault.
     """
+
+    schema = "ampwise.diagnosis/1"
 
     status: Status
     task: str
@@ -173,59 +171,3 @@ class Diagnosis:
     notes: list[str] = field(default_factory=list[str])
     environment: dict[str, Any] = field(default_factory=dict[str, Any])
     rank: int | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values; NaN and inf become null."""
-        return {"schema": SCHEMA, **_finite(asdict(self))}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Diagnosis:
-        """What `to_json` wrote.
-
-        Raises
-        ------
-        UsageError
-            When `data` is something else, or of another version.
-        """
-        if data.get("schema") != SCHEMA:
-            raise UsageError(f"expected a diagnosis of schema {SCHEMA}, got {data.get('schema')!r}")
-        try:
-            names = {each.name for each in dataclasses.fields(cls)} - {"rank"}
-            values: dict[str, Any] = {name: data[name] for name in names}
-            values["rank"] = data.get("rank")
-            values["origin"] = _origin(values["origin"])
-            values["fixes"] = [Fix(**each) for each in values["fixes"]]
-            values["findings"] = [_finding(each) for each in values["findings"]]
-            values["worst_ops"] = [OpError(**each) for each in values["worst_ops"]]
-            return cls(**values)
-        except (KeyError, TypeError) as error:
-            raise UsageError(f"the diagnosis is damaged: {type(error).__name__}: {error}") from None
-
-
-def _origin(data: Mapping[str, Any] | None) -> Origin | None:
-    if data is None:
-        return None
-    values: dict[str, Any] = dict(data)
-    for name in ("inputs", "outputs"):
-        values[name] = [Values(**each) for each in data[name]]
-    return Origin(**values)
-
-
-def _finding(data: Mapping[str, Any]) -> Finding:
-    return Finding(
-        data["cause"],
-        data["explanation"],
-        data["phase"],
-        _origin(data["origin"]),
-        [Fix(**each) for each in data["fixes"]],
-    )
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _finite(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
-    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
-        return None
-    return value

@@ -10,8 +10,8 @@ found is then held against other batches, and against training on, which may sho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ from ampwise.bench.arm import Arm, Settings
 from ampwise.bench.result import BenchReport
 from ampwise.bench.run import BenchConfig, run_bench
 from ampwise.data import to_device
+from ampwise.document import Document
 from ampwise.errors import UsageError
 from ampwise.numerics import fix
 from ampwise.numerics import interventions as change
@@ -36,7 +37,6 @@ from ampwise.tasks import Task
 from ampwise.tasks.checks import endless
 from ampwise.words import counted
 
-SCHEMA = "ampwise.tune/1"
 LEAST_DB = 20.0
 """SQNR that gradients must keep, by default: an error of a tenth of their norm."""
 
@@ -75,7 +75,7 @@ class Tried:
 
 
 @dataclass
-class Tuned:
+class Tuned(Document):
     """What `tune` found.
 
     Attributes
@@ -90,6 +90,9 @@ class Tuned:
         Whether everything asked for was tried; what an interruption leaves behind was not.
     """
 
+    schema = "ampwise.tune/1"
+    non_finite_words = True
+
     task: str
     device: str
     least_db: float
@@ -98,32 +101,6 @@ class Tuned:
     verdict: list[str] = field(default_factory=list[str])
     bench: BenchReport | None = None
     finished: bool = False
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        bench = None if self.bench is None else self.bench.to_json()
-        values = {**asdict(replace(self, bench=None)), "bench": bench}
-        return {"schema": SCHEMA, **values}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Tuned:
-        """What `to_json` wrote.
-
-        Raises
-        ------
-        UsageError
-            When `data` is something else, or of another version.
-        """
-        if data.get("schema") != SCHEMA:
-            raise UsageError(f"expected a search of schema {SCHEMA}, got {data.get('schema')!r}")
-        values = {name: each for name, each in data.items() if name != "schema"}
-        try:
-            values["tried"] = [Tried(**each) for each in values["tried"]]
-            if values["bench"] is not None:
-                values["bench"] = BenchReport.from_json(values["bench"])
-            return cls(**values)
-        except (KeyError, TypeError) as error:
-            raise UsageError(f"the search is damaged: {type(error).__name__}: {error}") from None
 
 
 @dataclass(frozen=True)

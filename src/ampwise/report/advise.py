@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -10,6 +9,7 @@ from rich.text import Text
 from ampwise.advice import AdviseReport, DeviceAdvice
 from ampwise.capability import FormatSupport, ratio
 from ampwise.policy import PRESETS
+from ampwise.report.console import Console
 from ampwise.report.table import new_table
 from ampwise.words import counted
 

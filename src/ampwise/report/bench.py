@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
@@ -10,8 +10,10 @@ from ampwise.bench.levers import Levers, Refit
 from ampwise.bench.memory import PARTS
 from ampwise.bench.result import BenchReport, PrecisionResult, Requirement
 from ampwise.bench.stats import Interval
+from ampwise.report.console import Console
 from ampwise.report.page import size, size_unit
 from ampwise.report.table import new_table
+from ampwise.telemetry.environment import named
 from ampwise.words import counted
 
 _STYLES = {"pass": "green", "fail": "red", "not measured": "yellow"}
@@ -20,7 +22,7 @@ _SIGNS = {"pass": "pass", "fail": "FAIL", "not measured": "not measured"}
 
 def render(report: BenchReport, console: Console) -> None:
     """Print speed and loss, memory, requirements, what was not measured, and the verdict."""
-    environment = report.environment
+    environment = named(report.environment)
     console.print()
     console.print(Text(f"{report.task} on {environment['device_name']}", style="bold"))
     console.print(
@@ -74,7 +76,9 @@ def _speed(report: BenchReport) -> Table:
 
 def _memory(report: BenchReport) -> Table:
     table = new_table()
-    unit, one = size_unit(max(each.peak_memory_bytes or 0 for each in report.precisions))
+    unit, one = size_unit(
+        max((each.peak_memory_bytes or 0 for each in report.precisions), default=0)
+    )
     table.add_column(f"{unit} at the peak", no_wrap=True)
     for part in PARTS:
         table.add_column(part.replace(" ", "\n"), justify="right", no_wrap=True)

@@ -11,8 +11,11 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from ampwise import neutral
+
 COLOURS = ("#8a8f98", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 INK = "#010101"
+_LONGEST = 48
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "font.family": "sans-serif",
@@ -30,6 +33,12 @@ _STYLE: dict[Any, Any] = {
     "legend.frameon": False,
     "text.parse_math": False,  # a $ in a name is a dollar
 }
+
+
+def short(name: str) -> str:
+    """A name beside an axis or in a legend: it takes no more room than there is, and is a line."""
+    name = neutral.line(name)
+    return name if len(name) <= _LONGEST else f"{name[:_LONGEST]}..."
 
 
 def log_scale(axes: Any, base: float) -> None:

@@ -8,18 +8,18 @@ are what a regression is judged by.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
-from rich.console import Console
 from rich.text import Text
 
 from ampwise.bench.result import BenchReport, PrecisionResult
 from ampwise.bench.stats import Interval
+from ampwise.document import Document
 from ampwise.errors import UsageError
+from ampwise.report.console import Console
 from ampwise.report.table import new_table
+from ampwise.telemetry.environment import named
 
-SCHEMA = "ampwise.compare/1"
 TOLERANCE = 0.02
 """Changes smaller than this are none."""
 
@@ -45,8 +45,10 @@ class Change:
 
 
 @dataclass
-class Comparison:
+class Comparison(Document):
     """What changed between two runs; `only_in` names precisions that one of them lacks."""
+
+    schema = "ampwise.compare/1"
 
     task: str
     before: str
@@ -59,10 +61,6 @@ class Comparison:
     def regressions(self) -> list[Change]:
         """What became worse."""
         return [each for each in self.changes if each.regression]
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values, schema ``ampwise.compare/1``."""
-        return {"schema": SCHEMA, **asdict(self)}
 
 
 def compare(before: BenchReport, after: BenchReport, names: tuple[str, str]) -> Comparison:
@@ -82,7 +80,7 @@ def compare(before: BenchReport, after: BenchReport, names: tuple[str, str]) -> 
     old = {each.name: each for each in before.precisions}
     new = {each.name: each for each in after.precisions}
     found.only_in = sorted(old.keys() ^ new.keys())
-    machines = [each.environment["device_name"] for each in (before, after)]
+    machines = [named(each.environment)["device_name"] for each in (before, after)]
     if machines[0] != machines[1]:
         found.notes.append(f"different machines: {machines[0]} and {machines[1]}")
     for name, each in old.items():
@@ -120,13 +118,13 @@ def render(comparison: Comparison, console: Console) -> None:
 
 def _changes(old: PrecisionResult, new: PrecisionResult) -> list[Change]:
     found: list[Change] = []
-    if old.speedup and new.speedup:
+    if old.speedup and new.speedup and _positive(old.speedup, new.speedup):
         ratio = _ratio(old.speedup, new.speedup)
         worse = ratio.high < 1 - TOLERANCE
         found.append(
             Change(old.name, "speed, vs fp32", old.speedup.median, new.speedup.median, ratio, worse)
         )
-    if old.step_ms and new.step_ms:
+    if old.step_ms and new.step_ms and _positive(old.step_ms, new.step_ms):
         ratio = _ratio(old.step_ms, new.step_ms)
         before, after = old.step_ms.median, new.step_ms.median
         found.append(Change(old.name, "step ms", before, after, ratio, False))
@@ -136,11 +134,18 @@ def _changes(old: PrecisionResult, new: PrecisionResult) -> list[Change]:
         exact = Interval(size, size, size)
         found.append(Change(old.name, "peak MB", before, after, exact, size > 1 + TOLERANCE))
     if old.accuracy and new.accuracy and "difference" in old.accuracy:
-        before, after = (float(each["difference"] or 0) for each in (old.accuracy, new.accuracy))
-        worse = old.accuracy["equivalent"] is True and new.accuracy["equivalent"] is False
+        before, after = (
+            float(each.get("difference") or 0) for each in (old.accuracy, new.accuracy)
+        )
+        worse = old.accuracy.get("equivalent") is True and new.accuracy.get("equivalent") is False
         name = f"{old.accuracy['metric']}, vs fp32"
         found.append(Change(old.name, name, before, after, None, worse))
     return found
+
+
+def _positive(*intervals: Interval) -> bool:
+    """Whether there are ratios of intervals: none of a stored file's need be above zero."""
+    return all(min(each.median, each.low, each.high) > 1e-100 for each in intervals)
 
 
 def _ratio(old: Interval, new: Interval) -> Interval:

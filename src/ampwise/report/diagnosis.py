@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from typing import Any
 
-from rich.console import Console
 from rich.text import Text
 
-from ampwise import formats
+from ampwise import formats, neutral
 from ampwise.numerics.result import Diagnosis, Fix, Origin, Values, percent
 from ampwise.policy import Policy
-from ampwise.report.canvas import COLOURS, INK, svg
-from ampwise.report.page import cell, figure, number, page
+from ampwise.report.canvas import COLOURS, INK, short, svg
+from ampwise.report.console import Console
+from ampwise.report.page import cell, figure, number, page, prose, table
 from ampwise.report.table import new_table
 from ampwise.words import counted
 
 _STYLES = {"fault": "bold red", "clean": "bold green", "benign": "bold yellow"}
 _MOST_ROWS = 24
 _FAR = 60
+_POWER = re.compile(r"-?\d{1,4}")
 
 
 def headline(found: Diagnosis) -> str:
@@ -50,12 +52,12 @@ def render_cause(found: Diagnosis, console: Console) -> None:
     if origin is not None and origin.library:
         console.print(Text(f"  inside {origin.library}", style="dim"))
     if origin is not None and origin.inputs:
-        table = new_table()
+        drawn = new_table()
         for name in ("tensor", "dtype", "shape", "largest", "smallest", "zero", "not finite"):
-            table.add_column(name, no_wrap=True, justify="left" if name == "tensor" else "right")
+            drawn.add_column(name, no_wrap=True, justify="left" if name == "tensor" else "right")
         for each in (*origin.inputs[:6], *origin.outputs[:2]):
-            table.add_row(*_cells(each))
-        console.print(table)
+            drawn.add_row(*_cells(each))
+        console.print(drawn)
     if len(found.path) > 1:
         console.print(Text(f"The bad value went {_path(found)}.", style="dim"))
 
@@ -63,10 +65,12 @@ def render_cause(found: Diagnosis, console: Console) -> None:
 def render_fixes(found: Diagnosis, console: Console) -> None:
     """Print the fixes, the verified first, and what else was found."""
     if found.fixes:
-        console.print(Text("\nFixes, each tried on the failing step", style="bold"))
+        console.print()
+        console.print(Text("Fixes, each tried on the failing step", style="bold"))
         _print_fixes(found.fixes, console)
     for each in found.findings:
-        console.print(Text(f"\nAlso {each.cause}: {_where(each.origin)}", style="bold yellow"))
+        console.print()
+        console.print(Text(f"Also {each.cause}: {_where(each.origin)}", style="bold yellow"))
         console.print(Text(each.explanation))
         _print_fixes(each.fixes[:3], console)
     for note in found.notes:
@@ -82,19 +86,15 @@ def _print_fixes(fixes: list[Fix], console: Console) -> None:
 
 def to_markdown(found: Diagnosis) -> str:
     """Headline, explanation, origin, fixes and findings."""
-    lines = [f"# {cell(headline(found))}", "", cell(found.explanation), ""]
+    lines = [f"# {cell(headline(found))}", "", prose(found.explanation), ""]
     if found.origin is not None and found.origin.source:
-        lines += [f"{cell(found.origin.file)}:{found.origin.line}", "", "```"]
-        lines += [found.origin.source.replace("```", "'''"), "```", ""]
+        source = neutral.line(found.origin.source).replace("```", "'''")
+        lines += [prose(f"{found.origin.file}:{found.origin.line}"), "", "```", source, "```", ""]
     if found.fixes:
-        lines += ["| fix | how | verified | cost |", "| --- | --- | --- | --- |"]
-        lines += [
-            f"| {cell(each.what)} | {cell(each.how)} | {'yes' if each.verified else 'no'} | "
-            f"{cell(each.cost)} |"
-            for each in found.fixes
-        ]
-    lines += [f"- {cell(each.cause)}: {cell(each.explanation)}" for each in found.findings]
-    lines += [f"- {cell(each)}" for each in found.notes]
+        fixes = ((e.what, e.how, "yes" if e.verified else "no", e.cost) for e in found.fixes)
+        lines += table(("fix", "how", "verified", "cost"), fixes)
+    lines += [f"- {prose(f'{each.cause}: {each.explanation}')}" for each in found.findings]
+    lines += [f"- {prose(each)}" for each in found.notes]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -150,7 +150,7 @@ def _cells(each: Values) -> tuple[str, ...]:
 def _histogram(found: Diagnosis) -> str:
     """A row for each module, an exponent for each column, darker where more values are."""
     rows = dict(list(found.histograms.items())[:_MOST_ROWS])
-    powers = [int(power) for each in rows.values() for power in each if power != "inf"]
+    powers = [int(power) for each in rows.values() for power in each if _POWER.fullmatch(power)]
     if not powers:
         return ""
     fmt = formats.lookup(_compute_dtype(found.precision))
@@ -163,7 +163,7 @@ def _histogram(found: Diagnosis) -> str:
         for place, (_, shares) in enumerate(reversed(rows.items())):
             for power, share in _within(shares, low, high):
                 axes.barh(place, 1, left=power, height=0.8, color=COLOURS[1],
-                          alpha=min(1.0, 0.08 + share * 3))  # fmt: skip
+                          alpha=min(1.0, 0.08 + max(0.0, share) * 3))  # fmt: skip
             if "inf" in shares:
                 text = f"inf or NaN {percent(shares['inf'])}"
                 axes.annotate(text, (high, place), color=COLOURS[2], va="center")
@@ -172,7 +172,7 @@ def _histogram(found: Diagnosis) -> str:
                 axes.axvline(power, color=INK, linestyle=":", linewidth=1)
                 axes.annotate(name, (power, len(rows) - 0.4), fontsize=8, ha="center")
         axes.xaxis.get_major_locator().set_params(integer=True)
-        axes.set_yticks(range(len(rows)), list(reversed(rows)))
+        axes.set_yticks(range(len(rows)), [short(each) for each in reversed(rows)])
         axes.set_xlim(low, high + 4)
         axes.set_xlabel(f"binary exponent of the values (limits of {fmt})")
 
@@ -181,7 +181,7 @@ def _histogram(found: Diagnosis) -> str:
 
 def _within(shares: dict[str, float], low: int, high: int) -> Iterator[tuple[int, float]]:
     for power, share in shares.items():
-        if power != "inf" and low <= int(power) <= high:
+        if _POWER.fullmatch(power) and low <= int(power) <= high:
             yield int(power), share
 
 

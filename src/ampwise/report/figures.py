@@ -7,7 +7,7 @@ from typing import Any
 
 from ampwise.bench.memory import PARTS
 from ampwise.bench.result import BenchReport
-from ampwise.report.canvas import COLOURS, INK, log_scale, svg
+from ampwise.report.canvas import COLOURS, INK, log_scale, short, svg
 from ampwise.report.page import size_unit
 
 
@@ -21,7 +21,7 @@ def speed(report: BenchReport) -> str:
         for place, each in enumerate(reversed(rows)):
             found = each.speedup
             assert found is not None
-            reach = [[found.median - found.low], [found.high - found.median]]
+            reach = _reach(found.low, found.median, found.high)
             colour = _colour(report, each.name)
             axes.barh(place, found.median, color=colour, alpha=0.85, height=0.55)
             axes.errorbar(found.median, place, xerr=reach, color=INK, capsize=4, linewidth=1.2)
@@ -35,7 +35,7 @@ def speed(report: BenchReport) -> str:
         axes.axvline(1.0, color=INK, linewidth=1)
         if report.noise is not None:
             axes.axvspan(report.noise.low, report.noise.high, color=COLOURS[0], alpha=0.35)
-        axes.set_yticks(range(len(rows)), [each.name for each in reversed(rows)])
+        axes.set_yticks(range(len(rows)), [short(each.name) for each in reversed(rows)])
         axes.set_xlabel("times as fast as fp32 (line: 1; dotted: required; band: fp32 twice)")
         asked = [each.requirements["speedup"].threshold for each in rows if each.requirements]
         furthest = [1.0, *asked, *(each.speedup.high for each in rows if each.speedup)]
@@ -65,7 +65,7 @@ def memory(report: BenchReport) -> str:
         for place, end in enumerate(starts):
             axes.annotate(f"{end:,.1f} {unit}", (end, place), (6, 0), textcoords="offset points",
                           va="center")  # fmt: skip
-        axes.set_yticks(range(len(rows)), [each.name for each in reversed(rows)])
+        axes.set_yticks(range(len(rows)), [short(each.name) for each in reversed(rows)])
         axes.set_xlabel(f"{unit} of live tensors at the peak")
         axes.set_xlim(0, max(starts) * 1.18)
         axes.legend(ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0), fontsize=9)
@@ -82,9 +82,11 @@ def losses(report: BenchReport) -> str:
     def draw(axes: Any) -> None:
         for name, curve in curves.items():
             colour = _colour(report, name)
-            steps = curve["step"]
-            axes.fill_between(steps, curve["low"], curve["high"], color=colour, alpha=0.2, lw=0)
-            axes.plot(steps, curve["mean"], color=colour, label=name, linewidth=1.6)
+            columns = [curve[each] for each in ("step", "low", "high", "mean")]
+            length = min(map(len, columns))
+            steps, low, high, mean = (each[:length] for each in columns)
+            axes.fill_between(steps, low, high, color=colour, alpha=0.2, lw=0)
+            axes.plot(steps, mean, color=colour, label=short(name), linewidth=1.6)
         axes.set_xlabel("step")
         axes.set_ylabel("training loss (mean, range over seeds)")
         axes.legend()
@@ -101,15 +103,17 @@ def parity(report: BenchReport) -> str:
 
     def draw(axes: Any) -> None:
         for place, (name, each) in enumerate(reversed(rows.items())):
-            reach = [[each.difference - each.low], [each.high - each.difference]]
+            reach = _reach(each.low, each.difference, each.high)
             axes.errorbar(each.difference, place, xerr=reach, fmt="o", capsize=5,
                           color=_colour(report, name), linewidth=2)  # fmt: skip
         axes.axvspan(-found.margin, found.margin, color=COLOURS[3], alpha=0.15)
         axes.axvline(0, color=INK, linewidth=1)
-        axes.set_yticks(range(len(rows)), list(reversed(rows)))
+        axes.set_yticks(range(len(rows)), [short(each) for each in reversed(rows)])
         axes.set_ylim(-0.6, len(rows) - 0.4)
         relative = "relative " if found.relative else ""
-        axes.set_xlabel(f"{relative}difference of {found.metric} from fp32 (band: the margin)")
+        axes.set_xlabel(
+            f"{relative}difference of {short(found.metric)} from fp32 (band: the margin)"
+        )
 
     return svg("parity", draw, height=1.0 + 0.5 * len(rows))
 
@@ -123,9 +127,11 @@ def scale(report: BenchReport) -> str:
     def draw(axes: Any) -> None:
         for name, each in scales.items():
             colour = _colour(report, name)
-            axes.step(each["step"], each["scale"], where="post", color=colour, label=name)
+            length = min(len(each["step"]), len(each["scale"]))
+            points = each["step"][:length], each["scale"][:length]
+            axes.step(*points, where="post", color=colour, label=short(name))
             for index, step in enumerate(each["skipped"]):
-                label = f"skipped ({name})" if index == 0 else None
+                label = f"skipped ({short(name)})" if index == 0 else None
                 axes.axvline(step, color=colour, alpha=0.4, linewidth=1, label=label)
         log_scale(axes, base=2)
         axes.set_xlabel("step")
@@ -133,6 +139,11 @@ def scale(report: BenchReport) -> str:
         axes.legend()
 
     return svg("scale", draw, height=2.4)
+
+
+def _reach(low: float, middle: float, high: float) -> list[list[float]]:
+    """How far an interval reaches to either side; it need not hold its middle."""
+    return [[max(0.0, middle - low)], [max(0.0, high - middle)]]
 
 
 def _colour(report: BenchReport, name: str) -> str:

@@ -18,7 +18,9 @@ def to_html(report: BenchReport) -> str:
     def drawn(name: str, caption: str) -> Any:
         return figure(getattr(figures, name)(report), caption)
 
-    unit, one = size_unit(max(each.peak_memory_bytes or 0 for each in report.precisions))
+    unit, one = size_unit(
+        max((each.peak_memory_bytes or 0 for each in report.precisions), default=0)
+    )
     return page(
         "bench.html",
         unit=unit,

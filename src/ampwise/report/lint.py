@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import re
 import textwrap
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich import console as rich_console
 from rich.markdown import Markdown
 from rich.text import Text
 
 import ampwise
+from ampwise import neutral
 from ampwise.lint.findings import Finding, LintReport
 from ampwise.lint.rule import Rule, all_rules
+from ampwise.report.console import Console
 from ampwise.report.page import page
 
 STYLES = {"error": "bold red", "warning": "bold yellow", "info": "bold blue"}
@@ -129,16 +133,20 @@ def github(report: LintReport) -> None:
 
 
 def _data(text: str) -> str:
-    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+    return neutral.line(_coded(text))
 
 
 def _property(text: str) -> str:
-    return _data(text).replace(":", "%3A").replace(",", "%2C")
+    return neutral.line(_coded(text).replace(":", "%3A").replace(",", "%2C"))
 
 
-def explain(rule: Rule, console: Console | None = None) -> None:
+def _coded(text: str) -> str:
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def explain(rule: Rule, console: Any = None) -> None:
     """Print a rule's documentation: formatted on a terminal, as it is elsewhere."""
-    console = console or Console()
+    console = console or rich_console.Console()  # noqa: TID251 - our own words only
     title = f"{rule.code} {rule.name} ({rule.severity})"
     body = rule.doc.partition("\n")[2].strip()
     if console.is_terminal:
@@ -196,7 +204,7 @@ def to_sarif(report: LintReport) -> dict[str, Any]:
                         "toolExecutionNotifications": [
                             {
                                 "level": "note",
-                                "message": {"text": f"not read: {each.reason}"},
+                                "message": {"text": _sarif_text(f"not read: {each.reason}")},
                                 "locations": [_sarif_place(each.path)],
                             }
                             for each in report.skipped
@@ -225,7 +233,7 @@ def _sarif_result(finding: Finding, index: int) -> dict[str, Any]:
         "ruleId": finding.code,
         "ruleIndex": index,
         "level": SARIF_LEVELS[finding.severity],
-        "message": {"text": finding.words},
+        "message": {"text": _sarif_text(finding.words)},
         "locations": [_sarif_place(finding.path, region)],
     }
 
@@ -237,10 +245,15 @@ def _sarif_place(path: str, region: dict[str, int] | None = None) -> dict[str, A
     return {"physicalLocation": place}
 
 
+def _sarif_text(text: str) -> str:
+    """Text of a message; a bracket before a link's target would make a link of it."""
+    return re.sub(r"\](?=\()", r"\]", neutral.line(text))
+
+
 def _uri(path: str) -> str:
     file = Path(path)
     if file.is_absolute():
         return file.as_uri()
     from urllib.parse import quote
 
-    return quote(file.as_posix())
+    return quote(os.fsencode(file.as_posix()))

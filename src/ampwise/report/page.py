@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Container, Iterable, Sequence
 from functools import cache
 from typing import Any
 
+from ampwise import neutral
 from ampwise.words import counted
 
 
@@ -33,10 +36,25 @@ def size(count: float) -> str:
 
 
 def cell(text: str) -> str:
-    """Text for Markdown that cannot end a cell, or begin markup."""
-    for each in "\\`*_[]<>|":
-        text = text.replace(each, f"\\{each}")
-    return " ".join(text.split())
+    """Text for Markdown that cannot end a cell or line, or begin markup."""
+    return re.sub(r"[\\`*_\[\]<>|&#~$]", r"\\\g<0>", " ".join(neutral.line(text).split()))
+
+
+def prose(text: str) -> str:
+    """Text for a paragraph, or an item of a list, in Markdown; it begins neither."""
+    return re.sub(r"^(?=[-+=])|(?<=^\d)(?=[.)])", r"\\", cell(text))
+
+
+def table(
+    head: Sequence[str], rows: Iterable[Iterable[str]], figures: Container[int] = ()
+) -> list[str]:
+    """A table in Markdown; the columns of `figures` stand at the right."""
+    rule = ("---:" if place in figures else "---" for place in range(len(head)))
+    return [_row(map(cell, head)), _row(rule), *(_row(map(cell, each)) for each in rows)]
+
+
+def _row(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def css(status: str) -> str:
@@ -63,6 +81,16 @@ def _environment() -> Any:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     loader = PackageLoader("ampwise.report")
-    made: Any = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
+    made: Any = Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, finalize=_finalized
+    )
     made.globals["counted"] = counted
     return made
+
+
+def _finalized(value: Any) -> Any:
+    """What a page shows of a value: a line, unless a template made it."""
+    from jinja2.runtime import Undefined
+    from markupsafe import Markup
+
+    return value if isinstance(value, Markup | Undefined) else neutral.line(str(value))

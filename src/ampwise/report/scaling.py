@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from rich.console import Console
 from rich.text import Text
 
 from ampwise.bench.scaling_report import Scaled, ScalingReport
 from ampwise.bench.stats import Interval
-from ampwise.report.page import cell, number, page, size_unit
+from ampwise.report.console import Console
+from ampwise.report.page import cell, number, page, prose, size_unit, table
 from ampwise.report.table import PlainTable, new_table
+from ampwise.telemetry.environment import named
 from ampwise.words import counted
 
 CAPTION = (
@@ -22,7 +23,7 @@ _MEMORY = ("precision", "processes", "peak", "held between steps")
 
 def render(report: ScalingReport, console: Console) -> None:
     """Print rates and where they go, memory by rank, what to know, and what it comes to."""
-    environment = report.environment
+    environment = named(report.environment)
     console.print()
     console.print(Text(f"{report.task} on {environment['device_name']}", style="bold"))
     console.print(Text(f"{machine(report)}; taking turns", style="dim"))
@@ -41,13 +42,18 @@ def to_markdown(report: ScalingReport) -> str:
     """What it comes to, and the tables."""
     unit, memory = memory_rows(report)
     lines = [f"# {cell(report.task)}: {report.processes} processes", ""]
-    lines += [cell(each) + "  " for each in sentences(report)]
-    lines += ["", *_markdown(speed_head(report), speed_rows(report)), "", CAPTION + ".", ""]
+    lines += [prose(each) + "  " for each in sentences(report)]
+    speed = table(speed_head(report), speed_rows(report), range(2, 7))
+    lines += ["", *speed, "", CAPTION + ".", ""]
     if memory:
-        lines += [*_markdown(_MEMORY, memory), "", f"{unit} on each rank, the least to the most."]
+        lines += [
+            *table(_MEMORY, memory, range(2, 4)),
+            "",
+            f"{unit} on each rank, the least to the most.",
+        ]
         lines.append("")
-    lines += [f"- {cell(each)}" for each in remarks(report)]
-    return "\n".join([*lines, "", f"{cell(machine(report))}."]) + "\n"
+    lines += [f"- {prose(each)}" for each in remarks(report)]
+    return "\n".join([*lines, "", prose(f"{machine(report)}.")]) + "\n"
 
 
 def to_html(report: ScalingReport) -> str:
@@ -73,7 +79,9 @@ def sentences(report: ScalingReport) -> list[str]:
         ended = [f"{report.ended.capitalize()}{why}; the figures are of what there was until then."]
     else:
         ended = []
-    scaled = [each for each in report.results if each.efficiency is not None]
+    scaled = [
+        each for each in report.results if each.efficiency and each.apart and each.communication
+    ]
     scaled.sort(key=lambda each: -(each.samples_per_s or 0))
     return ended + [_sentence(each, report.unit) for each in scaled]
 
@@ -98,7 +106,7 @@ def _times(efficiency: Interval, processes: int) -> str:
 
 def machine(report: ScalingReport) -> str:
     """Processes, threads and versions."""
-    environment, threads = report.environment, _range([str(each) for each in report.threads])
+    environment, threads = named(report.environment), _range([str(each) for each in report.threads])
     return (
         f"{report.processes} processes, threads each: {threads}, "
         f"{counted(report.cores, 'core')}, torch {environment['torch']}, "
@@ -164,16 +172,10 @@ def _range(sorted_values: list[str]) -> str:
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]], caption: str) -> PlainTable:
-    table = new_table()
+    drawn = new_table()
     for index, name in enumerate(head):
-        table.add_column(name, justify="left" if index < 2 else "right", no_wrap=True)
+        drawn.add_column(name, justify="left" if index < 2 else "right", no_wrap=True)
     for row in rows:
-        table.add_row(*row)
-    table.caption, table.caption_justify = caption, "left"
-    return table
-
-
-def _markdown(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
-    lines = [head, ("---", "---", *["---:"] * (len(head) - 2))]
-    lines += [tuple(map(cell, row)) for row in rows]
-    return [f"| {' | '.join(row)} |" for row in lines]
+        drawn.add_row(*row)
+    drawn.caption, drawn.caption_justify = caption, "left"
+    return drawn

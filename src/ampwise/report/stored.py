@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
-
-from rich.console import Console
+from typing import Any, NamedTuple, Required, TypedDict
 
 from ampwise.bench.result import BenchReport
 from ampwise.bench.scaling_report import ScalingReport
+from ampwise.document import Document, read
+from ampwise.document import load as load_file
 from ampwise.errors import UsageError
 from ampwise.numerics.result import Diagnosis
 from ampwise.numerics.search import Tuned
 from ampwise.report import bench, diagnosis, html, markdown, scaling, train, tune, verify
+from ampwise.report.console import Console
 from ampwise.report.train import TrainedRun
 from ampwise.verify.result import Verification
 from ampwise.words import counted
@@ -39,14 +39,14 @@ _FORMS: Mapping[type[Run], Forms] = {
     Verification: Forms(verify.render, verify.to_markdown, verify.to_html),
 }
 
-_FILES: Mapping[str, Callable[[Mapping[str, Any]], Run]] = {
-    "bench.json": BenchReport.from_json,
-    "diagnosis.json": Diagnosis.from_json,
-    "scaling.json": ScalingReport.from_json,
-    "tune.json": Tuned.from_json,
-    "verify.json": Verification.from_json,
+_KINDS: Mapping[str, type[Document]] = {
+    "bench": BenchReport,
+    "diagnosis": Diagnosis,
+    "scaling": ScalingReport,
+    "tune": Tuned,
+    "verify": Verification,
 }
-"""Result files that a run's folder may hold, or ``--json`` may have written, and how each is read.
+"""By the name of the result file that a run's folder may hold, and of the schema in it.
 
 The results of ``train``, and of ``bench`` under torchrun, are in ``run.json`` itself.
 """
@@ -63,17 +63,12 @@ def load(path: Path) -> Run:
     if path.name == "run.json":
         path = path.parent
     file = _result_file(path) if path.is_dir() else path
-    content = _content(file)
+    content = load_file(file)
     if file.name == "run.json":
-        if content["command"] == "train":
+        if content.get("command") == "train":
             return TrainedRun.load(file.parent)
         content = content["result"]
-    schema = str(content.get("schema"))
-    read = _FILES.get(f"{schema.removeprefix('ampwise.').partition('/')[0]}.json")
-    try:
-        return (read or BenchReport.from_json)(content)
-    except UsageError as error:
-        raise UsageError(f"{file}: {error}") from None
+    return _kind_of(content).from_json(content, file)  # pyright: ignore[reportReturnType]
 
 
 def forms_of(run: Run) -> Forms:
@@ -81,37 +76,36 @@ def forms_of(run: Run) -> Forms:
     return _FORMS[type(run)]
 
 
+class _Started(TypedDict, total=False):
+    """What is in ``run.json`` from the beginning, and at the end of some runs."""
+
+    command: Required[str]
+    status: str
+    steps: int
+    result: Any
+
+
+def _kind_of(content: Any) -> type[Document]:
+    """The kind whose schema it names; of something else, one that says so."""
+    schema = content.get("schema") if isinstance(content, dict) else None
+    return next((each for each in _KINDS.values() if each.schema == schema), BenchReport)
+
+
 def _result_file(folder: Path) -> Path:
     record = folder / "run.json"
     # A train run may hold the diagnosis of one of its steps, too.
-    trained = record.exists() and _content(record).get("command") == "train"
-    for name in () if trained else _FILES:
-        if (folder / name).exists():
-            return folder / name
+    trained = record.exists() and load_file(record).get("command") == "train"
+    for name in () if trained else _KINDS:
+        if (folder / f"{name}.json").exists():
+            return folder / f"{name}.json"
     if not record.exists():
         raise UsageError(
             f"{folder} holds no run: expected the folder of a bench, verify, diagnose, tune or "
             "train run, such as runs/bench-digits-1"
         )
-    content = _content(record)
-    command = content.get("command")
-    if command != "train" and "result" not in content:
-        made = content.get("steps")
-        steps = f" after {counted(made, 'step')}" if isinstance(made, int) else ""
+    content = read(_Started, load_file(record), record)
+    if not trained and "result" not in content:
+        steps = f" after {counted(content['steps'], 'step')}" if "steps" in content else ""
         known = f"it is {content['status']}{steps}" if "status" in content else "no result is there"
-        raise UsageError(f"{folder} holds no finished {command} run: {known}")
+        raise UsageError(f"{folder} holds no finished {content['command']} run: {known}")
     return record
-
-
-def _content(file: Path) -> Mapping[str, Any]:
-    try:
-        content = json.loads(file.read_text())
-    except OSError as error:
-        raise UsageError(
-            f"{file}: {error.strerror}; expected the folder of a run, such as runs/bench-digits-1"
-        ) from None
-    except ValueError as error:
-        raise UsageError(f"{file} is no JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise UsageError(f"{file}: expected the result of a run, got a {type(content).__name__}")
-    return content  # pyright: ignore[reportUnknownVariableType]

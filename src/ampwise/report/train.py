@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from ampwise.data.feed import SLOW_LOADER, slow_loader
-from ampwise.errors import UsageError
-from ampwise.report.canvas import COLOURS, log_scale, svg
-from ampwise.report.page import cell, figure, page
-from ampwise.step import Activity
+from ampwise.document import load as load_file
+from ampwise.document import read
+from ampwise.report.canvas import COLOURS, log_scale, short, svg
+from ampwise.report.console import Console, plain
+from ampwise.report.page import cell, figure, page, prose, table
 from ampwise.telemetry import names
 from ampwise.telemetry.run import read_steps
 from ampwise.training.config import TrainResult
@@ -25,6 +24,26 @@ from ampwise.words import counted
 
 _POINTS = 600
 """Points of a curve; more than that cannot be told apart on a page."""
+
+
+class _Config(TypedDict, total=False):
+    hyperparameters: list[dict[str, Any]]
+    changes: list[str]
+
+
+class _Policy(TypedDict, total=False):
+    reasons: list[str]
+
+
+@dataclass
+class _Record:
+    """What is read of a run's ``run.json``."""
+
+    result: TrainResult
+    config: _Config = field(default_factory=_Config)
+    task: dict[str, Any] = field(default_factory=dict[str, Any])
+    policy: _Policy = field(default_factory=_Policy)
+    environment: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass
@@ -52,16 +71,9 @@ class TrainedRun:
         UsageError
             When there is none, or its files are damaged.
         """
-        try:
-            record = json.loads((folder / "run.json").read_text())
-            return cls(_result(record["result"]), record, read_steps(folder))
-        except OSError as error:
-            raise UsageError(f"{error.filename}: {error.strerror}") from None
-        except (KeyError, TypeError, ValueError) as error:
-            raise UsageError(
-                f"{folder}: its run.json or steps.jsonl is damaged ({type(error).__name__}: "
-                f"{error}); expected what ampwise train writes"
-            ) from None
+        file = folder / "run.json"
+        content = load_file(file)
+        return cls(read(_Record, content, file).result, content, read_steps(folder))
 
     @property
     def task(self) -> str:
@@ -123,12 +135,12 @@ def render(result: TrainResult, console: Console) -> None:
     """Print how a run ended, what ran, and where its files are."""
     console.print()
     console.print(Text(f"{result.task} in {result.precision}: {result.status}", style="bold"))
-    table = Table.grid(padding=(0, 2))
-    table.add_column()
-    table.add_column(overflow="fold")  # a path is shown whole
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column()
+    grid.add_column(overflow="fold")  # a path is shown whole
     for name, value in _rows(result):
-        table.add_row(name, Text(value))
-    console.print(table)
+        grid.add_row(plain(name), plain(value))
+    console.print(grid)
     if result.data_wait_fraction >= SLOW_LOADER:
         console.print(Text(slow_loader(result.data_wait_fraction), style="yellow"))
 
@@ -140,10 +152,9 @@ def render_run(run: TrainedRun, console: Console) -> None:
 
 def to_markdown(run: TrainedRun) -> str:
     """Outcome and figures as a table."""
-    lines = [f"# {cell(run.task)} in {cell(run.precision)}", "", cell(run.outcome), ""]
-    lines += ["| | |", "| --- | --- |"]
-    lines += [f"| {cell(name)} | {cell(value)} |" for name, value in run.rows]
-    lines += ["", *(f"- {cell(each)}" for each in (*run.messages, *run.reasons))]
+    lines = [f"# {cell(run.task)} in {cell(run.precision)}", "", prose(run.outcome), ""]
+    lines += table(("", ""), run.rows)
+    lines += ["", *(f"- {prose(each)}" for each in (*run.messages, *run.reasons))]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -178,18 +189,6 @@ def _skipped(result: TrainResult) -> str:
     return f", {result.skipped_steps:,} of them skipped" if result.skipped_steps else ""
 
 
-def _result(data: Mapping[str, Any]) -> TrainResult:
-    """What `TrainResult.to_json` wrote."""
-    values = {name: each for name, each in data.items() if name != "schema"}
-    activity = values.get("activity")
-    values["activity"] = None if activity is None else Activity(**activity)
-    values["folder"] = Path(values["folder"])
-    if values.get("loss") is not None:
-        values["loss"] = float(values["loss"])  # NaN is stored as a string
-    values["metrics"] = {name: float(value) for name, value in values["metrics"].items()}
-    return TrainResult(**values)
-
-
 # -- figures ---------------------------------------------------------------------------------------
 
 
@@ -201,7 +200,7 @@ def _loss_figure(run: TrainedRun) -> str:
         _curve(axes, _series(run, names.LOSS), COLOURS[1], "training")
         for index, name in enumerate(losses):
             points = _series(run, name)
-            axes.plot(*zip(*points, strict=True), "o-", color=COLOURS[2 + index], label=name)
+            axes.plot(*zip(*points, strict=True), "o-", color=COLOURS[2 + index], label=short(name))
         axes.set_xlabel("step")
         axes.set_ylabel("loss")
         axes.legend()
@@ -244,8 +243,13 @@ def _norm_figure(run: TrainedRun) -> str:
 
 def _series(run: TrainedRun, name: str) -> list[tuple[int, float]]:
     """Step and value of a metric, where it is finite."""
-    points = ((each["step"], float(each[name])) for each in run.steps if name in each)
-    return [(step, value) for step, value in points if math.isfinite(value)]
+    points = ((each["step"], each.get(name)) for each in run.steps)
+    return [(at, value) for at, value in points if isinstance(value, float | int) and _fits(value)]
+
+
+def _fits(value: float) -> bool:
+    """Whether a value can be drawn: NaN, inf and what is close to it cannot."""
+    return abs(value) < 1e100
 
 
 def _curve(axes: Any, points: Sequence[tuple[int, float]], colour: str, label: str) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from rich.console import Console
 from rich.text import Text
 
 from ampwise.numerics.search import Tried, Tuned
-from ampwise.report.page import cell, number, page
+from ampwise.report.console import Console
+from ampwise.report.page import cell, number, page, prose, table
 from ampwise.report.table import new_table
 
 
@@ -14,16 +14,16 @@ def render(found: Tuned, console: Console) -> None:
     """Print what each precision needs, and which policy to use."""
     console.print()
     console.print(Text(f"{found.task} on {found.device}", style="bold"))
-    table = new_table()
-    table.add_column("precision", no_wrap=True)
-    table.add_column("holds as", ratio=2, overflow="fold")
-    table.add_column("gradient dB", justify="right")
-    table.add_column("speed, vs fp32", justify="right")
-    table.add_column("why", ratio=2)
+    drawn = new_table()
+    drawn.add_column("precision", no_wrap=True)
+    drawn.add_column("holds as", ratio=2, overflow="fold")
+    drawn.add_column("gradient dB", justify="right")
+    drawn.add_column("speed, vs fp32", justify="right")
+    drawn.add_column("why", ratio=2)
     for each in found.tried:
         precision, policy, *rest = _cells(each)
-        table.add_row(precision, Text(policy, style="" if each.policy else "red"), *rest)
-    console.print(table)
+        drawn.add_row(precision, Text(policy, style="" if each.policy else "red"), *rest)
+    console.print(drawn)
     for index, sentence in enumerate(sentences(found)):
         console.print(Text(sentence, style="bold" if index == 0 else ""))
 
@@ -37,13 +37,9 @@ def sentences(found: Tuned) -> list[str]:
 def to_markdown(found: Tuned) -> str:
     """The same as a table."""
     lines = [f"# {cell(found.task)} on {cell(found.device)}", ""]
-    lines += [cell(each) + "  " for each in sentences(found)]
-    lines += [
-        "",
-        "| precision | holds as | gradient dB | speed, vs fp32 | why |",
-        "| --- | --- | ---: | ---: | --- |",
-    ]
-    lines += [f"| {' | '.join(map(cell, _cells(each)))} |" for each in found.tried]
+    lines += [prose(each) + "  " for each in sentences(found)]
+    head = ("precision", "holds as", "gradient dB", "speed, vs fp32", "why")
+    lines += ["", *table(head, map(_cells, found.tried), (2, 3))]
     return "\n".join(lines) + "\n"
 
 

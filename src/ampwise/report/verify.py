@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from rich.console import Console
+from rich.console import Group
 from rich.text import Text
 
-from ampwise.report.page import cell, css, page
+from ampwise.report.console import Console, plain
+from ampwise.report.page import cell, css, page, prose, table
 from ampwise.report.table import new_table
 from ampwise.verify.result import Verification
 from ampwise.words import counted
@@ -17,17 +18,17 @@ def render(found: Verification, console: Console) -> None:
     """Print the table of requirements, the score and the decision."""
     console.print()
     console.print(Text(f"{found.task}, {found.precision} on {found.device}", style="bold"))
-    table = new_table()
-    table.add_column("requirement, and how it was checked", ratio=1)
-    table.add_column("status", no_wrap=True)
-    table.add_column("evidence", ratio=1)
+    drawn = new_table()
+    drawn.add_column("requirement, and how it was checked", ratio=1)
+    drawn.add_column("status", no_wrap=True)
+    drawn.add_column("evidence", ratio=1)
     for each in found.findings:
         status = Text("FAIL" if each.status == "fail" else each.status, style=_STYLES[each.status])
-        name = f"{each.requirement}{' *' if each.critical else ''}"
-        table.add_row(Text.assemble(name, "\n", (each.how, "dim")), status, each.evidence)
-    table.caption = "* critical: if it fails it blocks, and not measured it leaves all undecided"
-    table.caption_justify = "left"
-    console.print(table)
+        name = plain(f"{each.requirement}{' *' if each.critical else ''}")
+        drawn.add_row(Group(name, Text(each.how, style="dim")), status, each.evidence)
+    drawn.caption = "* critical: if it fails it blocks, and not measured it leaves all undecided"
+    drawn.caption_justify = "left"
+    console.print(drawn)
     console.print(Text(decision(found), style="bold"))
 
 
@@ -46,19 +47,13 @@ def decision(found: Verification) -> str:
 
 def to_markdown(found: Verification) -> str:
     """The same as a traceable table."""
-    lines = [
-        f"# {cell(found.task)}, {cell(found.precision)} on {cell(found.device)}",
-        "",
-        cell(decision(found)),
-        "",
-        "| requirement | critical | how it was checked | status | evidence |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    for each in found.findings:
-        critical = "yes" if each.critical else "no"
-        cells = (each.requirement, critical, each.how, each.status, each.evidence)
-        lines.append(f"| {' | '.join(map(cell, cells))} |")
-    return "\n".join(lines) + "\n"
+    title = f"{found.task}, {found.precision} on {found.device}"
+    head = ("requirement", "critical", "how it was checked", "status", "evidence")
+    rows = (
+        (each.requirement, "yes" if each.critical else "no", each.how, each.status, each.evidence)
+        for each in found.findings
+    )
+    return "\n".join([f"# {cell(title)}", "", prose(decision(found)), "", *table(head, rows), ""])
 
 
 def to_html(found: Verification) -> str:

@@ -11,6 +11,8 @@ from types import TracebackType
 
 import torch
 
+from ampwise import neutral
+
 _NOT_THEIRS = (
     f"{Path(__file__).parents[1]}{os.sep}",
     f"{Path(torch.__file__).parent}{os.sep}",
@@ -23,7 +25,7 @@ def warn_user(message: str) -> None:
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THEIRS):
         level, frame = level + 1, frame.f_back
-    warnings.warn(message, stacklevel=level)
+    warnings.warn(neutral.line(message), stacklevel=level)
 
 
 def users_line(trace: TracebackType | None) -> str:

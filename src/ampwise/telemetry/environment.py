@@ -8,13 +8,32 @@ from __future__ import annotations
 
 import os
 import platform
-from typing import Any
+from collections.abc import Mapping
+from typing import Annotated, Any, TypedDict
 
 import torch
 
 from ampwise import __version__
 from ampwise.capability.hardware import cpu_clock_mhz, describe
 from ampwise.telemetry.nvml import Gpu
+
+
+class Machine(TypedDict, total=False):
+    """What reports say of `environment`."""
+
+    device_name: str
+    architecture: str
+    threads: int
+    torch: str
+    ampwise: str
+
+
+Environment = Annotated[dict[str, Any], Machine]
+
+
+def named(environment: Mapping[str, Any]) -> dict[str, Any]:
+    """An environment with all that reports say of it, unknown where a stored one lacks it."""
+    return {**dict.fromkeys(Machine.__annotations__, "unknown"), **environment}
 
 
 def environment(device: torch.device) -> dict[str, Any]:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
-
-from ampwise.errors import UsageError, in_one_line
+from typing import BinaryIO
 
 MAX_INT = 2**63
 """No count in a file is as large as this."""
@@ -40,26 +37,6 @@ def regular(path: Path) -> Path:
     return path
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file.
-
-    Raises
-    ------
-    UsageError
-        When the file cannot be read, or holds anything else.
-    """
-    try:
-        content = json.loads(regular(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path} is damaged: {in_one_line(error)}") from None
-    if not isinstance(content, dict):
-        kind = type(content).__name__
-        raise UsageError(f"{path} is damaged: expected a JSON object, got a {kind}")
-    return content  # pyright: ignore[reportUnknownVariableType]
-
-
 def atomic_write(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Create or replace `path` so that a kill or a full disk leaves the old file or the new one.
 
@@ -85,8 +62,8 @@ def atomic_write(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
 
 def atomic_write_text(path: Path, text: str) -> None:
-    """`atomic_write` of a text, as UTF-8."""
-    atomic_write(path, lambda file: file.write(text.encode()))
+    """`atomic_write` of a text, as UTF-8; lone surrogates, which it lacks, are spelled out."""
+    atomic_write(path, lambda file: file.write(text.encode(errors="backslashreplace")))
 
 
 def sync_folder(folder: Path) -> None:

@@ -16,15 +16,19 @@ import math
 import re
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO, cast
 
-from ampwise.errors import UsageError, in_one_line
+from ampwise.document import load, open_regular, parsed
+from ampwise.errors import UsageError
 from ampwise.telemetry import names
-from ampwise.telemetry.files import MAX_INT, atomic_write_text, read_object, regular
+from ampwise.telemetry.files import MAX_INT, atomic_write_text
 
 FLUSH_EVERY_S = 1.0
+_LONGEST = 1_000_000
+"""Bytes of a line; a step's has a few hundred."""
 
 
 class RunFolder:
@@ -118,7 +122,7 @@ class RunFolder:
     ) -> None:
         self.close()
         if error is not None and not self._observes:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, UsageError):
                 self._remove_if_empty()
 
     def _remove_if_empty(self) -> None:
@@ -142,7 +146,7 @@ class RunFolder:
         UsageError
             When it is damaged.
         """
-        return read_object(self.path / "run.json")
+        return load(self.path / "run.json")
 
     def write(self, content: Mapping[str, Any]) -> None:
         """Replace `run.json`."""
@@ -217,26 +221,24 @@ def plain(value: Any) -> Any:
 def _whole_lines(file: Path) -> list[dict[str, Any]]:
     if not file.exists():
         return []
-    try:
-        text = regular(file).read_text(encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{file}: {error.strerror}") from None
-    except ValueError as error:
-        raise UsageError(f"{file} is damaged: {in_one_line(error)}; remove it") from None
-    lines = [line for line in text.split("\n")[:-1] if line]
-    return [_parsed(line, f"{file}, line {n}") for n, line in enumerate(lines, start=1)]
+    steps: list[dict[str, Any]] = []
+    with open_regular(file) as stream:
+        for number, line in enumerate(iter(partial(stream.readline, _LONGEST), b""), start=1):
+            if line.endswith(b"\n") or len(line) == _LONGEST:
+                steps.append(_step(line, f"{file}, line {number}"))
+    return steps
 
 
-def _parsed(line: str, where: str) -> dict[str, Any]:
+def _step(line: bytes, where: str) -> dict[str, Any]:
     """A line of `steps.jsonl`: a step's number, and figures and words by name."""
     try:
-        found = json.loads(line)
-    except (ValueError, RecursionError):
+        found = parsed(line) if len(line) < _LONGEST else None
+    except ValueError:
         found = None
     if not isinstance(found, dict) or not _is_step(values := cast("dict[str, Any]", found)):
         raise UsageError(
             f"{where} is damaged: expected an object with a step and its metrics, got "
-            f"{line[:60]!r}; remove that line"
+            f"{line[:60].decode(errors='replace')!r}; remove that line"
         )
     return values
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from ampwise import neutral
 from ampwise.errors import MissingExtraError, UsageError, in_one_line, nearest
 from ampwise.installation import extra_command
 from ampwise.telemetry.names import Metric
@@ -59,7 +60,12 @@ class TrackerSet:
         self._report = report
         self._running: dict[str, Tracker] = {}
         for name in dict.fromkeys(names):
-            self._guarded(name, lambda name=name: self._start(name, folder, run_name, config))
+            self._guarded(
+                name,
+                lambda name=name: self._start(
+                    name, folder, neutral.line(run_name), neutral.values(config)
+                ),
+            )
 
     @property
     def names(self) -> list[str]:
@@ -67,7 +73,8 @@ class TrackerSet:
         return list(self._running)
 
     def log(self, metrics: Mapping[str, Metric], step: int) -> None:
-        """Record a step's metrics with every running tracker."""
+        """Record a step's metrics with every running tracker; their names as lines."""
+        metrics = neutral.values(metrics)
         for name, tracker in list(self._running.items()):
             self._guarded(name, lambda tracker=tracker: tracker.log(metrics, step))
 

@@ -18,7 +18,7 @@ class _Csv:
     def __init__(self, folder: Path) -> None:
         path = folder / "metrics.csv"
         started = path.exists()
-        self._file = path.open("a", newline="")
+        self._file = path.open("a", newline="", encoding="utf-8")
         self._writer = csv.writer(self._file)
         if not started:
             self._writer.writerow(["step", "name", "value"])

@@ -6,6 +6,7 @@ Metrics are handed over in batches: one database transaction a step would cost m
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,7 +29,7 @@ class _Mlflow:
         found = self._client.get_experiment_by_name("ampwise")
         experiment = found.experiment_id if found else self._client.create_experiment("ampwise")
         self._run = self._client.create_run(experiment, run_name=run_name).info.run_id
-        params = [Param(key, str(value)[:_LONGEST]) for key, value in config.items()]
+        params = [Param(_known(key), str(value)[:_LONGEST]) for key, value in config.items()]
         self._client.log_batch(self._run, params=params)
         self._waiting: list[MlflowMetric] = []
         self._words: dict[str, str] = {}
@@ -37,10 +38,11 @@ class _Mlflow:
         """Numbers become metrics, words (the precision) tags."""
         now_ms = int(time.time() * 1000)
         for name, value in metrics.items():
+            known = _known(name)
             if isinstance(value, str):
-                self._words[name] = value
+                self._words[known] = value
             else:
-                self._waiting.append(MlflowMetric(name, float(value), now_ms, step))
+                self._waiting.append(MlflowMetric(known, float(value), now_ms, step))
         if len(self._waiting) >= _BATCH:
             self._send()
 
@@ -55,6 +57,11 @@ class _Mlflow:
         for start in range(0, max(1, len(waiting)), _BATCH):
             self._client.log_batch(self._run, metrics=waiting[start : start + _BATCH], tags=tags)
             tags = []
+
+
+def _known(name: str) -> str:
+    """A name as MLflow takes it: one with other characters would cost a run all its metrics."""
+    return re.sub(r"[^\w./ :-]", "_", name)
 
 
 def start(folder: Path, run_name: str, config: Mapping[str, Any]) -> _Mlflow:

@@ -107,11 +107,11 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 def refusal(path: Path, lines: Sequence[str]) -> UsageError:
     """The error that names what differs from a checkpoint, and says what to do."""
-    listed = "".join(f"\n  {line}" for line in lines)
     return UsageError(
-        f"{path} is of a run that was set up otherwise:{listed}\n"
+        f"{path} is of a run that was set up otherwise:",
+        *(f"  {line}" for line in lines),
         "give the values of the checkpoint to continue that run, or --allow-changes to go on with "
-        "the new ones"
+        "the new ones",
     )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ampwise.distributed.wrap import Parallel
+from ampwise.document import Document
 from ampwise.errors import UsageError
 from ampwise.policy import Resolution
 from ampwise.step import Activity
@@ -105,7 +106,7 @@ class TrainConfig:
 
 
 @dataclass
-class TrainResult:
+class TrainResult(Document):
     """How a run ended.
 
     Attributes
@@ -121,6 +122,9 @@ class TrainResult:
     ranks, parallel
         How many processes trained, and how the model was spread over them; None for one.
     """
+
+    schema = "ampwise.train/1"
+    non_finite_words = True
 
     task: str
     precision: str
@@ -140,9 +144,3 @@ class TrainResult:
     ranks: int = 1
     parallel: Parallel | None = None
     messages: list[str] = field(default_factory=list[str])
-
-    def to_json(self) -> dict[str, Any]:
-        """The result as plain values, schema ``ampwise.train/1``."""
-        values = {**vars(self), "folder": str(self.folder), "schema": "ampwise.train/1"}
-        values["activity"] = vars(self.activity) if self.activity else None
-        return values

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ampwise.errors import UsageError
-
-SCHEMA = "ampwise.verify/1"
+from ampwise.document import Document
+from ampwise.telemetry.environment import Environment
 
 Status = Literal["pass", "fail", "not measured", "not applicable"]
 
@@ -46,7 +44,7 @@ class Finding:
 
 
 @dataclass
-class Verification:
+class Verification(Document):
     """All requirements of one task.
 
     Attributes
@@ -57,11 +55,14 @@ class Verification:
         The policy under which loss scaling was exercised.
     """
 
+    schema = "ampwise.verify/1"
+    non_finite_words = True
+
     task: str
     device: str
     precision: str
     scaled: str
-    environment: dict[str, Any]
+    environment: Environment
     findings: list[Finding] = field(default_factory=list[Finding])
     interrupted: bool = False
 
@@ -93,34 +94,11 @@ class Verification:
         return "UNDECIDED" if undecided else "PASS"
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, schema ``ampwise.verify/1``."""
+        """The report as plain values, with what follows from them."""
         return {
-            "schema": SCHEMA,
-            **asdict(self),
+            **super().to_json(),
             "score": self.score,
             "passed": self.passed,
             "applicable": len(self.applicable),
             "decision": self.decision,
         }
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Verification:
-        """What `to_json` wrote.
-
-        Raises
-        ------
-        UsageError
-            When `data` is something else, or of another version.
-        """
-        if data.get("schema") != SCHEMA:
-            raise UsageError(
-                f"expected a verification of schema {SCHEMA}, got {data.get('schema')!r}"
-            )
-        names = ("task", "device", "precision", "scaled", "environment", "interrupted")
-        try:
-            findings = [Finding(**each) for each in data["findings"]]
-            return cls(**{name: data[name] for name in names}, findings=findings)
-        except (KeyError, TypeError) as error:
-            raise UsageError(
-                f"the verification is damaged: {type(error).__name__}: {error}"
-            ) from None
