@@ -17,6 +17,7 @@ from ampwise.bench.gpu_watch import GpuFigures, GpuRecord, GpuWatch, Spread
 from ampwise.bench.result import BenchReport, PrecisionResult
 from ampwise.bench.run import BenchConfig, run_bench
 from ampwise.bench.stats import Interval
+from ampwise.installation import extra_command
 from ampwise.policy import PRESETS
 from ampwise.report.html import to_html
 from ampwise.report.markdown import to_markdown
@@ -156,8 +157,8 @@ def test_without_the_client_the_extra_is_named_once(watched, monkeypatch):
     report = raced()
     assert report.contamination.gpu.race == GpuFigures(0)
     assert gpu_notes(report) == [
-        "the GPU's clocks and throttling were not watched: nvidia-ml-py is not installed: pip "
-        "install 'ampwise[nvml]'"
+        "the GPU's clocks and throttling were not watched: nvidia-ml-py is not installed: "
+        f"{extra_command('nvml')}"
     ]
     assert '<table id="gpu">' not in to_html(report)
 

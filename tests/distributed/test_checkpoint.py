@@ -31,7 +31,7 @@ from tests.distributed.ranks import Ranks
 from tests.distributed.small import Spread
 
 SPREADS: tuple[Spread, ...] = ("alone", "ddp", "fsdp")
-CONFIG = {"task": "small", "seed": 3}
+CONFIG = {"task": "small", "precision": "fp32", "seed": 3}
 
 
 def made(

@@ -316,22 +316,22 @@ def test_what_is_no_file_is_one_line_and_never_waited_for(tmp_path, capsys, name
 
 
 STEP_FILES = {
-    "torn in the middle": ('{"step": 1}\n{"st\n{"step": 3}\n', "line 2 is no JSON"),
-    "a list": ("[]\n", "line 1: expected an object, got a list"),
-    "no number": ('{"step": "1"}\n', "line 1: step: expected an integer, got a string"),
-    "too large": (f'{{"step": {10**30}}}\n', "line 1: step: expected an integer, got one"),
-    "no line": ("\0" * 1_100_000, "line 1: expected a step, got a line of more than"),
-    "deep": ('{"step": 1, "x": ' + "[" * 100 + "]" * 100 + "}\n", "nested too deeply"),
+    "torn in the middle": ('{"step": 1}\n{"st\n{"step": 3}\n', "line 2"),
+    "a list": ("[]\n", "line 1"),
+    "no number": ('{"step": "1"}\n', "line 1"),
+    "too large": (f'{{"step": {10**30}}}\n', "line 1"),
+    "no line": ("\0" * 1_100_000, "line 1"),
+    "deep": ('{"step": 1, "x": ' + "[" * 100 + "]" * 100 + "}\n", "line 1"),
 }
 
 
 @pytest.mark.parametrize("name", STEP_FILES)
 def test_steps_that_are_none_are_one_line(tmp_path, capsys, name):
-    steps, message = STEP_FILES[name]
+    steps, place = STEP_FILES[name]
     folder = folder_of(tmp_path / "run", "run", trained(), steps)
     assert main(["report", str(folder)]) == 2
     said = capsys.readouterr().err
-    assert message in said
+    assert f"{place} is damaged: expected an object with a step and its metrics" in said
     assert said.count("\n") == 1
 
 
@@ -344,7 +344,7 @@ def test_steps_that_are_a_pipe_are_one_line(tmp_path, capsys):
 
 
 def test_figures_that_cannot_be_drawn_are_left_out(tmp_path):
-    odd = '{"step": 1, "train/loss": "nan", "amp/grad_norm": 1e308, "amp/loss_scale": null}\n'
+    odd = '{"step": 1, "train/loss": "nan", "amp/grad_norm": 1e308, "amp/loss_scale": "inf"}\n'
     run = TrainedRun.load(folder_of(tmp_path / "run", "run", trained(), odd))
     assert "<svg" not in stored.forms_of(run).to_html(run)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ampwise.cli.options import Common, positive, write_json
-from ampwise.cli.output import say
+from ampwise.cli.output import say, tell
 from ampwise.errors import EXIT_INTERRUPTED, EXIT_OK, RunError, UsageError
 
 if TYPE_CHECKING:
@@ -160,8 +160,8 @@ def run(options: Options) -> int:
             resolution = _resolved(options, me)
             config = _config(options, resolution)
             task = load_task(options.task, options.settings())
-            tell = shown.warning if resolution.changed else shown.message
-            tell(f"precision: {resolution}")
+            announce = shown.warning if resolution.changed else shown.message
+            announce(f"precision: {resolution}")
             if me.size > 1:
                 shown.message(f"{me.size} processes, {options.parallel}")
             result = train(task, config, shown, me, store)
