@@ -12,6 +12,7 @@ from html.parser import HTMLParser
 import pytest
 import torch
 
+from ampwise.bench import memory
 from ampwise.bench.equivalence import Parity
 from ampwise.bench.parity import ParityReport
 from ampwise.bench.requirements import Thresholds, judge
@@ -20,6 +21,7 @@ from ampwise.bench.stats import Interval
 from ampwise.bench.verdict import verdict
 from ampwise.cli.main import main
 from ampwise.errors import UsageError
+from ampwise.report import canvas
 from ampwise.report.bench import render
 from ampwise.report.compare import compare
 from ampwise.report.console import Console
@@ -361,3 +363,12 @@ def test_one_thread_and_one_round_are_not_several():
         assert "1 round" in shown
         assert "1 threads" not in shown
         assert "1 rounds" not in shown
+
+
+def test_a_precision_has_one_colour_in_every_figure_and_no_part_has_it():
+    presets = ["fp32", "tf32", "bf16", "fp16", "bf16-master", "bf16-pure", "fp8"]
+    colours = {each: canvas.colour_of(each) for each in presets}
+    assert len(set(colours.values())) == len(presets)
+    assert canvas.colour_of("bf16:islands=head") == colours["bf16"]
+    assert not set(colours.values()) & set(canvas.SHADES)
+    assert len(canvas.SHADES) == len(memory.PARTS)

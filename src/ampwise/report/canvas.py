@@ -14,6 +14,9 @@ from typing import Any
 from ampwise import neutral
 
 COLOURS = ("#8a8f98", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+SHADES = ("#5b7083", "#8aa0b4", "#b9c7d3", "#d9c8a9", "#b79f6b", "#8a6f3c")
+"""For the parts of a whole, where a colour of the above would be taken for a precision."""
+_OF_PRECISIONS = ("fp32", "bf16", "fp16", "bf16-master", "tf32", "bf16-pure", "fp8")
 INK = "#010101"
 _LONGEST = 48
 _STYLE: dict[Any, Any] = {
@@ -39,6 +42,13 @@ def short(name: str) -> str:
     """A name beside an axis or in a legend: it takes no more room than there is, and is a line."""
     name = neutral.line(name)
     return name if len(name) <= _LONGEST else f"{name[:_LONGEST]}..."
+
+
+def colour_of(precision: str) -> str:
+    """The colour of a precision, the same in every figure of every report; by its preset."""
+    preset = precision.partition(":")[0]
+    place = _OF_PRECISIONS.index(preset) if preset in _OF_PRECISIONS else 0
+    return COLOURS[place]
 
 
 def log_scale(axes: Any, base: float) -> None:

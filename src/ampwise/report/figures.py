@@ -7,7 +7,7 @@ from typing import Any
 
 from ampwise.bench.memory import PARTS
 from ampwise.bench.result import BenchReport
-from ampwise.report.canvas import COLOURS, INK, log_scale, short, svg
+from ampwise.report.canvas import COLOURS, INK, SHADES, colour_of, log_scale, short, svg
 from ampwise.report.page import size_unit
 
 
@@ -22,7 +22,7 @@ def speed(report: BenchReport) -> str:
             found = each.speedup
             assert found is not None
             reach = _reach(found.low, found.median, found.high)
-            colour = _colour(report, each.name)
+            colour = colour_of(each.name)
             axes.barh(place, found.median, color=colour, alpha=0.85, height=0.55)
             axes.errorbar(found.median, place, xerr=reach, color=INK, capsize=4, linewidth=1.2)
             axes.annotate(
@@ -59,7 +59,7 @@ def memory(report: BenchReport) -> str:
             if any(sizes):
                 axes.barh(
                     range(len(rows)), sizes, left=starts, height=0.55, label=part,
-                    color=COLOURS[index % len(COLOURS)],
+                    color=SHADES[index],
                 )  # fmt: skip
             starts = [a + b for a, b in zip(starts, sizes, strict=True)]
         for place, end in enumerate(starts):
@@ -81,7 +81,7 @@ def losses(report: BenchReport) -> str:
 
     def draw(axes: Any) -> None:
         for name, curve in curves.items():
-            colour = _colour(report, name)
+            colour = colour_of(name)
             columns = [curve[each] for each in ("step", "low", "high", "mean")]
             length = min(map(len, columns))
             steps, low, high, mean = (each[:length] for each in columns)
@@ -105,7 +105,7 @@ def parity(report: BenchReport) -> str:
         for place, (name, each) in enumerate(reversed(rows.items())):
             reach = _reach(each.low, each.difference, each.high)
             axes.errorbar(each.difference, place, xerr=reach, fmt="o", capsize=5,
-                          color=_colour(report, name), linewidth=2)  # fmt: skip
+                          color=colour_of(name), linewidth=2)  # fmt: skip
         axes.axvspan(-found.margin, found.margin, color=COLOURS[3], alpha=0.15)
         axes.axvline(0, color=INK, linewidth=1)
         axes.set_yticks(range(len(rows)), [short(each) for each in reversed(rows)])
@@ -126,7 +126,7 @@ def scale(report: BenchReport) -> str:
 
     def draw(axes: Any) -> None:
         for name, each in scales.items():
-            colour = _colour(report, name)
+            colour = colour_of(name)
             length = min(len(each["step"]), len(each["scale"]))
             points = each["step"][:length], each["scale"][:length]
             axes.step(*points, where="post", color=colour, label=short(name))
@@ -144,8 +144,3 @@ def scale(report: BenchReport) -> str:
 def _reach(low: float, middle: float, high: float) -> list[list[float]]:
     """How far an interval reaches to either side; it need not hold its middle."""
     return [[max(0.0, middle - low)], [max(0.0, high - middle)]]
-
-
-def _colour(report: BenchReport, name: str) -> str:
-    names = [each.name for each in report.precisions]
-    return COLOURS[names.index(name) % len(COLOURS)] if name in names else COLOURS[0]

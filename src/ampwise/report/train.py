@@ -14,7 +14,7 @@ from rich.text import Text
 from ampwise.data.feed import SLOW_LOADER, slow_loader
 from ampwise.document import load as load_file
 from ampwise.document import read
-from ampwise.report.canvas import COLOURS, log_scale, short, svg
+from ampwise.report.canvas import INK, SHADES, colour_of, log_scale, short, svg
 from ampwise.report.console import Console, plain
 from ampwise.report.page import cell, figure, page, prose, table
 from ampwise.telemetry import names
@@ -197,10 +197,11 @@ def _loss_figure(run: TrainedRun) -> str:
     losses = [each for each in dict.fromkeys(held_out) if "loss" in each]
 
     def draw(axes: Any) -> None:
-        _curve(axes, _series(run, names.LOSS), COLOURS[1], "training")
+        _curve(axes, _series(run, names.LOSS), colour_of(run.precision), "training")
         for index, name in enumerate(losses):
             points = _series(run, name)
-            axes.plot(*zip(*points, strict=True), "o-", color=COLOURS[2 + index], label=short(name))
+            shade = SHADES[(3 * index) % len(SHADES)]
+            axes.plot(*zip(*points, strict=True), "o-", color=shade, label=short(name))
         axes.set_xlabel("step")
         axes.set_ylabel("loss")
         axes.legend()
@@ -215,10 +216,11 @@ def _scale_figure(run: TrainedRun) -> str:
     skipped = [each["step"] for each in run.steps if each.get(names.FOUND_INF)]
 
     def draw(axes: Any) -> None:
-        axes.step(*zip(*scales, strict=True), where="post", color=COLOURS[1], label="loss scale")
+        colour = colour_of(run.precision)
+        axes.step(*zip(*scales, strict=True), where="post", color=colour, label="loss scale")
         for index, step in enumerate(skipped[:_POINTS]):
             label = f"skipped ({len(skipped)})" if index == 0 else None
-            axes.axvline(step, color=COLOURS[2], alpha=0.5, linewidth=1, label=label)
+            axes.axvline(step, color=INK, alpha=0.5, linewidth=1, label=label)
         log_scale(axes, base=2)
         axes.set_xlabel("step")
         axes.set_ylabel("loss scale")
@@ -233,7 +235,7 @@ def _norm_figure(run: TrainedRun) -> str:
         return ""
 
     def draw(axes: Any) -> None:
-        _curve(axes, norms, COLOURS[3], "grad norm")
+        _curve(axes, norms, colour_of(run.precision), "grad norm")
         log_scale(axes, base=10)
         axes.set_xlabel("step")
         axes.set_ylabel("grad norm")
