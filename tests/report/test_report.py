@@ -372,3 +372,16 @@ def test_a_precision_has_one_colour_in_every_figure_and_no_part_has_it():
     assert canvas.colour_of("bf16:islands=head") == colours["bf16"]
     assert not set(colours.values()) & set(canvas.SHADES)
     assert len(canvas.SHADES) == len(memory.PARTS)
+
+
+def test_the_table_of_memory_is_a_table_in_80_columns():
+    text = io.StringIO()
+    render(report(), Console(file=text, width=80))
+    lines = text.getvalue().splitlines()
+    head = next(line for line in lines if "at the peak" in line)
+    assert head.split()[-2:] == ["fp32", "bf16"]
+    places = [
+        next(n for n, line in enumerate(lines) if line.startswith(f" {each}")) for each in PARTS
+    ]
+    assert places == sorted(places)
+    assert max(map(len, lines)) <= 80

@@ -80,12 +80,11 @@ def _memory(report: BenchReport) -> Table:
         max((each.peak_memory_bytes or 0 for each in report.precisions), default=0)
     )
     table.add_column(f"{unit} at the peak", no_wrap=True)
+    measured = [each for each in report.precisions if each.memory]
+    for each in measured:
+        table.add_column(each.name, justify="right", no_wrap=True)
     for part in PARTS:
-        table.add_column(part.replace(" ", "\n"), justify="right", no_wrap=True)
-    for each in report.precisions:
-        if each.memory:
-            sizes = [f"{each.memory.get(part, 0) / one:,.1f}" for part in PARTS]
-            table.add_row(each.name, *sizes)
+        table.add_row(part, *(f"{each.memory.get(part, 0) / one:,.1f}" for each in measured))
     return table
 
 
