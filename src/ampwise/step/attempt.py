@@ -12,7 +12,7 @@ Not taken back is what an optimizer's own ``step`` did before it raised.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -112,16 +112,18 @@ class Attempt:
         self._drop = drop
         self._over = over
         self._aside: SetAside | None = None
+        self._reached: Sequence[Tensor] = ()
         self._lost = False
         self._depth = 0
         # Where nothing is open yet there is nothing to remember.
         is_open = window.position or pending.is_open
         self._before = (window.moment(), pending.moment()) if is_open else None
 
-    def begin_backward(self, parameters: Iterable[Tensor], *, exact: bool) -> None:
+    def begin_backward(self, parameters: Sequence[Tensor], *, exact: bool) -> None:
         """A backward is about to add to the gradients of some parameters."""
         self._lost = not exact
-        if exact:
+        self._reached = parameters
+        if exact and self._before is not None:  # else a window begins, and there are none
             self._aside = SetAside(parameters)
             self._aside.take()
 
@@ -157,6 +159,8 @@ class Attempt:
         if self._before is None:
             self._window.close()
             self._pending.clear()
+            for parameter in self._reached:
+                parameter.grad = None
         else:
             self._window.restore(self._before[0])
             self._pending.restore(self._before[1])
