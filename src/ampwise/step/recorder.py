@@ -11,16 +11,27 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ampwise.step.loss_scale import LossScale
 from ampwise.step.window import Weight
 
-if TYPE_CHECKING:
-    from ampwise.step.train_step import TrainStep
+
+class Windowed(Protocol):
+    """What a recorder asks of a step: where it is, and the scale its window has."""
+
+    device: torch.device
+    steps: int
+    loss_scale: LossScale
+
+    @property
+    def position(self) -> int:
+        """Micro-batches in the open window."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +118,7 @@ class Recorder:
         self.closed: Stash | None = None
 
     def micro_batch(
-        self, step: TrainStep, loss_fn: Callable[..., Tensor], batch: Any, weight: Weight | None
+        self, step: Windowed, loss_fn: Callable[..., Tensor], batch: Any, weight: Weight | None
     ) -> None:
         """A forward is about to begin."""
         if self.open is None or not step.position:
@@ -149,6 +160,6 @@ class UntilBad(Recorder):
             raise NonFiniteLossError
 
 
-def stash_for(step: TrainStep) -> Stash:
+def stash_for(step: Windowed) -> Stash:
     """An empty stash for the step that comes next."""
     return Stash(step.steps + 1, step.loss_scale.scale.clone())

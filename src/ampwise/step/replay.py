@@ -25,7 +25,15 @@ from ampwise.step.buffers import Snapshot
 from ampwise.step.loss_scale import LossScale, UnitLossScale
 from ampwise.step.modules import modules_of
 from ampwise.step.parallel import OneRank
-from ampwise.step.recorder import MicroBatch, RandomState, Recorder, Stash, finite, stash_for
+from ampwise.step.recorder import (
+    MicroBatch,
+    RandomState,
+    Recorder,
+    Stash,
+    Windowed,
+    finite,
+    stash_for,
+)
 from ampwise.step.train_step import TrainStep
 from ampwise.step.window import Weight
 
@@ -187,7 +195,7 @@ class _Listener(Recorder):
 
     def micro_batch(
         self,
-        step: TrainStep,  # noqa: ARG002
+        step: Windowed,  # noqa: ARG002
         loss_fn: Callable[..., Tensor],  # noqa: ARG002
         batch: Any,  # noqa: ARG002
         weight: Weight | None,  # noqa: ARG002
