@@ -14,6 +14,7 @@ by ``Annotated[dict[str, Any], Keys]``.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import math
 import os
@@ -31,9 +32,10 @@ T = TypeVar("T")
 
 MAX_BYTES = 64_000_000
 """Larger files are no reports: real ones have up to a few megabytes."""
+MAX_INT = 2**63
+"""No count in a file is as large as this."""
 MAX_DEPTH = 40
 """Lists and objects inside each other; real reports have fewer than ten."""
-_MAX_INTEGER = 2**63
 
 Finite = Annotated[float, "finite"]
 """A number that is neither missing nor NaN nor inf."""
@@ -44,6 +46,15 @@ _KINDS: Mapping[type, str] = {
     str: "a string", bool: "true or false", int: "an integer", float: "a number", list: "a list",
     dict: "an object", types.NoneType: "null",
 }  # fmt: skip
+
+
+_FILE_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
 
 
 class Document:
@@ -91,7 +102,7 @@ def load(file: Path) -> dict[str, Any]:
         When the file cannot be read, is no regular file, is too large, or holds something else.
     """
     try:
-        with open_regular(file) as stream:
+        with open_report(file) as stream:
             raw = stream.read(MAX_BYTES + 1)
         if len(raw) > MAX_BYTES:
             raise UsageError(f"{file}: more than {MAX_BYTES // 1_000_000} MB: expected a report")
@@ -126,21 +137,62 @@ def parsed(raw: bytes) -> Any:
     return value
 
 
-def open_regular(file: Path) -> typing.BinaryIO:
-    """Open a file to read, if it is one: a pipe would wait for a writer, and a device never end.
+class NotAFileError(OSError):
+    """A folder, pipe, socket or device, where a file was expected."""
+
+
+def regular(path: Path) -> Path:
+    """The path itself, if reading it comes to an end.
+
+    Raises
+    ------
+    NotAFileError
+        When it is a folder, pipe, socket or device.
+    OSError
+        When it is not there, or cannot be asked for.
+    """
+    _check_mode(path.stat().st_mode, path)
+    return path
+
+
+def open_regular(path: Path) -> typing.BinaryIO:
+    """Open such a file to read: a pipe would wait for a writer, and a device never end.
+
+    Raises
+    ------
+    NotAFileError, OSError
+        As of `regular`; also where something else has come in its place since.
+    """
+    # Without the first it waits at a pipe; without the second Windows ends a file at Ctrl-Z.
+    flags = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    file = os.fdopen(os.open(regular(path), os.O_RDONLY | flags), "rb")
+    try:
+        _check_mode(os.fstat(file.fileno()).st_mode, path)
+    except NotAFileError:
+        file.close()
+        raise
+    return file
+
+
+def _check_mode(mode: int, path: Path) -> None:
+    kind = stat.S_IFMT(mode)
+    if kind != stat.S_IFREG:
+        is_a = _FILE_KINDS.get(kind, "something else")
+        raise NotAFileError(errno.EINVAL, f"expected a file, it is {is_a}", str(path))
+
+
+def open_report(file: Path) -> typing.BinaryIO:
+    """Open a file of a run to read, if it is one.
 
     Raises
     ------
     UsageError, OSError
         When it is something else, or cannot be opened.
     """
-    # Without the first it waits at a pipe; without the second Windows ends a file at Ctrl-Z.
-    flags = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-    handle = os.open(file, os.O_RDONLY | flags)
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise UsageError(f"{file}: expected a file, got a folder, pipe or device")
-    return os.fdopen(handle, "rb")
+    try:
+        return open_regular(file)
+    except NotAFileError:
+        raise UsageError(f"{file}: expected a file, got a folder, pipe or device") from None
 
 
 def read(kind: type[T], data: Any, where: object = "the report") -> T:
@@ -201,7 +253,7 @@ def _finite(value: Any, at: str) -> float:
 def _integer(_hint: Any, value: Any, at: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise _misfit(at, "an integer", _kind(value))
-    if abs(value) >= _MAX_INTEGER:
+    if abs(value) >= MAX_INT:
         raise _misfit(at, "an integer", "one that is too large")
     return value
 

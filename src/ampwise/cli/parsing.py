@@ -23,8 +23,8 @@ from typing import Annotated, Any, TypeVar
 import tyro
 
 from ampwise.cli.options import Common, Gate
+from ampwise.document import MAX_INT, regular
 from ampwise.errors import UsageError, in_one_line, nearest
-from ampwise.telemetry.files import MAX_INT, regular
 
 T = TypeVar("T")
 

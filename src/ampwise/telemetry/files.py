@@ -1,40 +1,12 @@
-"""Files that are whole or not there at all, and files that somebody else may have written."""
+"""Files that are whole or not there at all."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
-import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
-
-MAX_INT = 2**63
-"""No count in a file is as large as this."""
-
-_KINDS = {
-    stat.S_IFDIR: "a folder",
-    stat.S_IFIFO: "a pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
-
-
-def regular(path: Path) -> Path:
-    """The path itself, if reading it comes to an end.
-
-    Raises
-    ------
-    OSError
-        When it is not there, or is a folder, pipe, socket or device.
-    """
-    kind = stat.S_IFMT(path.stat().st_mode)
-    if kind != stat.S_IFREG:
-        is_a = _KINDS.get(kind, "something else")
-        raise OSError(errno.EINVAL, f"expected a file, it is {is_a}", str(path))
-    return path
 
 
 def atomic_write(path: Path, write: Callable[[BinaryIO], object]) -> None:

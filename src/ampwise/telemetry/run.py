@@ -21,10 +21,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO, cast
 
-from ampwise.document import load, open_regular, parsed
+from ampwise.document import MAX_INT, load, open_report, parsed
 from ampwise.errors import UsageError
 from ampwise.telemetry import names
-from ampwise.telemetry.files import MAX_INT, atomic_write_text
+from ampwise.telemetry.files import atomic_write_text
 
 FLUSH_EVERY_S = 1.0
 _LONGEST = 1_000_000
@@ -222,7 +222,7 @@ def _whole_lines(file: Path) -> list[dict[str, Any]]:
     if not file.exists():
         return []
     steps: list[dict[str, Any]] = []
-    with open_regular(file) as stream:
+    with open_report(file) as stream:
         for number, line in enumerate(iter(partial(stream.readline, _LONGEST), b""), start=1):
             if line.endswith(b"\n") or len(line) == _LONGEST:
                 steps.append(_step(line, f"{file}, line {number}"))

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ampwise.telemetry.files import MAX_INT, regular
+from ampwise.document import MAX_INT, regular
 
 SPREAD = ("model", "optimizer")
 """The parts whose tensors may be spread over ranks."""
