@@ -79,11 +79,6 @@ class Output:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
-    def _spelled(self, text: str) -> str:
-        """Text in letters that the stream has; others as escapes, as of code in other alphabets."""
-        encoding = self._stream.encoding or "utf-8"
-        return text.encode(encoding, "backslashreplace").decode(encoding)
-
     @property
     def complaint(self) -> str:
         """What to say of output that was lost against the user's will; empty if none was."""
@@ -92,6 +87,7 @@ class Output:
         return f"standard output: {self.error.strerror}"
 
     def _encodable(self, text: str) -> str:
+        """Text in letters that the stream has; others as escapes, as of code in other alphabets."""
         encoding = self._stream.encoding or "utf-8"
         return text.encode(encoding, "backslashreplace").decode(encoding)
 

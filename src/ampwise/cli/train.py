@@ -105,7 +105,7 @@ class Options(Common):
         record = self.out / "run.json"
         if launch().may_restart and not record.exists():
             return {}  # such a run begins where there is none
-        asked = RunFolder.resume(self.out, print).read().get("options", {})
+        asked = RunFolder.resume(self.out, say).read().get("options", {})
         if not isinstance(asked, dict) or not set(asked) <= set(_remembered()):
             raise UsageError(
                 f"{record} is damaged: expected options of ampwise train under options, got "

@@ -74,11 +74,14 @@ def _speed(report: BenchReport) -> Table:
     return table
 
 
+def memory_unit(report: BenchReport) -> tuple[str, float]:
+    """The unit that peaks are put in, and its bytes."""
+    return size_unit(max((each.peak_memory_bytes or 0 for each in report.precisions), default=0))
+
+
 def _memory(report: BenchReport) -> Table:
     table = new_table()
-    unit, one = size_unit(
-        max((each.peak_memory_bytes or 0 for each in report.precisions), default=0)
-    )
+    unit, one = memory_unit(report)
     table.add_column(f"{unit} at the peak", no_wrap=True)
     measured = [each for each in report.precisions if each.memory]
     for each in measured:

@@ -19,6 +19,7 @@ from ampwise.errors import UsageError
 from ampwise.report.console import Console
 from ampwise.report.table import new_table
 from ampwise.telemetry.environment import named
+from ampwise.words import counted
 
 TOLERANCE = 0.02
 """Changes smaller than this are none."""
@@ -112,8 +113,7 @@ def render(comparison: Comparison, console: Console) -> None:
         console.print(Text(note))
     for name in comparison.only_in:
         console.print(Text(f"{name}: in one of the runs only"))
-    count = len(comparison.regressions)
-    console.print(Text(f"{count} regression{'s' if count != 1 else ''}", style="bold"))
+    console.print(Text(counted(len(comparison.regressions), "regression"), style="bold"))
 
 
 def _changes(old: PrecisionResult, new: PrecisionResult) -> list[Change]:

@@ -8,8 +8,8 @@ from typing import Any
 from ampwise.bench.memory import PARTS
 from ampwise.bench.result import BenchReport
 from ampwise.report import figures
-from ampwise.report.bench import asked, remarks
-from ampwise.report.page import css, figure, number, page, size_unit
+from ampwise.report.bench import asked, memory_unit, remarks
+from ampwise.report.page import css, figure, number, page
 
 
 def to_html(report: BenchReport) -> str:
@@ -18,9 +18,7 @@ def to_html(report: BenchReport) -> str:
     def drawn(name: str, caption: str) -> Any:
         return figure(getattr(figures, name)(report), caption)
 
-    unit, one = size_unit(
-        max((each.peak_memory_bytes or 0 for each in report.precisions), default=0)
-    )
+    unit, one = memory_unit(report)
     return page(
         "bench.html",
         unit=unit,

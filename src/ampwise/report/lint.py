@@ -19,6 +19,7 @@ from ampwise.lint.findings import Finding, LintReport
 from ampwise.lint.rule import Rule, all_rules
 from ampwise.report.console import Console
 from ampwise.report.page import page
+from ampwise.words import counted
 
 STYLES = {"error": "bold red", "warning": "bold yellow", "info": "bold blue"}
 SARIF_LEVELS = {"error": "error", "warning": "warning", "info": "note"}
@@ -77,7 +78,7 @@ def _excerpt(finding: Finding) -> str:
 
 def headline(report: LintReport) -> str:
     """What was found, in how many files, and how many were not read or not to their end."""
-    files = f"{report.files:,} file{'s' if report.files != 1 else ''}"
+    files = counted(report.files, "file")
     unread = len(report.skipped)
     if unread == report.files and not report.findings:
         return f"{files}: {'none' if unread != 1 else 'not'} read"
