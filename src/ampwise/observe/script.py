@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from ampwise.errors import EXIT_INTERRUPTED, UsageError
+from ampwise.errors import EXIT_INTERRUPTED, UsageError, in_one_line
 
 _RUNPY = "<frozen runpy>"
 _OURS = str(Path(__file__).parents[1]) + "/"
@@ -54,6 +54,8 @@ class Target:
             raise UsageError(
                 f"no such script: {self.name}; expected a path, or -m and a module's name"
             )
+        if not os.access(path, os.R_OK):
+            raise UsageError(f"{self.name}: no permission to read it")
 
     @property
     def label(self) -> str:
@@ -109,6 +111,9 @@ def run(target: Target, on_terminate: Callable[[], None], *, all_frames: bool = 
             show(error)
             return Ending(EXIT_INTERRUPTED, "interrupted")
         except BaseException as error:  # noqa: BLE001 - as Python does at its end
+            if target.is_module and _is_runpys(error):
+                why = f"-m: {in_one_line(error)}; expected a module that python -m takes"
+                raise UsageError(why) from None
             show(error)
             return Ending(1, f"raised {type(error).__name__}")
     return Ending(0, "finished")
@@ -184,12 +189,25 @@ def _show_all(error: BaseException) -> None:
     sys.excepthook(type(error), error, error.__traceback__)
 
 
+def _is_runpys(error: BaseException) -> bool:
+    """Whether the machinery of ``-m`` itself complains, and not the code it was to run."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return isinstance(error, ImportError) and trace is not None and _is_of_runpy(trace)
+
+
+def _is_of_runpy(trace: TracebackType) -> bool:
+    return trace.tb_frame.f_code.co_filename == _RUNPY
+
+
 def _without_ours(trace: TracebackType | None) -> TracebackType | None:
     """A traceback without frames of ours and of what runs the script."""
     kept: list[TracebackType] = []
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
-        if not file.startswith((_OURS, "<importlib._bootstrap: ampwise>")) and file != _RUNPY:
+        ours = file.startswith((_OURS, "<importlib._bootstrap: ampwise>"))
+        if not ours and not _is_of_runpy(trace):
             kept.append(trace)
         trace = trace.tb_next
     following: Any = None

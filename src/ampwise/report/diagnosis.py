@@ -41,6 +41,26 @@ def render(found: Diagnosis, console: Console) -> None:
 
 def render_cause(found: Diagnosis, console: Console) -> None:
     """Print what is known before fixes are tried: the cause line, then the evidence."""
+    _render_place(found, console)
+    origin = found.origin
+    if origin is not None and origin.inputs:
+        drawn = new_table()
+        for name in ("tensor", "dtype", "shape", "largest", "smallest", "zero", "not finite"):
+            drawn.add_column(name, no_wrap=True, justify="left" if name == "tensor" else "right")
+        for each in (*origin.inputs[:6], *origin.outputs[:2]):
+            drawn.add_row(*_cells(each))
+        console.print(drawn)
+    if len(found.path) > 1:
+        console.print(Text(f"The bad value went {_path(found)}.", style="dim"))
+
+
+def render_short(found: Diagnosis, console: Console) -> None:
+    """Print the cause, its line, and the best fix."""
+    _render_place(found, console)
+    _print_fixes(found.fixes[:1], console)
+
+
+def _render_place(found: Diagnosis, console: Console) -> None:
     console.print()
     console.print(Text(headline(found), style=_STYLES.get(found.status, "bold")))
     if found.explanation:
@@ -51,15 +71,6 @@ def render_cause(found: Diagnosis, console: Console) -> None:
         console.print(Text(f"    {origin.source}"))
     if origin is not None and origin.library:
         console.print(Text(f"  inside {origin.library}", style="dim"))
-    if origin is not None and origin.inputs:
-        drawn = new_table()
-        for name in ("tensor", "dtype", "shape", "largest", "smallest", "zero", "not finite"):
-            drawn.add_column(name, no_wrap=True, justify="left" if name == "tensor" else "right")
-        for each in (*origin.inputs[:6], *origin.outputs[:2]):
-            drawn.add_row(*_cells(each))
-        console.print(drawn)
-    if len(found.path) > 1:
-        console.print(Text(f"The bad value went {_path(found)}.", style="dim"))
 
 
 def render_fixes(found: Diagnosis, console: Console) -> None:
@@ -86,16 +97,22 @@ def _print_fixes(fixes: list[Fix], console: Console) -> None:
 
 def to_markdown(found: Diagnosis) -> str:
     """Headline, explanation, origin, fixes and findings."""
-    lines = [f"# {cell(headline(found))}", "", prose(found.explanation), ""]
+    lines = [f"# {cell(headline(found))}", "", *body(found)]
+    lines += [f"- {prose(f'{each.cause}: {each.explanation}')}" for each in found.findings]
+    lines += [f"- {prose(each)}" for each in found.notes]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def body(found: Diagnosis) -> list[str]:
+    """Explanation, origin and fixes, as lines of Markdown."""
+    lines = [prose(found.explanation), ""]
     if found.origin is not None and found.origin.source:
         source = neutral.line(found.origin.source).replace("```", "'''")
         lines += [prose(f"{found.origin.file}:{found.origin.line}"), "", "```", source, "```", ""]
     if found.fixes:
         fixes = ((e.what, e.how, "yes" if e.verified else "no", e.cost) for e in found.fixes)
-        lines += table(("fix", "how", "verified", "cost"), fixes)
-    lines += [f"- {prose(f'{each.cause}: {each.explanation}')}" for each in found.findings]
-    lines += [f"- {prose(each)}" for each in found.notes]
-    return "\n".join(lines).rstrip() + "\n"
+        lines += [*table(("fix", "how", "verified", "cost"), fixes), ""]
+    return lines
 
 
 def to_html(found: Diagnosis) -> str:
