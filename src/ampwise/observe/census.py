@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Set
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -86,7 +85,7 @@ class Census(Listener):
             found[each.place.phase][each.dtype] += times
         return Ran(*(dict(found[phase].most_common()) for phase in ("forward", "backward")))
 
-    def odd_ones(self, wanted: Set[str]) -> list[OddProduct]:
+    def odd_ones(self, wanted: set[str]) -> list[OddProduct]:
         """Lines whose products ran in another dtype than was wanted; else than most."""
         dtypes = Counter[str]()
         for each, times in self.products.items():
