@@ -39,8 +39,6 @@ class Attempt:
         device: more than 0 where it skipped.
     scale
         Loss scale it was made under; None without a live scaler.
-    still_scaled
-        Whether the gradients are left multiplied by it, as a fused optimizer leaves them.
     norm
         Global L2 norm of its true gradients, before clipping; None where it is not known.
     """
@@ -48,7 +46,6 @@ class Attempt:
     optimizer: Optimizer
     skipped: bool | Tensor
     scale: Tensor | None = None
-    still_scaled: bool = False
     norm: Tensor | None = None
     line: Line = NOWHERE
 
@@ -65,6 +62,8 @@ class Segment:
         How often at each line.
     scaled, plain
         Backward calls on losses that a live scaler had multiplied, and on others.
+    by_hand
+        Whether a loss may have been scaled by other means: multiplied, or given a gradient.
     norm
         What clipping said the norm was.
     """
@@ -75,6 +74,7 @@ class Segment:
     waited_s: float = 0.0
     scaled: int = 0
     plain: int = 0
+    by_hand: bool = False
     norm: Tensor | None = None
     seconds: float = 0.0
 
