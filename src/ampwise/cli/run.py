@@ -11,13 +11,13 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TextIO
 
 import tyro
 
 from ampwise.cli.options import Gate, Shared, positive, write_json
 from ampwise.cli.output import say, tell
-from ampwise.errors import EXIT_GATE, EXIT_OK, UsageError, in_one_line
+from ampwise.errors import EXIT_GATE, EXIT_OK, UsageError, in_one_line, kind_and_words
 
 if TYPE_CHECKING:
     from ampwise.observe.result import RunReport
@@ -114,8 +114,7 @@ def run(options: Options) -> int:
     files = _Files(options, target, leads=launch().leads)
     config = RunConfig(target, options.steps, options.on_fault, options.debug)
     observed = Observation(config, files.line)
-    with _own_stdout(taken=options.json == "-"):
-        ending = observed.run(partial(files.store, observed))
+    ending = observed.run(partial(files.store, observed))
     return files.store(observed, ending)
 
 
@@ -152,6 +151,7 @@ class _Files:
         self._track = tuple(each for each in options.track.split(",") if each)
         self._base, self._pid, self._stored, self._lost = Path.cwd(), os.getpid(), False, False
         check_names(self._track)
+        self._stdout = _taken_stdout() if options.json == "-" else None
 
     def line(self, step: int, metrics: Mapping[str, Metric]) -> None:
         """A step's line, to ``steps.jsonl`` and the trackers."""
@@ -169,7 +169,7 @@ class _Files:
         report = observed.report(ending)
         if not self._leads:
             return ending.exit_code
-        with _inside(self._base):
+        with _inside(self._base), self._losing("the report is incomplete"):
             self._report(report)
         return gated(report, self._options.gate)
 
@@ -205,7 +205,9 @@ class _Files:
                 run = self._write(folder, report, text)
         if not self._options.quiet and self._options.json != "-":
             self._show(run)
-        with self._losing("there is no JSON"):
+        with self._losing("there is no JSON"), contextlib.ExitStack() as stack:
+            if self._stdout is not None:
+                stack.enter_context(contextlib.redirect_stdout(stack.enter_context(self._stdout)))
             write_json(text, self._options.json)
 
     def _write(self, folder: RunFolder, report: RunReport, text: str) -> ObservedRun:
@@ -236,12 +238,15 @@ class _Files:
 
     @contextlib.contextmanager
     def _losing(self, what: str) -> Generator[None]:
-        """Inside, what cannot be written is said, and so is what comes of it."""
+        """Inside, what fails is said, and what comes of it; the script's exit code is its own."""
         try:
             yield
-        except (OSError, UsageError) as error:
+        except Exception as error:
+            if self._options.debug:
+                raise
             self._lost = True
-            words = str(error) if isinstance(error, UsageError) else in_one_line(error)
+            known = isinstance(error, (OSError, UsageError))
+            words = in_one_line(error) if known else f"{kind_and_words(error)}, a bug in ampwise"
             say(f"{words} ({what}; the script is not affected)")
 
 
@@ -280,18 +285,9 @@ def _inside(folder: Path) -> Generator[None]:
             os.chdir(here)
 
 
-@contextlib.contextmanager
-def _own_stdout(*, taken: bool) -> Generator[None]:
-    """Inside, what the script prints goes to standard error where standard output is taken."""
-    if not taken:
-        yield
-        return
+def _taken_stdout() -> TextIO:
+    """Standard output, for us alone; what the script prints, at its exit too, goes to stderr."""
     sys.stdout.flush()
-    kept = os.dup(1)
+    ours = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    try:
-        yield
-    finally:
-        sys.stdout.flush()
-        os.dup2(kept, 1)
-        os.close(kept)
+    return ours

@@ -112,5 +112,6 @@ def _result_file(folder: Path) -> Path:
     if not trained and "result" not in content:
         steps = f" after {counted(content['steps'], 'step')}" if "steps" in content else ""
         known = f"it is {content['status']}{steps}" if "status" in content else "no result is there"
-        raise UsageError(f"{folder} holds no finished {content['command']} run: {known}")
+        kind = "observed" if content["command"] == "run" else content["command"]
+        raise UsageError(f"{folder} holds no finished {kind} run: {known}")
     return record
