@@ -24,8 +24,7 @@ from ampwise.numerics.examine import Examiner
 from ampwise.numerics.result import Diagnosis
 from ampwise.step.compiled import eager
 from ampwise.step.recorder import Stash, finite
-from ampwise.step.replay import replay
-from ampwise.step.train_step import TrainStep
+from ampwise.step.replayable import Replayable
 
 _ALIKE_S = 10.0
 """How long a rank whose step raised waits for others whose steps do, too."""
@@ -55,7 +54,7 @@ def examined(
     return first_at_fault(mine, step.group)
 
 
-def talks(step: TrainStep, stash: Stash) -> bool:
+def talks(step: Replayable, stash: Stash) -> bool:
     """Whether a window has collectives in it beside those of DDP; all ranks replay it to see.
 
     A loss that gathers over ranks has, and so has SyncBatchNorm.
@@ -67,7 +66,7 @@ def talks(step: TrainStep, stash: Stash) -> bool:
         with eager(step.models), collectives:
             yield
 
-    replay(step, stash, around=around)
+    step.replay(stash, around=around)
     return any(HostGroup(step.group).all(lambda: collectives.seen))
 
 
@@ -106,7 +105,7 @@ def first_at_fault(mine: Diagnosis | None, group: ProcessGroup | None) -> Diagno
     return found
 
 
-def all_raised(step: TrainStep) -> bool:
+def all_raised(step: Replayable) -> bool:
     """Whether the steps of all ranks raised; else the others wait for this one in a collective."""
     if step.ranks == 1:
         return True
