@@ -12,6 +12,7 @@ from ampwise.observe.autocast import Autocasts
 from ampwise.observe.backward import Backwards
 from ampwise.observe.census import Census
 from ampwise.observe.clipping import Clipping
+from ampwise.observe.faults import Faults
 from ampwise.observe.listener import Listener
 from ampwise.observe.loaders import Loaders
 from ampwise.observe.misuse import Misuse
@@ -71,15 +72,21 @@ class Observation:
         self.census = Census(session, self.modules)
         self.dtypes = Dtypes()
         self.misuse = Misuse(session, self.scalers)
+        self.faults = Faults(
+            session, self.autocasts, config.target.name, stop=config.on_fault == "stop"
+        )
         self._things = (
             self.autocasts, self.scalers, self.schedules, self.optimizers, self.loaders,
             self.modules, Backwards(session, self.scalers), Clipping(session, self.scalers),
+            self.faults,
         )  # fmt: skip
         self._patches = Patches()
         for each in (
             self.records, self.dtypes, self.census, self.misuse, _Stop(config.steps),
         ):  # fmt: skip
             session.listen(each)
+        if config.on_fault != "off":
+            session.listen(self.faults)
 
     def run(self, on_terminate: Callable[[Ending], object]) -> Ending:
         """Run the script; it is observed until its end, whatever that is.
@@ -105,6 +112,7 @@ class Observation:
     def finish(self) -> None:
         """Observe no longer; all that is known is read."""
         self.census.end()
+        self.faults.finish()
         self.session.finish()
         self.session.active = False
         self._patches.undo()
@@ -125,6 +133,7 @@ class Observation:
             precision=precision,
             loss_scale=records.scale,
             skips=skips,
+            faults=self.faults.diagnoses,
             findings=self.misuse.findings(precision, records.scale, skips),
             waited_for_data=records.waited_s if self.loaders.used else None,
             not_observed=self._not_observed(),

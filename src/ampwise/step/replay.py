@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
@@ -270,16 +270,18 @@ class _Listener(Recorder):
 
 
 @contextmanager
-def undisturbed(step: Replayable) -> Generator[None]:
+def undisturbed(step: Replayable, others: Iterable[nn.Module] = ()) -> Generator[None]:
     """Gradients, modules and random state as they were, whatever happens inside.
 
-    Of an open window forward has written the buffers already: inside they are as it began.
+    Of an open window forward has written the buffers already: inside they are as it began. `others`
+    are modules beside the models that it uses.
     """
     random_state = RandomState.now(step.device)
     gradients = [(each, each.grad) for each in step.named_tensors().values()]
     for each, _ in gradients:
         each.grad = None
-    buffers, attributes = Snapshot(modules_of(step.models)), Attributes(step.models)
+    modules = modules_of((*step.models, *others))
+    buffers, attributes = Snapshot(modules), Attributes(modules)
     step.rewind_buffers()
     nesting = _autocast_nesting()
     try:

@@ -1,0 +1,120 @@
+"""Planted faults in scripts that nobody changed: line, cause, and nothing said where nothing is."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.observe.inside import line_of, observe
+
+SCRIPT = """
+import sys, torch
+from torch import nn
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+kind, dtype, scaled = sys.argv[1], getattr(torch, sys.argv[2]), sys.argv[3] == "scaled"
+torch.manual_seed(0)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.drop, self.last = nn.Linear(8, 16), nn.Dropout(0.1), nn.Linear(16, 4)
+        self.norm = nn.BatchNorm1d(16) if "norm" in kind else nn.Identity()
+        self.calls = 0
+
+    def forward(self, x):
+        h = self.drop(torch.relu(self.norm(self.first(x))))
+        self.calls += 1
+        if kind in ("forward", "forward norm", "checkpoint", "accumulate", "compile"):
+            h = self.first.weight.shape[0] * 1e20 * h * 1e30  # overflow in forward
+        if kind == "counter" and self.calls == 7:
+            h = h * 1e30 * 1e30  # seventh
+        if kind == "backward":
+            z = h - h.detach()
+            h = h + torch.where(z > 0, torch.sqrt(z), z)  # root
+        return self.last(h)
+
+
+class Outer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, x):
+        if kind == "checkpoint":
+            return checkpoint(self.net, x, use_reentrant=False)
+        return self.net(x)
+
+
+model = Outer()
+data, labels = torch.randn(96, 8), torch.randint(0, 4, (96,))
+if kind == "data":
+    data[50, 3] = float("inf")
+if kind == "loss data":
+    labels[50] = 99
+step = model
+if kind == "compile":
+    step = torch.compile(model, backend="aot_eager")
+optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
+state = {"n": 0}
+every = 3 if kind == "accumulate" else 1
+for index, (x, y) in enumerate(DataLoader(TensorDataset(data, labels), 8)):
+    if kind == "given data":
+        x = x.clone()
+        x[2, 1] = float("nan") if index == 4 else x[2, 1]
+    with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
+        out = step(x)
+        if kind == "loss":
+            h = out * 1e4
+            out = h @ h.t() @ h  # overflow in the loss
+        if kind == "loss late" and index == 6:
+            out = out * 1e38 * 1e10  # late
+        if kind == "stateful":
+            state["n"] += 1
+            loss = F.cross_entropy(out, y) * (1e60 if state["n"] == 7 else 1.0 / state["n"])
+        elif kind == "loss data":
+            loss = F.cross_entropy(out, y.clamp(max=3)) / (y < 4).all().float().add(0.0)  # divides
+        else:
+            loss = F.cross_entropy(out, y)
+    scaler.scale(loss / every).backward()  # backward
+    if index % every == every - 1:
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+torch.save(model.state_dict(), sys.argv[4])
+"""
+
+KINDS = {
+    "forward": ("overflow in forward", "RANGE_OVERFLOW"),
+    "forward norm": ("overflow in forward", "RANGE_OVERFLOW"),
+    "checkpoint": ("overflow in forward", "RANGE_OVERFLOW"),
+    "accumulate": ("overflow in forward", "RANGE_OVERFLOW"),
+    "compile": ("overflow in forward", "RANGE_OVERFLOW"),
+    "counter": ("# seventh", "RANGE_OVERFLOW"),
+    "backward": ("# root", "BACKWARD_SINGULARITY"),
+    "data": (None, "BAD_INPUT"),
+    "given data": (None, "BAD_INPUT"),
+    "loss data": ("# divides", "DOMAIN_ERROR"),
+}
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+@pytest.mark.parametrize(("dtype", "scaled"), [("float16", "scaled"), ("bfloat16", "plain")])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fault_is_found_on_its_line_with_its_cause(script, tmp_path, kind, dtype, scaled):
+    text, cause = KINDS[kind]
+    seen = observe(script, kind, dtype, scaled, str(tmp_path / "out.pt"))
+    (found,) = seen.report.faults
+    assert (found.status, found.cause) == ("fault", cause), found.explanation
+    if text is not None:
+        assert found.origin is not None
+        assert found.origin.line == line_of(script, text)
