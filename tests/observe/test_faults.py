@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import runpy
+import sys
+
 import pytest
+import torch
 
 from tests.observe.inside import line_of, observe
 
@@ -59,7 +63,7 @@ if kind == "compile":
     step = torch.compile(model, backend="aot_eager")
 optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
 scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
-state = {"n": 0}
+state, losses = {"n": 0}, []
 every = 3 if kind == "accumulate" else 1
 for index, (x, y) in enumerate(DataLoader(TensorDataset(data, labels), 8)):
     if kind == "given data":
@@ -79,12 +83,13 @@ for index, (x, y) in enumerate(DataLoader(TensorDataset(data, labels), 8)):
             loss = F.cross_entropy(out, y.clamp(max=3)) / (y < 4).all().float().add(0.0)  # divides
         else:
             loss = F.cross_entropy(out, y)
+    losses.append(float(loss.detach()))
     scaler.scale(loss / every).backward()  # backward
     if index % every == every - 1:
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-torch.save(model.state_dict(), sys.argv[4])
+torch.save([model.state_dict(), losses, torch.get_rng_state(), str(scaler.state_dict())], sys.argv[4])
 """
 
 KINDS = {
@@ -108,7 +113,12 @@ def script(tmp_path):
     return path
 
 
-@pytest.mark.parametrize(("dtype", "scaled"), [("float16", "scaled"), ("bfloat16", "plain")])
+precisions = pytest.mark.parametrize(
+    ("dtype", "scaled"), [("float16", "scaled"), ("bfloat16", "plain")]
+)
+
+
+@precisions
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_fault_is_found_on_its_line_with_its_cause(script, tmp_path, kind, dtype, scaled):
     text, cause = KINDS[kind]
@@ -118,3 +128,34 @@ def test_a_fault_is_found_on_its_line_with_its_cause(script, tmp_path, kind, dty
     if text is not None:
         assert found.origin is not None
         assert found.origin.line == line_of(script, text)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_nothing_is_found_where_nothing_is(script, tmp_path, dtype):
+    seen = observe(script, "clean", dtype, "scaled", str(tmp_path / "out.pt"))
+    assert seen.report.faults == []
+
+
+@precisions
+def test_a_loss_that_keeps_state_is_said_to(script, tmp_path, dtype, scaled):
+    seen = observe(script, "stateful", dtype, scaled, str(tmp_path / "out.pt"))
+    (found,) = seen.report.faults
+    assert (found.status, found.cause, found.step) == ("not_reproduced", None, 7)
+    assert found.origin is not None
+    assert found.origin.line == line_of(script, "# backward")
+    assert "What Outer returns is finite" in found.explanation
+    assert "depends on more than the batch" in found.explanation
+
+
+@precisions
+@pytest.mark.parametrize("kind", ["clean", "norm", "loss", "stateful", *KINDS])
+def test_training_does_not_notice(script, tmp_path, monkeypatch, kind, dtype, scaled):
+    """Parameters, buffers, losses, random state and loss scale, bit for bit."""
+    plain, seen = tmp_path / "plain.pt", tmp_path / "seen.pt"
+    monkeypatch.setattr(sys, "argv", [str(script), kind, dtype, scaled, str(plain)])
+    runpy.run_path(str(script), run_name="__main__")
+    observe(script, kind, dtype, scaled, str(seen))
+    (a, *rest), (b, *others) = torch.load(plain), torch.load(seen)
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[key].nan_to_num(7.0), b[key].nan_to_num(7.0)) for key in a)
+    assert repr(rest) == repr(others)

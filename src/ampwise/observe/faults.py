@@ -12,6 +12,7 @@ import math
 import sys
 import time
 import warnings
+import weakref
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -93,6 +94,8 @@ class Faults(Listener):
         self._programs = Programs()
         self._looks = 0
         self._again = False
+        self._scaler: GradScaler | None = None
+        self._hurt: list[weakref.ref[Optimizer]] = []
 
     @property
     def diagnoses(self) -> list[Diagnosis]:
@@ -139,6 +142,7 @@ class Faults(Listener):
 
     def backward_begins(self, loss: Tensor | None, scaler: GradScaler | None) -> None:
         """The calls so far end in a loss."""
+        self._scaler = scaler
         ended = self._calls.backward(loss, spots_here(sys._getframe(1)))
         earlier = [*self._calls.earlier, *self._calls.passes[:-1]]
         self._programs.backward_begins(ended, loss, [c for each in earlier for c in each.calls])
@@ -150,8 +154,13 @@ class Faults(Listener):
     def gradients_ready(self, optimizer: Optimizer) -> None:
         """Without a scaler a bad update is made; before that its step can be run again."""
         norm = self._session.segment.norm
-        if norm is not None and norm.device.type == "cpu" and not math.isfinite(float(norm)):
+        if _is_bad(norm) or self._lost:
             self._bad(optimizer, None)
+
+    def stepped(self, optimizer: Optimizer, *, by_scaler: bool) -> None:
+        """A scaler looks at gradients alone: a loss that is not finite may have finite ones."""
+        if by_scaler and self._scaler is not None and self._lost:
+            self._bad(optimizer, float(self._scaler.get_scale()))
 
     def attempted(self, attempt: Attempt) -> None:
         """With one it was skipped, and nothing has changed."""
@@ -173,12 +182,19 @@ class Faults(Listener):
 
     # -- a bad step --------------------------------------------------------------------------------
 
+    @property
+    def _lost(self) -> bool:
+        """Whether a loss since the last update is not finite."""
+        return any(_is_bad(each.loss) for each in self._calls.passes)
+
     def _bad(self, optimizer: Optimizer, scale: float | None) -> None:
         """Look at a step that is not finite, unless enough was looked at."""
         enough = len(self.found) >= _MOST_FAULTS or self._looks >= _MOST_LOOKS
-        if enough or (self.found and scale is None and _broken(optimizer)):
+        if enough or self._follows():
             self.unseen += 1
             return
+        if scale is None:
+            self._hurt.append(weakref.ref(optimizer))
         self._looks += 1
         with self._waiting():
             fault = self._look(optimizer, scale)
@@ -188,6 +204,11 @@ class Faults(Listener):
         self._again = fault.diagnosis.status != "fault"
         if self._stop and not self._again:
             raise Stopped
+
+    def _follows(self) -> bool:
+        """Whether it follows from a bad update that was made: parameters are not finite."""
+        hurt = [each() for each in self._hurt]
+        return any(each is not None and _broken(each) for each in hurt)
 
     @contextmanager
     def _waiting(self) -> Generator[None]:
@@ -311,6 +332,11 @@ def _fails_alike(step: Observed, recorded: Recorded) -> bool:
     held: list[Tensor] = held_by([recorded.optimizer])
     recorded_bad = {id(e) for e in held if e.grad is not None and not finite(e.grad)}
     return bool(bad & recorded_bad) or not recorded_bad
+
+
+def _is_bad(number: Tensor | None) -> bool:
+    """Whether a number is inf or NaN, where that costs no wait for a device."""
+    return number is not None and number.device.type == "cpu" and not math.isfinite(float(number))
 
 
 def _broken(optimizer: Optimizer) -> bool:

@@ -160,7 +160,11 @@ class Observed:
     @contextmanager
     def _apart(self) -> Generator[None]:
         """Nothing of the script's is changed by what runs inside."""
+        buffers = [each for model in self._called for each in model.buffers()]
+        # The script may have a graph that backward has still to go through: it asks for versions.
+        versioned = tuple(each for each in buffers if not each.is_inference())
         with (
+            torch.autograd._unsafe_preserve_version_counter(versioned),
             undisturbed(self, self._called),
             _no_hooks_after(self.named_tensors().values()),
             torch.enable_grad(),

@@ -290,19 +290,22 @@ class _Slicer:
 
     def _ref(self, tensor: Tensor) -> Ref:
         made = self._made.get(id(tensor))
-        # What was kept of a step need not be made again: it may come from anywhere.
-        kept = self._kept.get(id(tensor))
-        if kept is not None and (made is None or (made.at is not None and not tensor.grad_fn)):
-            return kept
-        if made is not None:
+        if made is not None and (made.at is None or tensor.grad_fn is not None):
             return made
+        if tensor.grad_fn is not None and (early := self._of_earlier(tensor)) is not None:
+            return early
+        # What was kept of a step need not be made again: it may come from anywhere.
+        return self._kept.get(id(tensor)) or made or Same(tensor)
+
+    def _of_earlier(self, tensor: Tensor) -> Made | None:
+        """An output of a call in a pass before this one."""
         for number, call in enumerate(self._before, -len(self._before)):
             if (path := call.path_of(tensor)) is not None:
                 if number not in self._early:
                     self._early[number] = len(self._nodes)
                     self._nodes.append(Called(number))
                 return Made(self._early[number], path)
-        return Same(tensor)
+        return None
 
 
 def _index(calls: Sequence[Call], call: Call) -> int:
