@@ -94,9 +94,8 @@ class Records(Listener):
         """The norm of what a scaler decided on; and what became of the step before."""
         norm = self._session.step.segments[-1].norm
         if norm is None and attempt.scale is not None:
+            # True ones by now: a fused optimizer, too, leaves them so where it does not skip.
             norm = norm_of(gradients_of(attempt.optimizer))
-            if norm is not None and attempt.still_scaled:
-                norm = norm / attempt.scale.to(norm.device)
         attempt.norm = norm
         if self._pending is not None:
             self._settle(attempt.scale)
@@ -154,7 +153,7 @@ class Records(Listener):
         if not step.watched and step.number > _WARM_UP:
             self._times.append(step.seconds)
         record = replace(record, step=step.number, skipped=skipped, skipped_total=len(self._skips))
-        self._sink(step.number, _line(record, step, samples, waited))
+        self._sink(step.number, _line(record, ended, samples, waited))
 
     def _note_scale(self, record: StepRecord, step: Step) -> None:
         if all(each.scale is None for each in step.attempts):
@@ -221,8 +220,11 @@ def _row(step: Step, next_scale: Tensor | None) -> Tensor:
     return torch.stack([loss, before, after, norm, torch.stack(found).sum()])
 
 
-def _line(record: StepRecord, step: Step, samples: int, waited: float) -> dict[str, names.Metric]:
+def _line(
+    record: StepRecord, ended: _Ended, samples: int, waited: float
+) -> dict[str, names.Metric]:
     """A step's metrics by name."""
+    step = ended.step
     scaled = any(each.scale is not None for each in step.attempts)
     line: dict[str, names.Metric] = {
         names.LOSS: record.loss,
@@ -230,14 +232,18 @@ def _line(record: StepRecord, step: Step, samples: int, waited: float) -> dict[s
         names.LOSS_SCALE: record.loss_scale,
         names.GRAD_NORM: record.grad_norm,
         names.FOUND_INF: record.found_inf,
+        names.SKIPPED: record.skipped,
         names.SKIPPED_TOTAL: record.skipped_total,
         names.STEP_S: step.seconds,
         names.WAITED_S: waited,
         names.MICRO_BATCHES: step.micro_batches,
+        names.SAMPLES: samples,
     }
     if scaled:
         line[names.SCALE_GROWTHS] = record.scale_growths
         line[names.SCALE_BACKOFFS] = record.scale_backoffs
+    if ended.moved is not None:
+        line[names.SCHEDULE_MOVED] = ended.moved
     if samples and step.seconds > 0:
         line[names.SAMPLES_PER_S] = samples / step.seconds
     return line
