@@ -74,8 +74,8 @@ for index, (x, y) in enumerate(DataLoader(TensorDataset(data, labels), 8)):
         if kind == "loss":
             h = out * 1e4
             out = h @ h.t() @ h  # overflow in the loss
-        if kind == "loss late" and index == 6:
-            out = out * 1e38 * 1e10  # late
+        if kind == "from the fifth" and index >= 4:
+            out = out * 1e30 * 1e30 * (1 + index)  # fifth
         if kind == "stateful":
             state["n"] += 1
             loss = F.cross_entropy(out, y) * (1e60 if state["n"] == 7 else 1.0 / state["n"])
@@ -147,8 +147,60 @@ def test_a_loss_that_keeps_state_is_said_to(script, tmp_path, dtype, scaled):
     assert "depends on more than the batch" in found.explanation
 
 
+def test_what_does_not_fit_is_looked_at_in_the_next_step(script, tmp_path):
+    """A scaler has skipped it, so nothing is lost; the code that fails was not there before."""
+    seen = observe(script, "from the fifth", "float16", "scaled", str(tmp_path / "out.pt"))
+    (found,) = seen.report.faults
+    assert (found.status, found.cause, found.step) == ("fault", "RANGE_OVERFLOW", 6)
+    assert found.origin is not None
+    assert found.origin.line == line_of(script, "# fifth")
+    assert "Met in 7 steps, and examined in one." in found.notes
+
+
+def test_without_a_scaler_only_the_first_bad_step_says_anything(script, tmp_path):
+    seen = observe(script, "from the fifth", "bfloat16", "plain", str(tmp_path / "out.pt"))
+    (found,) = seen.report.faults
+    assert (found.status, found.step) == ("not_reproduced", 5)
+    assert "the cause of 7 bad steps" in [each.what for each in seen.report.not_observed]
+
+
+def test_a_scale_that_is_only_too_high_is_no_fault(script, tmp_path):
+    text = script.read_text()
+    script.write_text(text.replace("init_scale=1024.0", "init_scale=2.0**40"))
+    seen = observe(script, "clean", "float16", "scaled", str(tmp_path / "out.pt"))
+    assert len(seen.report.skips) > 3
+    assert seen.report.faults == []
+
+
+def test_the_script_can_be_stopped_before_the_update(script, tmp_path):
+    seen = observe(
+        script, "counter", "bfloat16", "plain", str(tmp_path / "out.pt"), on_fault="stop"
+    )
+    (found,) = seen.report.faults
+    assert (found.cause, found.step) == ("RANGE_OVERFLOW", 7)
+    assert seen.report.steps == 6
+    assert not (tmp_path / "out.pt").exists()
+
+
+def test_nobody_looks_where_that_is_switched_off(script, tmp_path):
+    seen = observe(script, "forward", "float16", "scaled", "", on_fault="off", steps=3)
+    assert seen.report.faults == []
+
+
+def test_fixes_are_spelled_for_a_script(script, tmp_path):
+    text = script.read_text()
+    script.write_text(text.replace("* 1e20 * h * 1e30", "* h * 1e4"))
+    seen = observe(script, "forward", "float16", "scaled", str(tmp_path / "out.pt"))
+    verified = {each.what: each.how for each in seen.report.faults[0].fixes if each.verified}
+    assert (
+        'torch.autocast("cpu", dtype=torch.bfloat16)'
+        in verified["bfloat16, which has float32's range"]
+    )
+    assert not any("TrainStep" in how or "--precision" in how for how in verified.values())
+
+
 @precisions
-@pytest.mark.parametrize("kind", ["clean", "norm", "loss", "stateful", *KINDS])
+@pytest.mark.parametrize("kind", ["clean", "norm", "loss", "stateful", "from the fifth", *KINDS])
 def test_training_does_not_notice(script, tmp_path, monkeypatch, kind, dtype, scaled):
     """Parameters, buffers, losses, random state and loss scale, bit for bit."""
     plain, seen = tmp_path / "plain.pt", tmp_path / "seen.pt"

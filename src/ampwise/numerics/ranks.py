@@ -59,28 +59,44 @@ def talks(step: Replayable, stash: Stash) -> bool:
 
     A loss that gathers over ranks has, and so has SyncBatchNorm.
     """
-    collectives = _Collectives()
+    collectives = _replayed(step, stash, _Collectives())
+    return any(HostGroup(step.group).all(lambda: collectives.seen))
 
+
+def would_talk(step: Replayable, stash: Stash) -> bool:
+    """The same of this rank by itself: none of them is begun, as nobody else takes part."""
+    return _replayed(step, stash, _Collectives(refuse=True)).seen
+
+
+def _replayed(step: Replayable, stash: Stash, collectives: _Collectives) -> _Collectives:
     @contextmanager
     def around() -> Generator[None]:
         with eager(step.models), collectives:
             yield
 
     step.replay(stash, around=around)
-    return any(HostGroup(step.group).all(lambda: collectives.seen))
+    return collectives
+
+
+class _RefusedError(Exception):
+    """A collective that nobody else would take part in."""
 
 
 class _Collectives(TorchDispatchMode):
-    """Sees whether there are any."""
+    """Sees whether there are any; refuses them, if it is to."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, refuse: bool = False) -> None:
         super().__init__()
         self.seen = False
+        self._refuse = refuse
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        self.seen |= func.namespace in ("c10d", "_c10d_functional")
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self.seen = True
+            if self._refuse:
+                raise _RefusedError
         return func(*args, **(kwargs or {}))
 
 

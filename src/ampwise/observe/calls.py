@@ -68,7 +68,7 @@ class Call:
     Attributes
     ----------
     began, ended
-        Random state.
+        Random state; that of the end only where it may matter.
     outputs
         Its tensors by their identity: a weak reference, and the path among the outputs.
     """
@@ -114,7 +114,7 @@ class Pass:
     batch
         What a loader gave last; None without one.
     began
-        Random state, where a device was known by then.
+        Random state, where it may matter and a device was known by then.
     loss
         Unscaled, detached; None before backward, and where it is no single number.
     backward
@@ -143,6 +143,8 @@ class Calls:
         Of the first parameter that was seen.
     entered
         16-bit dtype of the last autocast region since the last update that was on.
+    draws
+        Whether the script may draw random numbers outside of modules.
     """
 
     def __init__(self) -> None:
@@ -151,6 +153,7 @@ class Calls:
         self.now = Pass()
         self.device: torch.device | None = None
         self.entered: torch.dtype | None = None
+        self.draws = True
         self._batch: Any = None
         self._bytes = 0
         self._known: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
@@ -178,7 +181,8 @@ class Calls:
         if learned is not None:
             learned()
         assert self.device is not None
-        call.ended = RandomState.now(self.device)
+        if self.draws:
+            call.ended = RandomState.now(self.device)
         for path, tensor in leaves(output, ""):
             call.outputs[id(tensor)] = (weakref.ref(tensor), path)
             if tensor.requires_grad and tensor.grad_fn is not None:
@@ -212,7 +216,8 @@ class Calls:
         self.earlier = []
 
     def _new(self) -> Pass:
-        return Pass(began=None if self.device is None else RandomState.now(self.device))
+        device = self.device if self.draws else None
+        return Pass(began=None if device is None else RandomState.now(device))
 
     def _takes_part(self, module: nn.Module, args: Any, kwargs: Any) -> bool:
         """Whether a module trains, or is given what others have made; a transform does not."""

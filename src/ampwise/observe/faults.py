@@ -24,21 +24,26 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ampwise.distributed.layout import is_up
 from ampwise.numerics.examine import Examiner, Silent
+from ampwise.numerics.ranks import would_talk
 from ampwise.numerics.result import Diagnosis
 from ampwise.numerics.trace import watch
 from ampwise.observe.autocast import Autocasts
 from ampwise.observe.calls import Calls
 from ampwise.observe.listener import Listener
+from ampwise.observe.others import Others
 from ampwise.observe.patches import Patches
 from ampwise.observe.programs import Programs
 from ampwise.observe.replay import Observed, Recorded
+from ampwise.observe.result import NotObserved
 from ampwise.observe.script import Stopped
 from ampwise.observe.spots import spots_here
 from ampwise.observe.steps import Attempt, Session, Step
 from ampwise.observe.unknown import Seen, unknown
 from ampwise.step.modules import held_by
 from ampwise.step.recorder import finite
+from ampwise.words import counted
 
 _MOST_FAULTS = 3
 """Different faults that are examined."""
@@ -94,6 +99,8 @@ class Faults(Listener):
         self._programs = Programs()
         self._looks = 0
         self._again = False
+        self._others = Others()
+        self._unguarded = False
         self._scaler: GradScaler | None = None
         self._hurt: list[weakref.ref[Optimizer]] = []
 
@@ -153,6 +160,7 @@ class Faults(Listener):
 
     def gradients_ready(self, optimizer: Optimizer) -> None:
         """Without a scaler a bad update is made; before that its step can be run again."""
+        self._unguarded = True
         norm = self._session.segment.norm
         if _is_bad(norm) or self._lost:
             self._bad(optimizer, None)
@@ -167,10 +175,12 @@ class Faults(Listener):
         if attempt.skipped is True and attempt.scale is not None:
             self._bad(attempt.optimizer, float(attempt.scale))
         self._programs.updated(attempt.optimizer, self._calls.passes)
+        self._calls.draws = self._programs.draws
         self._calls.updated()
         if self._again:
             self._again = False
             self._programs.look_again()
+            self._calls.draws = True
 
     def step_ends(self, step: Step) -> None:
         """What came before it is not needed any more."""
@@ -179,6 +189,18 @@ class Faults(Listener):
     def finish(self) -> None:
         """The script has ended."""
         self._programs.stop()
+
+    def not_observed(self) -> list[NotObserved]:
+        """What was not looked at, and why."""
+        found: list[NotObserved] = []
+        if self.unseen:
+            why = "they follow from an update that was made, or enough steps were looked at"
+            found.append(NotObserved(f"the cause of {counted(self.unseen, 'bad step')}", why))
+        device = self._calls.device
+        if device is not None and device.type != "cpu" and self._unguarded:
+            why = f"on {device.type} it would cost a host sync a step; with a GradScaler it is seen"
+            found.append(NotObserved("the first step that is not finite", why))
+        return found
 
     # -- a bad step --------------------------------------------------------------------------------
 
@@ -192,12 +214,16 @@ class Faults(Listener):
         enough = len(self.found) >= _MOST_FAULTS or self._looks >= _MOST_LOOKS
         if enough or self._follows():
             self.unseen += 1
+            self._others.first(None)
             return
         if scale is None:
             self._hurt.append(weakref.ref(optimizer))
         self._looks += 1
         with self._waiting():
             fault = self._look(optimizer, scale)
+            answer = self._others.first(None if fault is None else fault.diagnosis)
+        if fault is None or answer is not fault.diagnosis:
+            fault = None if answer is None else self._as_known(Fault(answer))
         if fault is None:
             return
         self.found.append(fault)
@@ -280,6 +306,12 @@ class Faults(Listener):
         if complaint := _cannot(recorded):
             return replace(seen, why=complaint)
         programs = self._programs.of(recorded.optimizer, recorded.passes)
+        if is_up():
+            alone = Observed(recorded, self._autocasts, programs)
+            if would_talk(alone, alone.closed):
+                return replace(seen, why="it talks to other ranks, which do not take part")
+            if alone.replay(alone.closed).clean:
+                return replace(seen, why="by itself it is finite; what is not came from elsewhere")
         if programs is not None:
             step = Observed(recorded, self._autocasts, programs)
             if _fails_alike(step, recorded):
@@ -312,7 +344,7 @@ def _cannot(recorded: Recorded) -> str:
     """Why a step cannot be run again at all; empty if nothing speaks against it."""
     if not any(each.calls for each in recorded.passes):
         return "no call of a module was seen in it"
-    if not all(each.complete and (each.calls or each.began) for each in recorded.passes):
+    if not all(each.complete for each in recorded.passes):
         return "it has more calls of modules than are kept"
     if any(call.changed_in_place for each in recorded.passes for call in each.calls):
         return "an argument of a module was changed in place afterwards"

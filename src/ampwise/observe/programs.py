@@ -14,7 +14,8 @@ from ampwise.observe.tape import NoProgramError, Program, Tape
 
 _LOOKS = 2
 """Updates of each optimizer up to which it is looked."""
-_MORE_LOOKS = 3
+_MOST_LOOKS, _MORE_LOOKS = 16, 3
+"""Updates of all, where some optimizer is used once only; and after steps that do not fit."""
 
 
 class Programs:
@@ -36,6 +37,12 @@ class Programs:
         self._more = _MORE_LOOKS
         self._again = False
         self._known: dict[tuple[int, int], Program] = {}
+        self._draws = False
+
+    @property
+    def draws(self) -> bool:
+        """Whether a script may draw random numbers outside of modules."""
+        return self._draws or self._looks
 
     def call_begins(self) -> None:
         """A module is about to run, under no mode of ours."""
@@ -76,6 +83,7 @@ class Programs:
         for position, each in enumerate(passes):
             if each.program is not None:
                 self._known[id(optimizer), position] = each.program
+                self._draws |= each.program.draws
         if self._tape is None:
             return
         self._again = False
@@ -118,4 +126,5 @@ class Programs:
     def _looks(self) -> bool:
         """Whether the open step is looked at."""
         early = not self._updates or min(self._updates.values()) < _LOOKS
+        early = early and self._updates.total() < _MOST_LOOKS
         return (early or self._again) and not self.compiles

@@ -27,7 +27,7 @@ from ampwise.observe.tape import Program, Values, run_call
 from ampwise.policy import PRESETS, Policy
 from ampwise.step.engine import scalar
 from ampwise.step.modules import held_by, modules_of, parameters_by_name
-from ampwise.step.recorder import MicroBatch, Stash, finite
+from ampwise.step.recorder import MicroBatch, RandomState, Stash, finite
 from ampwise.step.replay import finite_buffers, gradients_of, let_go, undisturbed
 from ampwise.step.replayable import Replayed
 
@@ -102,8 +102,7 @@ class Observed:
             program = None if programs is None else programs[index]
             before = self._recorded.before(index)
             again = _Again(each, before, program, float(scale), self.device, self._of_outputs)
-            random_state = each.calls[0].began if each.calls else each.began
-            assert random_state is not None
+            random_state = each.calls[0].began if each.calls else RandomState.now(self.device)
             stash.micro_batches.append(MicroBatch(again, again.batch, None, random_state))
             if each.loss is not None and not self._of_outputs:
                 stash.losses.append(scalar_of(each.loss))

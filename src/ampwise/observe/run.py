@@ -147,7 +147,7 @@ class Observation:
         )
 
     def _not_observed(self) -> list[NotObserved]:
-        missing = [*self._patches.missing, *self.session.failed]
+        missing = [*self._patches.missing, *self.session.failed, *self.faults.not_observed()]
         if self.records.steps and not self.census.made:
             missing.append(NotObserved("dtypes of matrix products", self.census.why_not))
         return missing

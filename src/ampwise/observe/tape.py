@@ -343,6 +343,11 @@ class Program:
     loss: Made
     signature: tuple[int, ...]
 
+    @property
+    def draws(self) -> bool:
+        """Whether random numbers are drawn outside of modules."""
+        return any(isinstance(e, Operation) and e.name in _DRAWS for e in self.nodes.values())
+
     def fits(self, other: Pass) -> bool:
         """Whether a pass calls the same modules in the same order."""
         return self.signature == tuple(id(each.module) for each in other.calls)
