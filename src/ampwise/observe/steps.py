@@ -39,8 +39,6 @@ class Attempt:
         device: more than 0 where it skipped.
     scale
         Loss scale it was made under; None without a live scaler.
-    still_scaled
-        Whether the gradients are left multiplied by it, as a fused optimizer leaves them.
     norm
         Global L2 norm of its true gradients, before clipping; None where it is not known.
     """
@@ -48,7 +46,6 @@ class Attempt:
     optimizer: Optimizer
     skipped: bool | Tensor
     scale: Tensor | None = None
-    still_scaled: bool = False
     norm: Tensor | None = None
     line: Line = NOWHERE
 
@@ -63,6 +60,8 @@ class Segment:
         What backward was called on, unscaled, detached.
     backwards
         How often at each line.
+    scaled, plain
+        Backward calls on losses that a live scaler had multiplied, and on others.
     norm
         What clipping said the norm was.
     """
@@ -71,6 +70,8 @@ class Segment:
     backwards: Counter[Line] = field(default_factory=Counter[Line])
     samples: int = 0
     waited_s: float = 0.0
+    scaled: int = 0
+    plain: int = 0
     norm: Tensor | None = None
     seconds: float = 0.0
 
