@@ -182,7 +182,7 @@ class Racing(Listener):
         self._inside.enter_context(self._autocasts.overridden(_dtype(policy)))
         self._modules.around = self._call
 
-    def autocast_entered(self, device: str, dtype: Any, *, enabled: bool) -> None:  # noqa: ARG002
+    def autocast_entered(self, device: str, dtype: Any, *, enabled: bool) -> None:
         """The script sees to autocast itself."""
         if enabled and torch.is_grad_enabled():
             self._by_script = True
@@ -249,9 +249,9 @@ class Racing(Listener):
         if len(running[0]) < MAX_WARM_UP and not all(map(steady, running)):
             return
         self._warm_up = None
-        own = statistics.median(times[_OWN][-3:])
+        own = statistics.median(times[_OWN])
         for name in self._running[1:]:
-            slower = statistics.median(times[name][-3:]) / own
+            slower = statistics.median(times[name]) / own
             if slower > HOPELESS:
                 self._fell_out(name, f"{slower:.0f} times slower in its first steps")
 
