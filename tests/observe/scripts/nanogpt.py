@@ -119,11 +119,11 @@ if args.as_shipped or args.precision == "fp32":
 else:
     ctx = torch.amp.autocast(device_type=device_type, dtype=ptdtype)
 model = GPT()
-scaler = torch.amp.GradScaler(
-    device_type,
-    init_scale=2.0**30 if args.fault == "skip" else 2.0**12,
-    enabled=dtype == "float16" and not args.as_shipped,
-)
+if args.as_shipped:
+    scaler = torch.cuda.amp.GradScaler(enabled=(dtype == "float16"))
+else:
+    init_scale = 2.0**30 if args.fault == "skip" else 2.0**12
+    scaler = torch.amp.GradScaler(device_type, init_scale, enabled=(dtype == "float16"))
 optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95))
 losses = []
 X, Y = get_batch()
