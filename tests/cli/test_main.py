@@ -59,7 +59,7 @@ def test_version(capsys):
     [
         (
             ["bensh"],
-            "unknown command 'bensh': expected one of bench, verify, diagnose, tune, lint, report, train, advise; did you mean",
+            "unknown command 'bensh': expected one of bench, verify, diagnose, tune, lint, report, run, train, advise; did you mean",
         ),
         (["--hlep"], "unknown option '--hlep': expected one of --help, --version; did you mean"),
         (["advise", "--devise", "cpu"], "unknown option --devise; did you mean '--device'?"),

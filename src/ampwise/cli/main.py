@@ -29,12 +29,13 @@ COMMANDS = {
     "tune": "the fewest modules that must stay in float32, and the fastest policy that holds",
     "lint": "find mixed-precision mistakes in code, and fix them; executes nothing",
     "report": "show a stored run again (terminal, JSON, Markdown, HTML), or compare two",
+    "run": "a training script nobody changed, observed: what its precision really did",
     "train": "train a task with a precision policy: checkpoints, resume, trackers",
     "advise": "what this machine's devices do in each format, measured, and what to pick",
 }
 """Commands, each a module of this package, and a line about each."""
 
-_ON_ALL_RANKS = ("train", "bench", "diagnose")
+_ON_ALL_RANKS = ("train", "bench", "diagnose", "run")
 """Commands in which every process takes part that torchrun started."""
 
 _WRONG_PLACE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENOENT}
@@ -49,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         output.flush()
         if output.complaint:
             code = _fail(output.complaint, errors.EXIT_RUN)
-    if code and _in_a_group():
+    if code and _in_a_group() and arguments[:1] != ["run"]:  # a script leaves as it does by itself
         _leave(code)
     return code
 
@@ -73,11 +74,12 @@ def _leave(code: int) -> NoReturn:
 
 def _exit_code(arguments: list[str]) -> int:
     """Run a command line; every error ends here, as one line and a code."""
-    debug = "--debug" in arguments
+    debug = False
     try:
+        arguments, debug = _without_debug(arguments)
         # SIGTERM as Ctrl-C: what a run has so far is saved by the same code.
         with on_sigterm(signal.default_int_handler):
-            return _dispatch([each for each in arguments if each != "--debug"])
+            return _dispatch(arguments)
     except KeyboardInterrupt as interruption:
         if not launch().leads:  # all are interrupted together, and the first one says it
             return errors.EXIT_INTERRUPTED
@@ -88,6 +90,21 @@ def _exit_code(arguments: list[str]) -> int:
         if debug:
             tell_text(traceback.format_exc(), err=True)
         return _explain(error, debug=debug)
+
+
+def _without_debug(arguments: list[str]) -> tuple[list[str], bool]:
+    """The command line without ``--debug``, and whether it was there; a script's own stays."""
+    if arguments[:1] == ["run"]:
+        return arguments, "--debug" in _split(arguments)[0]
+    return [each for each in arguments if each != "--debug"], "--debug" in arguments
+
+
+def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """``ampwise run``'s own words, and from the script on the script's."""
+    from ampwise.cli.run import script_at
+
+    place = 1 + script_at(arguments[1:])
+    return arguments[:place], arguments[place:]
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -113,11 +130,15 @@ def _dispatch(arguments: list[str]) -> int:
     from ampwise.cli.options import check_target
     from ampwise.cli.parsing import parse
 
+    theirs: list[str] = []
+    if name == "run":
+        rest, theirs = _split(arguments)
+        del rest[0]
     options = parse(module.Options, rest, f"ampwise {name}")
     if options is None:
         return errors.EXIT_OK
     check_target("json", getattr(options, "json", None))
-    return module.run(options)
+    return module.run(options, theirs) if name == "run" else module.run(options)
 
 
 def _overview() -> str:

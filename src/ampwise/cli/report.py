@@ -97,6 +97,7 @@ def _gate(found: Run, gate: Gate) -> int:
     from ampwise.bench.scaling_report import ScalingReport
     from ampwise.numerics.result import Diagnosis
     from ampwise.numerics.search import Tuned
+    from ampwise.observe.result import RunReport
     from ampwise.report.train import TrainedRun
 
     if isinstance(found, BenchReport):
@@ -105,6 +106,10 @@ def _gate(found: Run, gate: Gate) -> int:
         return gate_exit_code(found, gate)
     if isinstance(found, Diagnosis):
         return EXIT_GATE if gate != "off" and found.status == "fault" else EXIT_OK
+    if isinstance(found, RunReport):
+        from ampwise.cli.run import gated
+
+        return gated(found, gate)
     if isinstance(found, ScalingReport | TrainedRun | Tuned):
         if gate != "off":
             kinds = {ScalingReport: "scaling", TrainedRun: "train", Tuned: "tune"}

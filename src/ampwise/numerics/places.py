@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Protocol, Self
 
 import torch
 from torch import nn
@@ -79,6 +79,15 @@ class Place:
 NOWHERE = Place("forward", "", 0, "", 0)
 
 
+class Running(Protocol):
+    """Knows which module is running."""
+
+    @property
+    def top(self) -> tuple[str, int]:
+        """FQN and call of the innermost module."""
+        ...
+
+
 class ModuleStack:
     """Which module is running; entered around a replay."""
 
@@ -133,7 +142,7 @@ def _next_node() -> int:
 class Places:
     """Finds the place of the operation that is being dispatched."""
 
-    def __init__(self, modules: ModuleStack) -> None:
+    def __init__(self, modules: Running) -> None:
         self._modules = modules
         self._of_node: dict[int, Place] = {}
         self._next_node = _next_node()

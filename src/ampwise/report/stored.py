@@ -13,13 +13,14 @@ from ampwise.document import load as load_file
 from ampwise.errors import UsageError
 from ampwise.numerics.result import Diagnosis
 from ampwise.numerics.search import Tuned
-from ampwise.report import bench, diagnosis, html, markdown, scaling, train, tune, verify
+from ampwise.observe.result import RunReport
+from ampwise.report import bench, diagnosis, html, markdown, run, scaling, train, tune, verify
 from ampwise.report.console import Console
 from ampwise.report.train import TrainedRun
 from ampwise.verify.result import Verification
 from ampwise.words import counted
 
-Run = BenchReport | Diagnosis | ScalingReport | TrainedRun | Tuned | Verification
+Run = BenchReport | Diagnosis | RunReport | ScalingReport | TrainedRun | Tuned | Verification
 
 
 class Forms(NamedTuple):
@@ -33,6 +34,7 @@ class Forms(NamedTuple):
 _FORMS: Mapping[type[Run], Forms] = {
     BenchReport: Forms(bench.render, markdown.to_markdown, html.to_html),
     Diagnosis: Forms(diagnosis.render, diagnosis.to_markdown, diagnosis.to_html),
+    RunReport: Forms(run.render, run.to_markdown, run.to_html),
     ScalingReport: Forms(scaling.render, scaling.to_markdown, scaling.to_html),
     TrainedRun: Forms(train.render_run, train.to_markdown, train.to_html),
     Tuned: Forms(tune.render, tune.to_markdown, tune.to_html),
@@ -42,6 +44,7 @@ _FORMS: Mapping[type[Run], Forms] = {
 _KINDS: Mapping[str, type[Document]] = {
     "bench": BenchReport,
     "diagnosis": Diagnosis,
+    "observed": RunReport,
     "scaling": ScalingReport,
     "tune": Tuned,
     "verify": Verification,

@@ -59,6 +59,7 @@ class RunFolder:
         report: Callable[[str], None],
         *,
         trains: bool = False,
+        logs: bool = False,
     ) -> RunFolder:
         """A new folder: `path`, or the next free ``runs/<name>-<n>``.
 
@@ -68,6 +69,8 @@ class RunFolder:
             Told, once, when lines can no longer be written.
         trains
             Whether it gets steps and checkpoints.
+        logs
+            Whether it gets steps only.
 
         Raises
         ------
@@ -82,6 +85,7 @@ class RunFolder:
             folder._made = made
             if trains:
                 folder.checkpoints.mkdir(exist_ok=True)
+            if trains or logs:
                 folder._lines = (path / "steps.jsonl").open("w")
         except OSError as error:
             raise UsageError(

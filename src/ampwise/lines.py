@@ -1,0 +1,41 @@
+"""Whose code a file is, and the innermost line on the stack that is the user's own."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from functools import cache
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+_OURS = str(Path(__file__).parent) + "/"
+_INSTALLED = ("/site-packages/", "/dist-packages/")
+_PATHS = sysconfig.get_paths()
+_NOT_THEIRS = (_OURS, "<", _PATHS["stdlib"] + "/", _PATHS["platstdlib"] + "/")
+
+
+class Line(NamedTuple):
+    """A line of code; `file` is empty where there is none."""
+
+    file: str
+    line: int
+
+
+NOWHERE = Line("", 0)
+
+
+@cache
+def is_users(file: str) -> bool:
+    """Whether a file is neither ours, nor the standard library's, nor an installed package's."""
+    return not (file.startswith(_NOT_THEIRS) or any(each in file for each in _INSTALLED))
+
+
+def users_line(frame: FrameType | None = None) -> Line:
+    """The innermost line that is the user's, from a frame (default: the caller's) outwards."""
+    each: FrameType | None = sys._getframe(1) if frame is None else frame
+    while each is not None:
+        if is_users(each.f_code.co_filename):
+            return Line(each.f_code.co_filename, each.f_lineno)
+        each = each.f_back
+    return NOWHERE

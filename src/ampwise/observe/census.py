@@ -1,0 +1,159 @@
+"""One step op by op: which matrix products ran in which dtype, forward and backward, and where.
+
+A dispatch mode is on from the first update up to the next one of the same optimizer, and never
+again. Compiled code would run eagerly under it, and round otherwise; so where something is
+compiled, its step is not looked at this way.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ampwise.numerics.places import Place, Places
+from ampwise.observe.listener import Listener
+from ampwise.observe.modules import Modules, bare
+from ampwise.observe.result import OddProduct, Ran
+from ampwise.observe.steps import Attempt, Session
+
+_PRODUCTS = frozenset(
+    ["mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "_grouped_mm", "_scaled_mm",
+     "convolution", "convolution_backward", "mkldnn_rnn_layer", "mkldnn_rnn_layer_backward",
+     "_cudnn_rnn", "_cudnn_rnn_backward", "miopen_rnn", "miopen_rnn_backward"]
+)  # fmt: skip
+_BIAS_FIRST = ("addmm", "baddbmm", "addbmm", "addmv")
+_MOST = 12
+"""Lines that are named."""
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A matrix product of the step that was looked at."""
+
+    name: str
+    dtype: str
+    place: Place
+
+
+class Census(Listener):
+    """The products of one step.
+
+    Attributes
+    ----------
+    why_not
+        Why none was made; empty where one was.
+    """
+
+    def __init__(self, session: Session, modules: Modules) -> None:
+        self.products: Counter[Product] = Counter()
+        self.why_not = "the script ended before its second step"
+        self._session, self._modules = session, modules
+        self._until: Optimizer | None = None
+        self._inside = ExitStack()
+
+    @property
+    def made(self) -> bool:
+        """Whether a step was looked at."""
+        return not self.why_not
+
+    def attempted(self, attempt: Attempt) -> None:
+        """Begin after the first update; end after the next of the same optimizer."""
+        if self._until is None:
+            self._until = attempt.optimizer
+            self._begin()
+        elif self._until is attempt.optimizer:
+            self.end()
+        else:
+            self._session.watched()
+
+    def end(self) -> None:
+        """Look no longer."""
+        self._inside.close()
+
+    def ran(self) -> Ran:
+        """Products by dtype."""
+        found: dict[str, Counter[str]] = {"forward": Counter(), "backward": Counter()}
+        for each, times in self.products.items():
+            found[each.place.phase][each.dtype] += times
+        return Ran(*(dict(found[phase].most_common()) for phase in ("forward", "backward")))
+
+    def odd_ones(self) -> list[OddProduct]:
+        """Lines whose products ran in another dtype than most."""
+        dtypes = Counter[str]()
+        for each, times in self.products.items():
+            dtypes[each.dtype] += times
+        usual = dtypes.most_common(1)[0][0] if dtypes else ""
+        odd = [(each, n) for each, n in self.products.items() if each.dtype != usual]
+        return [
+            OddProduct(each.place.module, each.place.file, each.place.line, each.name, each.dtype,
+                       "backward" if each.place.phase == "backward" else "forward", times)
+            for each, times in odd[:_MOST]
+        ]  # fmt: skip
+
+    def _begin(self) -> None:
+        if _compiles():
+            self.why_not = "the script compiles, and compiled code is not looked into"
+            return
+        self.why_not = ""
+        stack = _Stack()
+        self._modules.inner = stack
+        self._inside.callback(setattr, self._modules, "inner", None)
+        self._inside.enter_context(_Count(Places(stack), self.products))
+
+
+def _compiles() -> bool:
+    """Whether any code was compiled so far."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    return utils is not None and utils.counters["frames"]["total"] > 0
+
+
+class _Stack:
+    """Which module is running, by the names that outermost modules know."""
+
+    def __init__(self) -> None:
+        self._names: dict[int, str] = {}
+        self._calls: Counter[str] = Counter()
+        self._stack: list[tuple[str, int]] = []
+
+    @property
+    def top(self) -> tuple[str, int]:
+        return self._stack[-1] if self._stack else ("", 0)
+
+    def push(self, module: nn.Module) -> None:
+        if id(module) not in self._names:
+            for name, each in bare(module).named_modules():
+                self._names.setdefault(id(each), name)
+        name = self._names.get(id(module), "")
+        self._stack.append((name, self._calls[name]))
+        self._calls[name] += 1
+
+    def pop(self) -> None:
+        self._stack.pop()
+
+
+class _Count(TorchDispatchMode):
+    """Counts products by dtype and place."""
+
+    def __init__(self, places: Places, products: Counter[Product]) -> None:
+        super().__init__()
+        self._places, self._products = places, products
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        place = self._places.here()
+        result = func(*args, **(kwargs or {}))
+        name = func._overloadpacket.__name__
+        if name in _PRODUCTS or name.startswith("_scaled_dot_product"):
+            operand = args[1 if name in _BIAS_FIRST else 0]
+            if isinstance(operand, Tensor) and operand.is_floating_point():
+                dtype = str(operand.dtype).removeprefix("torch.")
+                self._products[Product(name, dtype, place)] += 1
+        return result

@@ -1,0 +1,70 @@
+"""What happens in a script, as verbs that a listener may have."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.amp.grad_scaler import GradScaler
+    from torch.optim import Optimizer
+
+    from ampwise.observe.steps import Attempt, Step
+
+
+class Listener:
+    """Wants to know some of it; each verb does nothing here.
+
+    All are called on the script's own thread, in the order of events. None may change anything.
+    """
+
+    def batch(self, batch: Any) -> None:
+        """A loader gave a batch."""
+
+    def call_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A module is called by code outside of modules; outside of backward."""
+
+    def call_ends(self, module: nn.Module, output: Any) -> None:
+        """It returned; None where it raised."""
+
+    def autocast_entered(self, device: str, dtype: torch_dtype, *, enabled: bool) -> None:
+        """An autocast region begins."""
+
+    def scaled(self, scaler: GradScaler, loss: Tensor) -> None:
+        """A live scaler multiplies a loss."""
+
+    def backward_begins(self, loss: Tensor | None, scaler: GradScaler | None) -> None:
+        """Backward of a loss (unscaled, still in its graph; None if it is no single tensor)."""
+
+    def backward_ends(self) -> None:
+        """It is done, or raised."""
+
+    def unscaled(self, scaler: GradScaler, optimizer: Optimizer) -> None:
+        """``unscale_`` is called."""
+
+    def clipped(self, parameters: list[Tensor], what: str) -> None:
+        """Gradients are about to be clipped, by a function of this name."""
+
+    def gradients_ready(self, optimizer: Optimizer) -> None:
+        """An update is about to be made, with gradients as they are, and no scaler asked."""
+
+    def stepped(self, optimizer: Optimizer, *, by_scaler: bool) -> None:
+        """An optimizer's own ``step`` is called."""
+
+    def attempted(self, attempt: Attempt) -> None:
+        """An update was made or skipped."""
+
+    def updated(self, scaler: GradScaler) -> None:
+        """``update`` of a live scaler was called."""
+
+    def loaded(self, what: Any) -> None:
+        """``load_state_dict`` of an optimizer or scaler, or a file by ``torch.load``."""
+
+    def schedule_stepped(self) -> None:
+        """A scheduler of torch's stepped."""
+
+    def step_ends(self, step: Step) -> None:
+        """All updates of an iteration were made or skipped."""
+
+
+torch_dtype = Any

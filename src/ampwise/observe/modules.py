@@ -1,0 +1,96 @@
+"""Modules: which are called by code outside of modules, and inside of which we are.
+
+``nn.Module.__call__`` is replaced on the class, before `torch._dynamo` is imported: no hook is left
+in anybody's model, so that it can be copied, pickled and compiled as ever, and the compiler takes
+what it finds for the original.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from typing import Any
+
+from torch import nn
+
+from ampwise.observe.patches import Patches, unseen
+from ampwise.observe.steps import Session
+
+
+class _Here(threading.local):
+    """How deep in modules a thread is."""
+
+    depth = 0
+
+
+class Modules:
+    """Calls of modules.
+
+    Attributes
+    ----------
+    inner
+        Told of modules called inside of modules, while somebody looks: ``push(module)``, ``pop()``.
+    """
+
+    what = "calls of modules"
+
+    def __init__(self, session: Session) -> None:
+        self.inner: Any = None
+        self._session = session
+        self._here = _Here()
+
+    def install(self, patches: Patches) -> None:
+        """Put it in place."""
+        real, here, session = nn.Module.__call__, self._here, self._session
+
+        def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            if here.depth or session.in_backward or not session.active:
+                if self.inner is None:
+                    return real(module, *args, **kwargs)
+                return self._inside(real, module, args, kwargs)
+            return self._outermost(real, module, args, kwargs)
+
+        wrapper = unseen(call)
+        wrapper.__name__ = real.__name__
+        wrapper.__qualname__ = real.__qualname__
+        patches.replace(nn.Module, "__call__", wrapper)
+        for name in ("torch._dynamo.utils", "torch._dynamo.variables.nn_module"):
+            if name in sys.modules:
+                patches.replace(sys.modules[name], "unpatched_nn_module_call", wrapper)
+
+    def _outermost(self, real: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        session, output = self._session, None
+        self._here.depth = 1
+        try:
+            session.tell("call_begins", module, args, kwargs)
+            output = self._inside(real, module, args, kwargs)
+        finally:
+            self._here.depth = 0
+            session.tell("call_ends", module, output)
+        return output
+
+    def _inside(self, real: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        inner = self.inner
+        if inner is None:
+            return real(module, *args, **kwargs)
+        inner.push(module)
+        try:
+            return real(module, *args, **kwargs)
+        finally:
+            inner.pop()
+
+
+def name_of(module: nn.Module) -> str:
+    """Class of a module, inside what compilation and DDP put around it."""
+    return type(bare(module)).__name__
+
+
+def bare(module: nn.Module) -> nn.Module:
+    """A module without what compilation and DDP put around it."""
+    while True:
+        if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            module = module.module
+        elif isinstance(inside := getattr(module, "_orig_mod", None), nn.Module):
+            module = inside
+        else:
+            return module

@@ -1,0 +1,243 @@
+"""What each step gave: a line in ``steps.jsonl``, and the totals.
+
+Figures are written on the device and read when they have arrived (`telemetry.ring`), so that a step
+costs no host sync. A step's line is written when the next one begins: only then is it known what
+the loss scale became, and whether the schedule was held.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ampwise.observe.listener import Listener
+from ampwise.observe.optimizers import gradients_of, norm_of
+from ampwise.observe.result import ScaleSeen, Skip
+from ampwise.observe.scalers import Scalers
+from ampwise.observe.schedules import Schedules
+from ampwise.observe.steps import Attempt, Session, Step
+from ampwise.telemetry import names
+from ampwise.telemetry.ring import Ring, StepRecord
+
+_READ_EVERY = 16
+_WARM_UP = 3
+_TIMES = 20_000
+"""Times that are kept for the median."""
+_FOLLOWS = 0.5
+"""Share of the steps in which a schedule moves that steps with the optimizer."""
+
+
+@dataclass(slots=True)
+class _Ended:
+    """A step that has ended, until the next one says what became of it."""
+
+    step: Step
+    lr: float | None
+    scheduled: int
+    moved: bool | None = None
+
+
+def _lr(optimizer: Optimizer) -> float | None:
+    """The first group's learning rate, where the host knows it."""
+    lr = optimizer.param_groups[0].get("lr")
+    return float(lr) if isinstance(lr, int | float) else None
+
+
+class Records(Listener):
+    """All steps.
+
+    Parameters
+    ----------
+    sink
+        Gets each step's number and metrics.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        scalers: Scalers,
+        schedules: Schedules,
+        sink: Callable[[int, Mapping[str, names.Metric]], None],
+    ) -> None:
+        self.steps = 0
+        self.samples = 0
+        self.waited_s = 0.0
+        self.losses: list[float] = []
+        self._session, self._scalers, self._schedules, self._sink = (
+            session, scalers, schedules, sink,
+        )  # fmt: skip
+        self._ring: Ring | None = None
+        self._at_update: tuple[float | None, int] = (None, 0)
+        self._pending: _Ended | None = None
+        self._ended: deque[_Ended] = deque()
+        self._micro_batches: deque[int] = deque(maxlen=_TIMES)
+        self._times: deque[float] = deque(maxlen=_TIMES)
+        self._skips: list[tuple[int, bool | None]] = []
+        self._moves: list[int] = [0, 0]
+        self._scale: ScaleSeen | None = None
+
+    # -- while the script runs ---------------------------------------------------------------------
+
+    def gradients_ready(self, optimizer: Optimizer) -> None:
+        """The norm, unless clipping said it."""
+        segment = self._session.segment
+        if segment.norm is None:
+            segment.norm = norm_of(gradients_of(optimizer))
+
+    def attempted(self, attempt: Attempt) -> None:
+        """The norm of what a scaler decided on; and what became of the step before."""
+        norm = self._session.step.segments[-1].norm
+        if norm is None and attempt.scale is not None:
+            norm = norm_of(gradients_of(attempt.optimizer))
+            if norm is not None and attempt.still_scaled:
+                norm = norm / attempt.scale.to(norm.device)
+        attempt.norm = norm
+        if self._pending is not None:
+            self._settle(attempt.scale)
+        self._at_update = (_lr(attempt.optimizer), self._schedules.stepped)
+
+    def step_ends(self, step: Step) -> None:
+        """Keep it until the next."""
+        self.steps = step.number
+        self._pending = _Ended(step, *self._at_update)
+
+    def finish(self) -> None:
+        """The script has ended: read everything, wait for the device."""
+        if self._pending is not None:
+            live = self._scalers.live
+            self._settle(live[0]._scale if live else None, last=True)
+        if self._ring is not None:
+            self._take(self._ring.drain())
+
+    def _settle(self, scale: Tensor | None, *, last: bool = False) -> None:
+        """Write the row of the step that has ended; `scale` is what came of its loss scale."""
+        ended, self._pending = self._pending, None
+        assert ended is not None
+        by_hand = _lr(ended.step.attempts[-1].optimizer) != ended.lr
+        ended.moved = None if last else self._schedules.stepped > ended.scheduled or by_hand
+        row = _row(ended.step, scale)
+        if self._ring is None:
+            self._ring = Ring(row.device)
+        self._ring.row.copy_(row)
+        self._ring.written(ended.lr if ended.lr is not None else float("nan"))
+        self._ended.append(ended)
+        if len(self._ended) >= _READ_EVERY:
+            self._take(self._ring.poll())
+
+    def _take(self, records: Sequence[StepRecord]) -> None:
+        for record in records:
+            self._one(record, self._ended.popleft())
+
+    def _one(self, record: StepRecord, ended: _Ended) -> None:
+        step = ended.step
+        # Without a scaler that guards, a step with gradients that are not finite is made all the
+        # same.
+        skipped = record.skipped and any(each.scale is not None for each in step.attempts)
+        if skipped:
+            self._skips.append((step.number, ended.moved))
+        elif ended.moved is not None:
+            self._moves[0] += 1
+            self._moves[1] += ended.moved
+        self._note_scale(record, step)
+        self.losses = [*self.losses[:1], record.loss]
+        samples = sum(each.samples for each in step.segments)
+        waited = sum(each.waited_s for each in step.segments)
+        self.samples += samples
+        self.waited_s += waited
+        self._micro_batches.append(step.micro_batches)
+        if not step.watched and step.number > _WARM_UP:
+            self._times.append(step.seconds)
+        record = replace(record, step=step.number, skipped=skipped, skipped_total=len(self._skips))
+        self._sink(step.number, _line(record, step, samples, waited))
+
+    def _note_scale(self, record: StepRecord, step: Step) -> None:
+        if all(each.scale is None for each in step.attempts):
+            return
+        before, scale = self._scale, record.loss_scale
+        self._scale = ScaleSeen(
+            first=scale if before is None else before.first,
+            last=scale,
+            lowest=scale if before is None else min(before.lowest, scale),
+            growths=record.scale_growths,
+            backoffs=record.scale_backoffs,
+        )
+
+    # -- afterwards --------------------------------------------------------------------------------
+
+    @property
+    def scale(self) -> ScaleSeen | None:
+        """The loss scale; None where nothing was scaled."""
+        return self._scale
+
+    @property
+    def micro_batches(self) -> float | None:
+        """Median number in a step."""
+        return float(statistics.median(self._micro_batches)) if self._micro_batches else None
+
+    @property
+    def step_ms(self) -> float | None:
+        """Median time of a step, in milliseconds."""
+        return 1e3 * statistics.median(self._times) if self._times else None
+
+    def skips(self) -> list[Skip]:
+        """Steps that were skipped, and whether the schedule was held in them."""
+        made, moved = self._moves
+        follows = moved > _FOLLOWS * made if made else any(moved for _, moved in self._skips)
+        return [
+            Skip(step, (None if moved is None else not moved) if follows else None)
+            for step, moved in self._skips
+        ]
+
+
+def _row(step: Step, next_scale: Tensor | None) -> Tensor:
+    """Loss, loss scale before and after, norm, found_inf; on the device of the loss."""
+    losses = [each for segment in step.segments for each in segment.losses]
+    norms = [each.norm for each in step.attempts if each.norm is not None]
+    device = (losses or norms or [torch.zeros(())])[0].device
+
+    def there(value: Tensor | float) -> Tensor:
+        tensor = value.detach().float() if isinstance(value, Tensor) else torch.tensor(value)
+        return tensor.reshape(()).to(device, non_blocking=True)
+
+    nothing = there(float("nan"))
+    loss = sum(map(there, losses[1:]), there(losses[0])) if losses else nothing
+    if len(norms) > 1:
+        norm = torch.linalg.vector_norm(torch.stack([there(each) for each in norms]))
+    else:
+        norm = there(norms[0]) if norms else nothing
+    scale = next((each.scale for each in step.attempts if each.scale is not None), None)
+    before = there(1.0 if scale is None else scale)
+    after = before if scale is None or next_scale is None else there(next_scale)
+    found = [there(each.skipped if isinstance(each.skipped, Tensor) else float(each.skipped))
+             for each in step.attempts]  # fmt: skip
+    if norms and scale is None:
+        found.append((~torch.isfinite(norm)).float())
+    return torch.stack([loss, before, after, norm, torch.stack(found).sum()])
+
+
+def _line(record: StepRecord, step: Step, samples: int, waited: float) -> dict[str, names.Metric]:
+    """A step's metrics by name."""
+    scaled = any(each.scale is not None for each in step.attempts)
+    line: dict[str, names.Metric] = {
+        names.LOSS: record.loss,
+        names.LR: record.lr,
+        names.LOSS_SCALE: record.loss_scale,
+        names.GRAD_NORM: record.grad_norm,
+        names.FOUND_INF: record.found_inf,
+        names.SKIPPED_TOTAL: record.skipped_total,
+        names.STEP_S: step.seconds,
+        names.WAITED_S: waited,
+        names.MICRO_BATCHES: step.micro_batches,
+    }
+    if scaled:
+        line[names.SCALE_GROWTHS] = record.scale_growths
+        line[names.SCALE_BACKOFFS] = record.scale_backoffs
+    if samples and step.seconds > 0:
+        line[names.SAMPLES_PER_S] = samples / step.seconds
+    return line

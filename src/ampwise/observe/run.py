@@ -1,0 +1,148 @@
+"""`ampwise run`: all that is observed, put together, and the report of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from ampwise.observe.autocast import Autocasts
+from ampwise.observe.backward import Backwards
+from ampwise.observe.census import Census
+from ampwise.observe.clipping import Clipping
+from ampwise.observe.listener import Listener
+from ampwise.observe.loaders import Loaders
+from ampwise.observe.modules import Modules
+from ampwise.observe.optimizers import Optimizers
+from ampwise.observe.patches import Patches
+from ampwise.observe.precision import Dtypes, precision_of
+from ampwise.observe.records import Records
+from ampwise.observe.result import NotObserved, Overhead, RunReport
+from ampwise.observe.scalers import Scalers
+from ampwise.observe.schedules import Schedules
+from ampwise.observe.script import Ending, Stopped, Target, run
+from ampwise.observe.steps import Session, Step
+from ampwise.telemetry.environment import environment
+from ampwise.telemetry.names import Metric
+
+OnFault = Literal["diagnose", "stop", "off"]
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """What is asked for.
+
+    Attributes
+    ----------
+    steps
+        After how many the script is stopped; None to let it end.
+    """
+
+    target: Target
+    steps: int | None = None
+    on_fault: OnFault = "diagnose"
+    debug: bool = False
+
+
+class Observation:
+    """A script under observation.
+
+    Parameters
+    ----------
+    sink
+        Gets each step's number and metrics.
+    """
+
+    def __init__(
+        self, config: RunConfig, sink: Callable[[int, Mapping[str, Metric]], None]
+    ) -> None:
+        self.config = config
+        self.session = session = Session(debug=config.debug)
+        self.autocasts = Autocasts(session)
+        self.scalers = Scalers(session)
+        self.schedules = Schedules(session)
+        self.optimizers = Optimizers(session, self.scalers)
+        self.loaders = Loaders(session)
+        self.modules = Modules(session)
+        self.records = Records(session, self.scalers, self.schedules, sink)
+        self.census = Census(session, self.modules)
+        self.dtypes = Dtypes()
+        self._things = (
+            self.autocasts, self.scalers, self.schedules, self.optimizers, self.loaders,
+            self.modules, Backwards(session, self.scalers), Clipping(session),
+        )  # fmt: skip
+        self._patches = Patches()
+        for each in (self.records, self.dtypes, self.census, _Stop(config.steps)):
+            session.listen(each)
+
+    def run(self, on_terminate: Callable[[Ending], object]) -> Ending:
+        """Run the script; it is observed until its end, whatever that is.
+
+        Parameters
+        ----------
+        on_terminate
+            Called when SIGTERM is about to end the process.
+        """
+
+        def terminated() -> None:
+            self.finish()
+            on_terminate(Ending(143, "terminated"))
+
+        for each in self._things:
+            with self._patches.attempt(each.what):
+                each.install(self._patches)
+        try:
+            return run(self.config.target, terminated, all_frames=self.config.debug)
+        finally:
+            self.finish()
+
+    def finish(self) -> None:
+        """Observe no longer; all that is known is read."""
+        self.census.end()
+        self.session.finish()
+        self.session.active = False
+        self._patches.undo()
+        self.records.finish()
+
+    def report(self, ending: Ending) -> RunReport:
+        """What was seen."""
+        records = self.records
+        losses = records.losses
+        return RunReport(
+            script=self.config.target.name,
+            exit_code=ending.exit_code,
+            ending=ending.words,
+            steps=records.steps,
+            micro_batches_per_step=records.micro_batches,
+            optimizers=list(self.optimizers.names.values()),
+            precision=precision_of(self.autocasts, self.scalers, self.census, self.dtypes),
+            loss_scale=records.scale,
+            skips=records.skips(),
+            waited_for_data=records.waited_s if self.loaders.used else None,
+            not_observed=self._not_observed(),
+            overhead=Overhead(self.session.spent_s),
+            step_ms=records.step_ms,
+            loss_first=losses[0] if losses else None,
+            loss_last=losses[-1] if losses else None,
+            environment=environment(torch.device("cpu")) if records.steps else {},
+        )
+
+    def _not_observed(self) -> list[NotObserved]:
+        missing = [*self._patches.missing, *self.session.failed]
+        if self.records.steps and not self.census.made:
+            missing.append(NotObserved("dtypes of matrix products", self.census.why_not))
+        return missing
+
+
+class _Stop(Listener):
+    """Ends the script after so many steps."""
+
+    def __init__(self, steps: int | None) -> None:
+        self._steps = steps
+
+    def step_ends(self, step: Step) -> None:
+        """Raise in the script."""
+        if self._steps is not None and step.number >= self._steps:
+            raise Stopped
