@@ -52,26 +52,20 @@ def start(arguments: list[str], cwd: Path) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def ended(process: subprocess.Popen[str], folder: Path) -> Ran:
+def ended(process: subprocess.Popen[str], cwd: Path) -> Ran:
     """A process at its end; killed if there is none."""
     try:
         out, err = process.communicate(timeout=LIMIT_S)
     finally:
         process.kill()
-    stored = folder / "report.json"
+    stored = cwd / "report.json"
     report = json.loads(stored.read_text()) if stored.exists() else {}
-    return Ran(process.returncode, out, err, report, folder)
+    return Ran(process.returncode, out, err, report, cwd / "observed")
 
 
 def by_itself(script: list[str], cwd: Path, launcher: tuple[str, ...] = ()) -> Ran:
     """Run a script with its arguments, or ``-m`` and a module, as users do."""
     return ended(start([*launcher, *script], cwd), cwd)
-
-
-def command(script: list[str], folder: Path, options: list[str], launcher: tuple[str, ...] = ()):
-    """The same under observation; the report lands in `folder`."""
-    own = ["--out", str(folder), "--json", str(folder / "report.json"), *options]
-    return [*launcher, "-m", "ampwise", "run", *own, *script]
 
 
 def observed(
@@ -81,8 +75,8 @@ def observed(
     launcher: tuple[str, ...] = (),
 ) -> Ran:
     """Run a script under observation."""
-    folder = cwd / "observed"
-    return ended(start(command(script, folder, options or [], launcher), cwd), folder)
+    own = ["--out", "observed", "--json", "report.json", *(options or [])]
+    return ended(start([*launcher, "-m", "ampwise", "run", *own, *script], cwd), cwd)
 
 
 def planted(script: Path, what: str) -> int:
