@@ -33,6 +33,8 @@ class Backwards:
         scaled = self._scalers.scaled_by(_single(tensors))
         loss = _loss(tensors) if scaled is None else scaled.loss
         session.segment.backwards[users_line()] += 1
+        session.segment.scaled += scaled is not None
+        session.segment.plain += scaled is None
         if loss is not None:
             session.segment.losses.append(loss.detach())
         session.tell("backward_begins", loss, None if scaled is None else scaled.scaler)

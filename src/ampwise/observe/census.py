@@ -55,7 +55,8 @@ class Census(Listener):
         self.products: Counter[Product] = Counter()
         self.why_not = "the script ended before its second step"
         self._session, self._modules = session, modules
-        self._until: Optimizer | None = None
+        self._first: Optimizer | None = None
+        self._looking = False
         self._inside = ExitStack()
 
     @property
@@ -65,16 +66,16 @@ class Census(Listener):
 
     def attempted(self, attempt: Attempt) -> None:
         """Begin after the first update; end after the next of the same optimizer."""
-        if self._until is None:
-            self._until = attempt.optimizer
+        if self._first is None:
+            self._first = attempt.optimizer
             self._begin()
-        elif self._until is attempt.optimizer:
-            self.end()
-        else:
+        elif self._looking and self._first is attempt.optimizer:
             self._session.watched()
+            self.end()
 
     def end(self) -> None:
         """Look no longer."""
+        self._looking = False
         self._inside.close()
 
     def ran(self) -> Ran:
@@ -101,7 +102,7 @@ class Census(Listener):
         if _compiles():
             self.why_not = "the script compiles, and compiled code is not looked into"
             return
-        self.why_not = ""
+        self.why_not, self._looking = "", True
         stack = _Stack()
         self._modules.inner = stack
         self._inside.callback(setattr, self._modules, "inner", None)
@@ -111,7 +112,7 @@ class Census(Listener):
 def _compiles() -> bool:
     """Whether any code was compiled so far."""
     utils = sys.modules.get("torch._dynamo.utils")
-    return utils is not None and utils.counters["frames"]["total"] > 0
+    return utils is not None and utils.counters["stats"]["unique_graphs"] > 0
 
 
 class _Stack:

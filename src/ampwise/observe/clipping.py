@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad
 
 from ampwise.observe.patches import Patches
+from ampwise.observe.scalers import Scalers
 from ampwise.observe.steps import Session
 
 _BY_NORM = ("clip_grad_norm_", "clip_grad_norm")
@@ -21,8 +22,8 @@ class Clipping:
 
     what = "gradient clipping"
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self, session: Session, scalers: Scalers) -> None:
+        self._session, self._scalers = session, scalers
 
     def install(self, patches: Patches) -> None:
         """Put it in place, also where torch's own modules have imported them already."""
@@ -38,12 +39,14 @@ class Clipping:
         if not self._session.active:
             return real(parameters, *args, **kwargs)
         several = _listed(parameters)
+        factor = self._scalers.factor(several)
         self._session.tell("clipped", several, "clip_grad_norm_")
         norm = real(several, *args, **kwargs)
         kind = kwargs.get("norm_type", args[1] if len(args) > 1 else 2.0)
         if isinstance(norm, Tensor) and float(kind) == 2:
             whole: Any = getattr(norm, "full_tensor", None)  # of a sharded one
-            self._session.segment.norm = (norm if whole is None else whole()).detach()
+            norm_seen = (norm if whole is None else whole()).detach()
+            self._session.segment.norm = norm_seen if factor is None else norm_seen / factor
         return norm
 
     def _clip_grad_value(self, real: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:

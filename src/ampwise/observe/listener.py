@@ -30,8 +30,8 @@ class Listener:
     def autocast_entered(self, device: str, dtype: torch_dtype, *, enabled: bool) -> None:
         """An autocast region begins."""
 
-    def scaled(self, scaler: GradScaler, loss: Tensor) -> None:
-        """A live scaler multiplies a loss."""
+    def scaler_made(self, scaler: GradScaler) -> None:
+        """A live scaler was made."""
 
     def backward_begins(self, loss: Tensor | None, scaler: GradScaler | None) -> None:
         """Backward of a loss (unscaled, still in its graph; None if it is no single tensor)."""
@@ -41,6 +41,9 @@ class Listener:
 
     def unscaled(self, scaler: GradScaler, optimizer: Optimizer) -> None:
         """``unscale_`` is called."""
+
+    def scaler_steps(self, scaler: GradScaler, optimizer: Optimizer) -> None:
+        """``step`` of a live scaler is called."""
 
     def clipped(self, parameters: list[Tensor], what: str) -> None:
         """Gradients are about to be clipped, by a function of this name."""

@@ -59,7 +59,7 @@ class Optimizers:
         rest = {name: each for name, each in kwargs.items() if name != "closure"}
         return (args[0], looked_at), rest
 
-    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG002
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         stepping = self._scalers.stepping
         if not self._session.active or (stepping is not None and stepping.optimizer is optimizer):
             return

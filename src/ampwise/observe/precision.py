@@ -17,7 +17,7 @@ from ampwise.observe.census import Census
 from ampwise.observe.listener import Listener
 from ampwise.observe.optimizers import gradients_of
 from ampwise.observe.result import Asked, Precision
-from ampwise.observe.scalers import Scalers
+from ampwise.observe.scalers import Scalers, parameters_of
 from ampwise.observe.steps import Attempt
 
 _HALF = ("float16", "bfloat16")
@@ -45,8 +45,7 @@ class Dtypes(Listener):
         if key not in self._looked:
             self._looked.add(key)
             self.line = self.line if self.line.file else attempt.line
-            held = [each for group in optimizer.param_groups for each in group["params"]]
-            self.parameters += _counted(held)
+            self.parameters += _counted(parameters_of(optimizer))
             self.gradients += _counted(gradients_of(optimizer))
         if key not in self._with_state and optimizer.state:
             self._with_state.add(key)

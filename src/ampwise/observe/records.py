@@ -234,6 +234,7 @@ def _line(record: StepRecord, step: Step, samples: int, waited: float) -> dict[s
         names.STEP_S: step.seconds,
         names.WAITED_S: waited,
         names.MICRO_BATCHES: step.micro_batches,
+        names.SAMPLES: samples,
     }
     if scaled:
         line[names.SCALE_GROWTHS] = record.scale_growths

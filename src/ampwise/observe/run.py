@@ -14,6 +14,7 @@ from ampwise.observe.census import Census
 from ampwise.observe.clipping import Clipping
 from ampwise.observe.listener import Listener
 from ampwise.observe.loaders import Loaders
+from ampwise.observe.misuse import Misuse
 from ampwise.observe.modules import Modules
 from ampwise.observe.optimizers import Optimizers
 from ampwise.observe.patches import Patches
@@ -69,12 +70,15 @@ class Observation:
         self.records = Records(session, self.scalers, self.schedules, sink)
         self.census = Census(session, self.modules)
         self.dtypes = Dtypes()
+        self.misuse = Misuse(session, self.scalers)
         self._things = (
             self.autocasts, self.scalers, self.schedules, self.optimizers, self.loaders,
-            self.modules, Backwards(session, self.scalers), Clipping(session),
+            self.modules, Backwards(session, self.scalers), Clipping(session, self.scalers),
         )  # fmt: skip
         self._patches = Patches()
-        for each in (self.records, self.dtypes, self.census, _Stop(config.steps)):
+        for each in (
+            self.records, self.dtypes, self.census, self.misuse, _Stop(config.steps),
+        ):  # fmt: skip
             session.listen(each)
 
     def run(self, on_terminate: Callable[[Ending], object]) -> Ending:
@@ -109,7 +113,8 @@ class Observation:
     def report(self, ending: Ending) -> RunReport:
         """What was seen."""
         records = self.records
-        losses = records.losses
+        losses, skips = records.losses, records.skips()
+        precision = precision_of(self.autocasts, self.scalers, self.census, self.dtypes)
         return RunReport(
             script=self.config.target.name,
             exit_code=ending.exit_code,
@@ -117,9 +122,10 @@ class Observation:
             steps=records.steps,
             micro_batches_per_step=records.micro_batches,
             optimizers=list(self.optimizers.names.values()),
-            precision=precision_of(self.autocasts, self.scalers, self.census, self.dtypes),
+            precision=precision,
             loss_scale=records.scale,
-            skips=records.skips(),
+            skips=skips,
+            findings=self.misuse.findings(precision, records.scale, skips),
             waited_for_data=records.waited_s if self.loaders.used else None,
             not_observed=self._not_observed(),
             overhead=Overhead(self.session.spent_s),

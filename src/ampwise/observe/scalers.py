@@ -8,6 +8,7 @@ optimizer is called, and what it found stays on the device.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,6 +56,7 @@ class Scalers:
     made: list[weakref.ref[GradScaler]] = field(default_factory=list[Any])
     refused: dict[Line, None] = field(default_factory=dict[Line, None])
     _scaled: Scaled | None = None
+    _true: set[int] = field(default_factory=set[int])
 
     def install(self, patches: Patches) -> None:
         """Put it in place."""
@@ -76,29 +78,40 @@ class Scalers:
         found = self._scaled
         return found if found is not None and found.product is tensor else None
 
+    def factor(self, parameters: Iterable[Tensor]) -> Tensor | None:
+        """The loss scale that gradients are still multiplied by; None where they are true ones."""
+        scaled, live = self._scaled, self.session.segment.scaled
+        if not live or scaled is None:
+            return None
+        held = (each for each in parameters if each.grad is not None)
+        return None if all(id(each) in self._true for each in held) else scaled.scaler._scale
+
     def _init(self, real: Any, scaler: GradScaler, *args: Any, **kwargs: Any) -> None:
         real(scaler, *args, **kwargs)
         if not self.session.active:
             return
         self.made.append(weakref.ref(scaler))
-        if kwargs.get("enabled", True) and not scaler._enabled:
+        if scaler._enabled:
+            self.session.tell("scaler_made", scaler)
+        elif kwargs.get("enabled", True):
             self.refused[users_line()] = None
 
     def _scale(self, real: Any, scaler: GradScaler, outputs: Any) -> Any:
         product = real(scaler, outputs)
         if self.session.active and scaler._enabled and isinstance(outputs, Tensor):
             self._scaled = Scaled(product, outputs, scaler)
-            self.session.tell("scaled", scaler, outputs)
         return product
 
     def _unscale(self, real: Any, scaler: GradScaler, optimizer: Any) -> None:
         if self.session.active and scaler._enabled:
             self.session.tell("unscaled", scaler, inner(optimizer))
+            self._true |= {id(each) for each in parameters_of(inner(optimizer))}
         real(scaler, optimizer)
 
     def _step(self, real: Any, scaler: GradScaler, optimizer: Any, *args: Any, **kw: Any) -> Any:
         if not (self.session.active and scaler._enabled):
             return real(scaler, optimizer, *args, **kw)
+        self.session.tell("scaler_steps", scaler, inner(optimizer))
         before, self.stepping = self.stepping, Stepping(inner(optimizer))
         stepping, scale = self.stepping, scaler._scale
         unscaled = is_unscaled(scaler, optimizer)
@@ -120,12 +133,18 @@ class Scalers:
     def _update(self, real: Any, scaler: GradScaler, *args: Any, **kwargs: Any) -> None:
         if self.session.active and scaler._enabled:
             self.session.tell("updated", scaler)
+            self._true.clear()
         real(scaler, *args, **kwargs)
 
     def _load_state_dict(self, real: Any, scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
         if self.session.active:
             self.session.tell("loaded", scaler)
         return real(scaler, *args, **kwargs)
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """All of an optimizer's."""
+    return [each for group in optimizer.param_groups for each in group["params"]]
 
 
 def inner(optimizer: Any) -> Any:

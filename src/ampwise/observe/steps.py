@@ -63,6 +63,8 @@ class Segment:
         What backward was called on, unscaled, detached.
     backwards
         How often at each line.
+    scaled, plain
+        Backward calls on losses that a live scaler had multiplied, and on others.
     norm
         What clipping said the norm was.
     """
@@ -71,6 +73,8 @@ class Segment:
     backwards: Counter[Line] = field(default_factory=Counter[Line])
     samples: int = 0
     waited_s: float = 0.0
+    scaled: int = 0
+    plain: int = 0
     norm: Tensor | None = None
     seconds: float = 0.0
 
