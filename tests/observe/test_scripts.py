@@ -26,22 +26,23 @@ class Script:
     # Whether its schedule is held on a skipped step; None: it has none that steps with the optimizer.
     held: bool | None = None
     asks_at: str = "torch.autocast("
+    compiles: bool = False
 
 
 KNOWN = {
     "accelerate_loop": Script(
-        micro_batches=2, needs="accelerate", held=True, asks_at="accelerator = Accelerator("
+        micro_batches=2, needs="accelerate", held=True, asks_at="model(inputs)"
     ),
     "checkpointed": Script(),
-    "compiled": Script(optimizers=("SGD",), held=False),
+    "compiled": Script(optimizers=("SGD",), held=False, compiles=True),
     "ddp": Script(micro_batches=2, launcher=TORCHRUN),
-    "gan": Script(optimizers=("Adam", "Adam"), micro_batches=3),
+    "gan": Script(optimizers=("Adam", "Adam")),
     "hf_trainer": Script(
         micro_batches=2, needs="transformers", held=True, asks_at="trainer.train()"
     ),
     "lightning_fit": Script(micro_batches=2, needs="lightning", held=False, asks_at="trainer.fit("),
     "mnist_like": Script(optimizers=("Adadelta",)),
-    "nanogpt": Script(micro_batches=2, held=False, asks_at="torch.amp.autocast("),
+    "nanogpt": Script(micro_batches=2, held=False, asks_at="with ctx:"),
     "timm_scaler": Script(micro_batches=2, asks_at="with amp_autocast()"),
 }
 
@@ -80,12 +81,12 @@ def test_a_clean_run_is_as_without_and_has_no_finding(
 
     assert ran.code == 0, ran.err
     assert list(differences(tmp_path / "alone.pt", tmp_path / "observed.pt")) == []
-    assert ran.out == alone.out
+    assert without_times(ran.out) == without_times(alone.out)
     report = ran.report
     assert [each["code"] for each in report["findings"]] == []
-    assert [report[each] for each in ("faults", "skips", "not_observed", "exit_code")] == [
-        [], [], [], 0,
-    ]  # fmt: skip
+    assert (report["faults"], report["skips"], report["exit_code"]) == ([], [], 0)
+    unseen = ["dtypes of matrix products"] if known.compiles else []
+    assert [each["what"] for each in report["not_observed"]] == unseen
     assert report["steps"] == 50
     assert report["micro_batches_per_step"] == known.micro_batches
     assert tuple(report["optimizers"]) == known.optimizers
@@ -94,12 +95,17 @@ def test_a_clean_run_is_as_without_and_has_no_finding(
     assert (report["loss_scale"] is not None) == (precision == "fp16")
 
 
+def without_times(out: str) -> list[str]:
+    """What was printed, but for how long it took."""
+    return [line for line in out.splitlines() if "train_runtime" not in line]
+
+
 def check_precision(found: dict[str, Any], script: Path, precision: str) -> None:
     """What was asked for, where, and that it ran."""
     wanted = DTYPES[precision]
     assert found["active"] is True
     assert set(found["parameters"]) == {"float32"}
-    for products in found["ran"].values():
+    for products in [] if KNOWN[script.stem].compiles else found["ran"].values():
         assert max(products, key=products.get) == wanted
         assert sum(products.values()) >= 3
     if precision == "fp32":
@@ -118,7 +124,7 @@ def check_steps(ran: Ran) -> None:
     assert [each["step"] for each in steps] == list(range(1, 51))
     assert all(each["train/loss"] > 0 and each["amp/grad_norm"] > 0 for each in steps)
     assert all(each["train/lr"] >= 0 for each in steps)
-    assert (ran.folder / "report.html").stat().st_size > 1000
+    assert ran.report["script"] in (ran.folder / "report.html").read_text()
 
 
 def test_losses_in_the_file_are_those_of_the_script(tmp_path: Path) -> None:
@@ -137,31 +143,23 @@ def test_products_that_stay_in_float32_are_named(tmp_path: Path) -> None:
     assert found["active"] is True
     odd = [each for each in found["exceptions"] if each["phase"] == "forward"]
     assert {each["dtype"] for each in odd} == {"float32"}
-    assert sum(each["times"] for each in odd) == found["ran"]["forward"]["float32"] == 4
+    assert sum(each["times"] for each in odd) == found["ran"]["forward"]["float32"] == 8
     assert all("attention" in each["module"] for each in odd)
 
 
-AS_SHIPPED = {
-    "accelerate_loop": "accelerator = Accelerator(",
-    "hf_trainer": "trainer.train()",
-    "nanogpt": 'torch.cuda.amp.GradScaler(enabled=(dtype == "float16"))',
-}
-
-
-@pytest.mark.parametrize("name", AS_SHIPPED)
+@pytest.mark.parametrize("name", ["accelerate_loop", "hf_trainer", "nanogpt"])
 def test_a_precision_asked_for_and_not_active_is_said_first(tmp_path: Path, name: str) -> None:
+    """As these three treat float16 on a CPU: in silence."""
     ran = watch(name, tmp_path, "--steps", "6", "--precision", "fp16", "--as-shipped")
     found = ran.report["precision"]
     assert found["active"] is False
     (asked,) = found["asked"]
-    assert asked["dtype"] == "float16"
-    assert Path(asked["file"]) == path_of(name)
+    assert (asked["dtype"], Path(asked["file"])) == ("float16", path_of(name))
     assert set(found["ran"]["forward"]) == set(found["ran"]["backward"]) == {"float32"}
     first = ran.report["findings"][0]
-    assert (first["code"], first["severity"]) == ("AMP501", "error")
+    assert (first["code"], first["file"], first["line"]) == ("AMP501", asked["file"], asked["line"])
     assert "float16" in first["message"]
-    said = ran.err[ran.err.index("after 6 steps") :]
-    assert "float16" in said.splitlines()[2]
+    assert "float16" in ran.err.partition("finished after 6 steps")[2].strip().splitlines()[0]
 
 
 FAULTS = [(name, "bf16") for name in KNOWN if name != "ddp"]
