@@ -94,9 +94,8 @@ class Records(Listener):
         """The norm of what a scaler decided on; and what became of the step before."""
         norm = self._session.step.segments[-1].norm
         if norm is None and attempt.scale is not None:
+            # True ones by now: a fused optimizer, too, leaves them so where it does not skip.
             norm = norm_of(gradients_of(attempt.optimizer))
-            if norm is not None and attempt.still_scaled:
-                norm = norm / attempt.scale.to(norm.device)
         attempt.norm = norm
         if self._pending is not None:
             self._settle(attempt.scale)

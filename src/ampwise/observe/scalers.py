@@ -114,7 +114,6 @@ class Scalers:
         self.session.tell("scaler_steps", scaler, inner(optimizer))
         before, self.stepping = self.stepping, Stepping(inner(optimizer))
         stepping, scale = self.stepping, scaler._scale
-        unscaled = is_unscaled(scaler, optimizer)
         try:
             result = real(scaler, optimizer, *args, **kw)
         finally:
@@ -124,7 +123,6 @@ class Scalers:
                 stepping.optimizer,
                 _skipped(scaler, optimizer, stepping),
                 None if scale is None else scale.detach().clone(),
-                still_scaled=not unscaled and _takes_scaled(stepping.optimizer),
                 line=users_line(),
             )
         )
@@ -160,16 +158,11 @@ def is_unscaled(scaler: GradScaler, optimizer: Any) -> bool:
     return state.get("stage", OptState.READY) is not OptState.READY
 
 
-def _takes_scaled(optimizer: Optimizer) -> bool:
-    """Whether an optimizer unscales for itself, and decides on the device."""
-    return getattr(optimizer, "_step_supports_amp_scaling", False)
-
-
 def _skipped(scaler: GradScaler, optimizer: Any, stepping: Stepping) -> bool | Tensor:
     """Whether an update was skipped; what was found, where only the device knows."""
     if not stepping.called:
         return True
-    if not _takes_scaled(stepping.optimizer):
+    if not getattr(stepping.optimizer, "_step_supports_amp_scaling", False):
         return False
     found = list(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
     if not found:

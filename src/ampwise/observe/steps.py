@@ -39,8 +39,6 @@ class Attempt:
         device: more than 0 where it skipped.
     scale
         Loss scale it was made under; None without a live scaler.
-    still_scaled
-        Whether the gradients are left multiplied by it, as a fused optimizer leaves them.
     norm
         Global L2 norm of its true gradients, before clipping; None where it is not known.
     """
@@ -48,7 +46,6 @@ class Attempt:
     optimizer: Optimizer
     skipped: bool | Tensor
     scale: Tensor | None = None
-    still_scaled: bool = False
     norm: Tensor | None = None
     line: Line = NOWHERE
 
