@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 
 from tests.observe.running import (
-    SCRIPTS, TORCHRUN, Ran, by_itself, differences, observed, planted,
+    SCRIPTS,
+    TORCHRUN,
+    Ran,
+    by_itself,
+    differences,
+    observed,
+    planted,
 )  # fmt: skip
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
