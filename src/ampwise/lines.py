@@ -12,7 +12,9 @@ from typing import NamedTuple
 _OURS = str(Path(__file__).parent) + "/"
 _INSTALLED = ("/site-packages/", "/dist-packages/")
 _PATHS = sysconfig.get_paths()
-_NOT_THEIRS = (_OURS, "<", _PATHS["stdlib"] + "/", _PATHS["platstdlib"] + "/")
+_NOT_THEIRS = (
+    _OURS, "<", *(f"{_PATHS[name]}/" for name in ("stdlib", "platstdlib", "scripts")),
+)  # fmt: skip
 
 
 class Line(NamedTuple):

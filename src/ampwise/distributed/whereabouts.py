@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import linecache
 import re
-import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 import torch
 
+from ampwise.lines import is_users
+
 _TORCH = str(Path(torch.__file__).parent)
 _AMPWISE = str(Path(__file__).parents[1])
-_PATHS = sysconfig.get_paths()
-_NOT_THEIRS = (
-    _TORCH,
-    _AMPWISE,
-    "<frozen",
-    *(_PATHS[name] for name in ("stdlib", "purelib", "platlib", "scripts")),
-)
 _COLLECTIVES = (
     str(Path(_TORCH, "distributed")),
     str(Path(_TORCH, "nn", "parallel", "distributed.py")),
@@ -60,7 +54,7 @@ def place_of(innermost: FrameType) -> Place:
     while frame is not None:
         frames.append(frame)
         frame = frame.f_back
-    own = next((i for i, each in enumerate(frames) if not _file(each).startswith(_NOT_THEIRS)), -1)
+    own = next((i for i, each in enumerate(frames) if is_users(_file(each))), -1)
     called = [_file(each) for each in (frames[:own] if own >= 0 else frames)]
     return Place(
         _text(frames[own] if own >= 0 else innermost),

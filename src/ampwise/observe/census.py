@@ -85,13 +85,13 @@ class Census(Listener):
             found[each.place.phase][each.dtype] += times
         return Ran(*(dict(found[phase].most_common()) for phase in ("forward", "backward")))
 
-    def odd_ones(self) -> list[OddProduct]:
-        """Lines whose products ran in another dtype than most."""
+    def odd_ones(self, wanted: set[str]) -> list[OddProduct]:
+        """Lines whose products ran in another dtype than was wanted; else than most."""
         dtypes = Counter[str]()
         for each, times in self.products.items():
             dtypes[each.dtype] += times
-        usual = dtypes.most_common(1)[0][0] if dtypes else ""
-        odd = [(each, n) for each, n in self.products.items() if each.dtype != usual]
+        usual = wanted & dtypes.keys() or {each for each, _ in dtypes.most_common(1)}
+        odd = [(each, n) for each, n in self.products.items() if each.dtype not in usual]
         return [
             OddProduct(each.place.module, each.place.file, each.place.line, each.name, each.dtype,
                        "backward" if each.place.phase == "backward" else "forward", times)

@@ -68,7 +68,7 @@ def precision_of(
     return Precision(
         asked=asked,
         ran=ran,
-        exceptions=census.odd_ones(),
+        exceptions=census.odd_ones(wanted),
         parameters=dict(dtypes.parameters.most_common()),
         gradients=dict(dtypes.gradients.most_common()),
         optimizer_state=dict(dtypes.state.most_common()),

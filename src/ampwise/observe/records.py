@@ -153,7 +153,7 @@ class Records(Listener):
         if not step.watched and step.number > _WARM_UP:
             self._times.append(step.seconds)
         record = replace(record, step=step.number, skipped=skipped, skipped_total=len(self._skips))
-        self._sink(step.number, _line(record, step, samples, waited))
+        self._sink(step.number, _line(record, ended, samples, waited))
 
     def _note_scale(self, record: StepRecord, step: Step) -> None:
         if all(each.scale is None for each in step.attempts):
@@ -220,8 +220,11 @@ def _row(step: Step, next_scale: Tensor | None) -> Tensor:
     return torch.stack([loss, before, after, norm, torch.stack(found).sum()])
 
 
-def _line(record: StepRecord, step: Step, samples: int, waited: float) -> dict[str, names.Metric]:
+def _line(
+    record: StepRecord, ended: _Ended, samples: int, waited: float
+) -> dict[str, names.Metric]:
     """A step's metrics by name."""
+    step = ended.step
     scaled = any(each.scale is not None for each in step.attempts)
     line: dict[str, names.Metric] = {
         names.LOSS: record.loss,
@@ -229,6 +232,7 @@ def _line(record: StepRecord, step: Step, samples: int, waited: float) -> dict[s
         names.LOSS_SCALE: record.loss_scale,
         names.GRAD_NORM: record.grad_norm,
         names.FOUND_INF: record.found_inf,
+        names.SKIPPED: record.skipped,
         names.SKIPPED_TOTAL: record.skipped_total,
         names.STEP_S: step.seconds,
         names.WAITED_S: waited,
@@ -238,6 +242,8 @@ def _line(record: StepRecord, step: Step, samples: int, waited: float) -> dict[s
     if scaled:
         line[names.SCALE_GROWTHS] = record.scale_growths
         line[names.SCALE_BACKOFFS] = record.scale_backoffs
+    if ended.moved is not None:
+        line[names.SCHEDULE_MOVED] = ended.moved
     if samples and step.seconds > 0:
         line[names.SAMPLES_PER_S] = samples / step.seconds
     return line

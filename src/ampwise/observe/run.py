@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 
+from ampwise.distributed.launch import launch
 from ampwise.observe.autocast import Autocasts
 from ampwise.observe.backward import Backwards
 from ampwise.observe.census import Census
@@ -132,6 +133,7 @@ class Observation:
             step_ms=records.step_ms,
             loss_first=losses[0] if losses else None,
             loss_last=losses[-1] if losses else None,
+            ranks=launch().size,
             environment=environment(torch.device("cpu")) if records.steps else {},
         )
 
