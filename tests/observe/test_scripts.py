@@ -42,7 +42,7 @@ KNOWN = {
     "checkpointed": Script(),
     "compiled": Script(optimizers=("SGD",), held=False, compiles=True),
     "ddp": Script(micro_batches=2, launcher=TORCHRUN),
-    "gan": Script(optimizers=("Adam", "Adam")),
+    "gan": Script(optimizers=("Adam", "Adam"), asks_at="with autocast:"),
     "hf_trainer": Script(
         micro_batches=2, needs="transformers", held=True, asks_at="trainer.train()"
     ),
@@ -64,14 +64,21 @@ def watch(name: str, cwd: Path, *arguments: str) -> Ran:
     return ran
 
 
+def slow(*values: str) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 CLEAN = [
-    *((name, "bf16") for name in KNOWN),
-    ("accelerate_loop", "fp16"),
+    *((name, "bf16") for name in KNOWN if name not in ("gan", "mnist_like", "timm_scaler")),
     ("gan", "fp16"),
-    ("lightning_fit", "fp16"),
     ("mnist_like", "fp32"),
-    ("nanogpt", "fp16"),
     ("timm_scaler", "fp16"),
+    slow("accelerate_loop", "fp16"),
+    slow("gan", "bf16"),
+    slow("lightning_fit", "fp16"),
+    slow("mnist_like", "bf16"),
+    slow("nanogpt", "fp16"),
+    slow("timm_scaler", "bf16"),
 ]
 
 
@@ -168,13 +175,25 @@ def test_a_precision_asked_for_and_not_active_is_said_first(tmp_path: Path, name
     assert "float16" in ran.err.partition("finished after 6 steps")[2].strip().splitlines()[0]
 
 
-FAULTS = [(name, "bf16") for name in KNOWN if name != "ddp"]
-FAULTS += [(name, "fp16") for name in ("accelerate_loop", "gan", "lightning_fit", "nanogpt")]
-CAUSES = {"forward": {"RANGE_OVERFLOW"}, "backward": {"BACKWARD_SINGULARITY"}}
+CAUSES = {"forward": "RANGE_OVERFLOW", "backward": "BACKWARD_SINGULARITY"}
+QUICK = {
+    ("accelerate_loop", "fp16", "backward"),
+    ("checkpointed", "bf16", "forward"),
+    ("gan", "bf16", "backward"),
+    ("hf_trainer", "bf16", "backward"),
+    ("lightning_fit", "bf16", "forward"),
+    ("nanogpt", "fp16", "forward"),
+}
+FAULTS = [
+    each if each in QUICK else slow(*each)
+    for name in sorted(KNOWN)
+    for precision in ("bf16", "fp16")
+    for each in ((name, precision, "forward"), (name, precision, "backward"))
+    if name != "ddp"
+]
 
 
-@pytest.mark.parametrize("what", CAUSES)
-@pytest.mark.parametrize(("name", "precision"), FAULTS)
+@pytest.mark.parametrize(("name", "precision", "what"), FAULTS)
 def test_a_planted_fault_is_found_at_its_line(
     tmp_path: Path, name: str, precision: str, what: str
 ) -> None:
@@ -190,19 +209,23 @@ def check_fault(fault: dict[str, Any], script: Path, what: str) -> None:
     assert (fault["status"], fault["phase"]) == ("fault", what)
     assert (Path(origin["file"]), origin["line"]) == (script, line)
     assert origin["source"].strip() == script.read_text().splitlines()[line - 1].strip()
-    assert fault["cause"] in CAUSES[what]
+    assert fault["cause"] == CAUSES[what]
     assert fault["step"] == 3
 
 
-@pytest.mark.parametrize("what", CAUSES)
 @pytest.mark.parametrize(
-    ("name", "precision"), [("mnist_like", "bf16"), ("nanogpt", "bf16"), ("hf_trainer", "bf16")]
+    ("name", "what"),
+    [
+        ("mnist_like", "backward"),
+        ("nanogpt", "backward"),
+        slow("hf_trainer", "forward"),
+        slow("mnist_like", "forward"),
+        slow("nanogpt", "forward"),
+    ],
 )
-def test_a_fault_of_one_step_only_is_found_too(
-    tmp_path: Path, name: str, precision: str, what: str
-) -> None:
+def test_a_fault_of_one_step_only_is_found_too(tmp_path: Path, name: str, what: str) -> None:
     """In the data, or by a counter of the module's own; nothing was updated twice."""
-    arguments = ["--steps", "6", "--precision", precision, "--fault", what, "--once"]
+    arguments = ["--steps", "6", "--precision", "bf16", "--fault", what, "--once"]
     ran = watch(name, tmp_path, *arguments)
     check_fault(ran.report["faults"][0], path_of(name), what)
 
@@ -216,7 +239,7 @@ def test_a_fault_on_one_rank_is_said_with_the_rank(tmp_path: Path) -> None:
     assert fault["origin"]["line"] == planted(path_of("ddp"), "forward")
 
 
-@pytest.mark.parametrize("name", ["checkpointed", "mnist_like", "nanogpt"])
+@pytest.mark.parametrize("name", ["nanogpt", slow("checkpointed"), slow("mnist_like")])
 def test_a_fault_leaves_the_run_as_it_was(tmp_path: Path, name: str) -> None:
     """Diagnosing replays steps: the training does not notice."""
     arguments = [str(path_of(name)), "--steps", "8", "--precision", "fp16", "--fault", "backward"]
@@ -228,7 +251,10 @@ def test_a_fault_leaves_the_run_as_it_was(tmp_path: Path, name: str) -> None:
     assert [each["step"] for each in ran.report["skips"]] == [3]
 
 
-@pytest.mark.parametrize("name", sorted(KNOWN))
+SETTLE = ("accelerate_loop", "lightning_fit", "nanogpt")
+
+
+@pytest.mark.parametrize("name", [each if each in SETTLE else slow(each) for each in sorted(KNOWN)])
 def test_skipped_steps_are_seen_and_whether_the_schedule_was_held(
     tmp_path: Path, name: str
 ) -> None:
@@ -236,15 +262,16 @@ def test_skipped_steps_are_seen_and_whether_the_schedule_was_held(
     arguments = ["--steps", "30", "--precision", "fp16", "--fault", "skip"]
     ran = watch(name, tmp_path, *arguments)
     skips, scale = ran.report["skips"], ran.report["loss_scale"]
-    assert [each["step"] for each in skips] == list(range(1, len(skips) + 1))
-    assert 1 <= len(skips) < 30
+    steps = [each["step"] for each in skips]
+    assert steps[0] == 1
+    assert len(steps) < 30
     assert scale["first"] == 2.0**30
     assert scale["last"] == scale["lowest"] == 2.0 ** (30 - len(skips))
     assert (scale["growths"], scale["backoffs"]) == (0, len(skips))
     assert {each["noticed_by_schedule"] for each in skips} == {KNOWN[name].held}
     assert {each["status"] for each in ran.report["faults"]} <= {"benign"}
     totals = [each["amp/skipped_total"] for each in ran.steps()]
-    assert totals == [min(step, len(skips)) for step in range(1, 31)]
+    assert totals == [sum(each <= step for each in steps) for step in range(1, 31)]
 
 
 @pytest.mark.slow
