@@ -44,7 +44,7 @@ KNOWN = {
     "ddp": Script(micro_batches=2, launcher=TORCHRUN),
     "gan": Script(optimizers=("Adam", "Adam"), asks_at="with autocast:"),
     "hf_trainer": Script(
-        micro_batches=2, needs="transformers", held=True, asks_at="trainer.train()"
+        micro_batches=2, needs="transformers", held=False, asks_at="trainer.train()"
     ),
     "lightning_fit": Script(micro_batches=2, needs="lightning", held=False, asks_at="trainer.fit("),
     "mnist_like": Script(optimizers=("Adadelta",)),
@@ -272,6 +272,21 @@ def test_skipped_steps_are_seen_and_whether_the_schedule_was_held(
     assert {each["status"] for each in ran.report["faults"]} <= {"benign"}
     totals = [each["amp/skipped_total"] for each in ran.steps()]
     assert totals == [sum(each <= step for each in steps) for step in range(1, 31)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("optimizer", "held"), [("adamw_torch", True), ("adamw_torch_fused", False)]
+)
+def test_a_trainer_holds_its_schedule_unless_a_fused_optimizer_hides_the_skip(
+    tmp_path: Path, optimizer: str, held: bool
+) -> None:
+    """Accelerate looks whether the optimizer was called; a fused one always is (accelerate#4242)."""
+    arguments = ["--steps", "30", "--precision", "fp16", "--fault", "skip", "--optim", optimizer]
+    ran = watch("hf_trainer", tmp_path, *arguments)
+    assert {each["noticed_by_schedule"] for each in ran.report["skips"]} == {held}
+    moved = [each["train/lr"] for each in ran.steps()]
+    assert (moved[0] == moved[1]) == held
 
 
 @pytest.mark.slow

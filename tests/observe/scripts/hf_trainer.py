@@ -19,6 +19,7 @@ parser.add_argument(
 )
 parser.add_argument("--accumulate", type=int, default=2)
 parser.add_argument("--dropout", type=float, default=0.1)
+parser.add_argument("--optim", default="adamw_torch_fused")
 parser.add_argument("--dump")
 args = parser.parse_args()
 torch.manual_seed(0)
@@ -88,6 +89,7 @@ with tempfile.TemporaryDirectory() as folder:
             per_device_train_batch_size=4,
             gradient_accumulation_steps=args.accumulate,
             learning_rate=1e-3,
+            optim=args.optim,
             warmup_steps=2,
             logging_steps=1,
             logging_nan_inf_filter=False,
