@@ -14,7 +14,7 @@ from ampwise.numerics.result import Diagnosis, Fix, Origin, Values, percent
 from ampwise.policy import Policy
 from ampwise.report.canvas import COLOURS, INK, short, svg
 from ampwise.report.console import Console
-from ampwise.report.page import cell, figure, number, page, prose, table
+from ampwise.report.page import cell, figure, number, page, place, prose, table
 from ampwise.report.table import new_table
 from ampwise.words import counted
 
@@ -67,7 +67,7 @@ def _render_place(found: Diagnosis, console: Console) -> None:
         console.print(Text(found.explanation))
     origin = found.origin
     if origin is not None and origin.source:
-        console.print(Text(f"  {origin.file}:{origin.line}", style="dim"))
+        console.print(Text(f"  {place(origin.file, origin.line)}", style="dim"))
         console.print(Text(f"    {origin.source}"))
     if origin is not None and origin.library:
         console.print(Text(f"  inside {origin.library}", style="dim"))
@@ -108,7 +108,7 @@ def body(found: Diagnosis) -> list[str]:
     lines = [prose(found.explanation), ""]
     if found.origin is not None and found.origin.source:
         source = neutral.line(found.origin.source).replace("```", "'''")
-        lines += [prose(f"{found.origin.file}:{found.origin.line}"), "", "```", source, "```", ""]
+        lines += [prose(place(found.origin.file, found.origin.line)), "", "```", source, "```", ""]
     if found.fixes:
         fixes = ((e.what, e.how, "yes" if e.verified else "no", e.cost) for e in found.fixes)
         lines += [*table(("fix", "how", "verified", "cost"), fixes), ""]
@@ -177,13 +177,13 @@ def _histogram(found: Diagnosis) -> str:
     low, high = max(min(powers + shown) - 1, -50), min(max(powers + shown) + 2, 40)
 
     def draw(axes: Any) -> None:
-        for place, (_, shares) in enumerate(reversed(rows.items())):
+        for height, (_, shares) in enumerate(reversed(rows.items())):
             for power, share in _within(shares, low, high):
-                axes.barh(place, 1, left=power, height=0.8, color=COLOURS[1],
+                axes.barh(height, 1, left=power, height=0.8, color=COLOURS[1],
                           alpha=min(1.0, 0.08 + max(0.0, share) * 3))  # fmt: skip
             if "inf" in shares:
                 text = f"inf or NaN {percent(shares['inf'])}"
-                axes.annotate(text, (high, place), color=COLOURS[2], va="center")
+                axes.annotate(text, (high, height), color=COLOURS[2], va="center")
         for name, power in exponents.items():
             if low <= power <= high:
                 axes.axvline(power, color=INK, linestyle=":", linewidth=1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from ampwise.data.feed import SLOW_LOADER, slow_loader
 from ampwise.numerics.result import percent
 from ampwise.observe.result import Finding, OddProduct, Precision, Raced, RunReport
 from ampwise.report.curves import series
+from ampwise.report.page import place
 from ampwise.telemetry import names
 from ampwise.telemetry.run import read_steps
 from ampwise.words import counted
@@ -163,14 +163,6 @@ def objections(report: RunReport, *, strict: bool = False) -> list[str]:
         *([counted(faults, "fault")] if faults else []),
         *([] if report.precision.active else ["the precision asked for was not active"]),
     ]
-
-
-def place(file: str, line: int) -> str:
-    """``file:line``, from the working directory where it is below that; empty if not known."""
-    if not file:
-        return ""
-    below = file.startswith(f"{Path.cwd()}/")
-    return f"{os.path.relpath(file) if below else file}:{line}"
 
 
 def title(finding: Finding) -> str:

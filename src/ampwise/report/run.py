@@ -10,8 +10,8 @@ from ampwise.observe.result import Finding
 from ampwise.report import curves, diagnosis
 from ampwise.report.canvas import colour_of
 from ampwise.report.console import Console, plain
-from ampwise.report.observed import NOT_ACTIVE, ObservedRun, place, title
-from ampwise.report.page import cell, figure, number, page, prose, table
+from ampwise.report.observed import NOT_ACTIVE, ObservedRun, title
+from ampwise.report.page import cell, figure, number, page, place, prose, table
 from ampwise.words import counted
 
 _MOST = 4
@@ -106,7 +106,6 @@ def to_html(run: ObservedRun) -> str:
         report=run.report,
         headline_of=diagnosis.headline,
         number=number,
-        place=place,
         severity={"error": "fail", "warning": "open", "info": "left"},
         figure=lambda name, caption: figure(drawn[name], caption),
     )
