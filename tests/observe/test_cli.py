@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,8 @@ import pytest
 
 from ampwise.cli.main import main
 from ampwise.cli.run import script_at
+from ampwise.observe import misuse
+from ampwise.observe.result import RunReport
 from ampwise.report import run as run_report
 from tests.observe.inside import line_of
 
@@ -264,3 +268,30 @@ def test_a_run_that_was_killed_is_said_to_be_unfinished(script, capsys):
     assert capsys.readouterr().err == (
         "ampwise: error: made holds no finished observed run: it is running\n"
     )
+
+
+# -- what the documentation says -------------------------------------------------------------------
+
+DOCS = (Path(__file__).parents[2] / "docs" / "run.md").read_text()
+
+
+def test_the_codes_in_the_documentation_are_those_that_are_found():
+    written = re.findall(r"^\| (AMP\d+) \| (\w+) \|", DOCS, re.MULTILINE)
+    source = Path(misuse.__file__).read_text()
+    found = re.findall(r'_note\(\s*"(AMP\d+)", "(\w+)"', source)
+    assert sorted(written) == sorted(found)
+
+
+def test_the_keys_in_the_documentation_are_those_of_the_json():
+    table = DOCS.partition("| key | what it holds |")[2]
+    cells = re.findall(r"^\| (`.*?`) \|", table, re.MULTILINE)
+    named = {re.split(r"[.\[`]", name)[0] for cell in cells for name in cell[1:-1].split("`, `")}
+    fields = {each.name for each in dataclasses.fields(RunReport)}
+    in_precision = {"parameters", "gradients", "optimizer_state", "float32_products"}
+    assert named - in_precision == fields
+
+
+def test_every_option_is_documented(capsys):
+    assert main(["run", "--help"]) == 0
+    options = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out))
+    assert {each for each in options - {"--help", "--debug"} if each not in DOCS} == set()

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType, ModuleType, TracebackType
 from typing import Any
 
-from ampwise.errors import EXIT_INTERRUPTED, UsageError, in_one_line
+from ampwise.errors import EXIT_INTERRUPTED, UsageError
 
 _RUNPY = "<frozen runpy>"
 _OURS = str(Path(__file__).parents[1]) + "/"
@@ -117,14 +117,13 @@ def run(target: Target, on_terminate: Callable[[], None], *, all_frames: bool = 
         except Stopped:
             return Ending(0, "stopped")
         except SystemExit as leaving:
+            if _is_runpys(leaving):
+                raise UsageError(_refusal(leaving, target)) from None
             return _exited(leaving)
         except KeyboardInterrupt as error:
             show(error)
             return Ending(EXIT_INTERRUPTED, "interrupted")
         except BaseException as error:  # noqa: BLE001 - as Python does at its end
-            if target.is_module and _is_runpys(error):
-                why = f"-m: {in_one_line(error)}; expected a module that python -m takes"
-                raise UsageError(why) from None
             show(error)
             return Ending(1, f"raised {type(error).__name__}")
     return Ending(0, "finished")
@@ -218,11 +217,19 @@ def _show_all(error: BaseException) -> None:
 
 
 def _is_runpys(error: BaseException) -> bool:
-    """Whether the machinery of ``-m`` itself complains, and not the code it was to run."""
+    """Whether what finds a module complains, and not the code that it was to run."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    return isinstance(error, ImportError) and trace is not None and _is_of_runpy(trace)
+    return trace is not None and _is_of_runpy(trace)
+
+
+def _refusal(leaving: SystemExit, target: Target) -> str:
+    """Its complaint as ours."""
+    why = str(leaving.code).removeprefix(f"{sys.executable}: ")
+    if target.is_module:
+        return f"-m: {why}; expected a module that python -m takes"
+    return f"{target.name}: {why}; expected a Python script"
 
 
 def _is_of_runpy(trace: TracebackType) -> bool:
