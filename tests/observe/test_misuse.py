@@ -36,8 +36,10 @@ for i in range(12):
             scaler.scale(loss).backward()  # backward
     if kind == "collapse" and i:
         loss = loss * float("inf")
-    if kind == "no scaler":
-        loss.backward()
+    if kind in ("no scaler", "scaled by hand", "scaled by its gradient"):
+        if kind == "scaled by hand":
+            loss = loss * 128.0
+        loss.backward(torch.tensor(128.0) if kind == "scaled by its gradient" else None)
         optimizer.step()
         optimizer.zero_grad()
         continue
@@ -112,7 +114,18 @@ def test_a_mistake_is_found_on_its_line_and_nothing_else(script, kind):
     assert all(each.file == str(script) for each in seen.report.findings)
 
 
-@pytest.mark.parametrize("kind", ["right", "accumulate", "load both", "held", "evaluate alike"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "right",
+        "accumulate",
+        "load both",
+        "held",
+        "evaluate alike",
+        "scaled by hand",
+        "scaled by its gradient",
+    ],
+)
 def test_what_is_right_gives_no_finding(script, kind):
     seen = observe(script, kind)
     assert seen.report.findings == []

@@ -25,7 +25,7 @@ DECIDED = 0.02
 FAILURES = (RuntimeError, RunError)
 """What a precision may raise without ending the others: no kernel, out of memory, only skips."""
 
-_GPU_BLOCK = 10
+GPU_BLOCK = 10
 """Steps between two device events on a GPU; one sync a block."""
 
 
@@ -102,7 +102,7 @@ def run_race(
                     running.remove(arm)
             gc.collect(0)
             progress(race)
-            if _decided(race, arms[0].name):
+            if decided(race):
                 return
     finally:
         gc.enable()
@@ -116,6 +116,20 @@ def speedups(race: Race, baseline: str) -> dict[str, Interval]:
         for name, times in race.times_ms.items()
         if name != baseline and name not in race.fell_out and rounds
     }
+
+
+def steady(times: Sequence[float]) -> bool:
+    """Whether the last three lie within 10 % of each other."""
+    last = times[-3:]
+    return len(last) == 3 and max(last) - min(last) <= STEADY * statistics.median(last)
+
+
+def decided(race: Race) -> bool:
+    """Whether every arm's interval is narrow enough; asked every fifth round."""
+    if race.rounds < MIN_ROUNDS or race.rounds % 5:
+        return False
+    found = speedups(race, race.baseline)
+    return bool(found) and all(each.half_width <= DECIDED for each in found.values())
 
 
 def why_it_fell_out(error: BaseException) -> str:
@@ -133,8 +147,7 @@ def _warm_up(running: list[Arm], batches: Iterator[Any], race: Race) -> None:
             race.times_ms[arm.name] = recent[arm.name]
             if not _timed(arm, batch, race):
                 running.remove(arm)
-        last = [recent[arm.name][-3:] for arm in running]
-        if all(len(t) == 3 and max(t) - min(t) <= STEADY * statistics.median(t) for t in last):
+        if all(steady(recent[arm.name]) for arm in running):
             return
 
 
@@ -167,18 +180,11 @@ def _gpu_ms(arm: Arm, batch: Any, race: Race) -> float:
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start = time.perf_counter()
     begin.record()
-    for _ in range(_GPU_BLOCK):
+    for _ in range(GPU_BLOCK):
         arm.run(batch)
     end.record()
     end.synchronize()
     wall_ms = (time.perf_counter() - start) * 1e3
     if wall_ms > 1.1 * begin.elapsed_time(end):
         race.launch_bound.add(arm.name)
-    return begin.elapsed_time(end) / _GPU_BLOCK
-
-
-def _decided(race: Race, baseline: str) -> bool:
-    if race.rounds < MIN_ROUNDS or race.rounds % 5:
-        return False
-    found = speedups(race, baseline)
-    return bool(found) and all(each.half_width <= DECIDED for each in found.values())
+    return begin.elapsed_time(end) / GPU_BLOCK

@@ -26,7 +26,6 @@ import gc
 import itertools
 import os
 import random
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -39,12 +38,12 @@ from ampwise.bench.arm import Arm, Settings
 from ampwise.bench.contamination import Watch
 from ampwise.bench.memory import held_bytes, peak_bytes
 from ampwise.bench.race import (
-    DECIDED,
     FAILURES,
+    GPU_BLOCK,
     MAX_WARM_UP,
-    MIN_ROUNDS,
-    STEADY,
     Race,
+    decided,
+    steady,
     why_it_fell_out,
 )
 from ampwise.bench.run import BASELINE, MEMORY_STEPS, Progress, choose
@@ -63,7 +62,6 @@ from ampwise.words import counted
 
 ALONE, APART = "alone", "apart"
 _BATCHES = 8
-_GPU_BLOCK = 10
 """Steps of a turn on a GPU, whose launches run ahead of it."""
 
 
@@ -221,7 +219,7 @@ def _race(
     gc.collect()
     gc.disable()
     try:
-        while race.rounds < config.max_rounds and not _decided(race):
+        while race.rounds < config.max_rounds and not decided(race):
             batch = next(batches)
             for kind in order.sample(kinds, len(kinds)):
                 race.times_ms[kind].append(turn(kind, batch))
@@ -243,7 +241,7 @@ class _Turns:
     def __init__(self, arms: Mapping[str, Arm], settings: Settings, me: Launch) -> None:
         self._arms, self._me = arms, me
         self._device = settings.device
-        self._steps = _GPU_BLOCK if settings.device.type == "cuda" else 1
+        self._steps = GPU_BLOCK if settings.device.type == "cuda" else 1
         self._micro_batches = self._steps * settings.accumulate
 
     def __call__(self, kind: str, batch: Any) -> float:
@@ -296,18 +294,8 @@ def _warm_up(turn: _Turns, kinds: Sequence[str], batches: Iterator[Any]) -> None
         batch = next(batches)
         for kind, times in recent.items():
             times.append(turn(kind, batch))
-        last = [times[-3:] for times in recent.values()]
-        if all(len(t) == 3 and max(t) - min(t) <= STEADY * statistics.median(t) for t in last):
+        if all(map(steady, recent.values())):
             return
-
-
-def _decided(race: Race) -> bool:
-    """Whether efficiency, and what it consists of, are known well enough."""
-    if race.rounds < MIN_ROUNDS or race.rounds % 5:
-        return False
-    alone = race.times_ms[ALONE]
-    ratios = [paired_speedup(alone, each) for kind, each in race.times_ms.items() if kind != ALONE]
-    return all(each.half_width <= DECIDED for each in ratios)
 
 
 def _largest(value: float) -> float:

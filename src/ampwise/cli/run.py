@@ -36,10 +36,14 @@ class Options(Shared):
     """
 
     race: Annotated[str, tyro.conf.arg(metavar="P[,Q]")] = ""
-    """Run every other step in another precision, and measure what it would gain."""
+    """Run every other step in another precision (fp32, tf32, fp16, bf16), and measure what it
+    would gain. Writes no checkpoints."""
+
+    keep_checkpoints: bool = False
+    """Write checkpoints while racing, too, though steps of several precisions made them."""
 
     steps: int | None = None
-    """Stop the script after this many steps."""
+    """Stop the script after this many steps; default with --race: once the race is decided."""
 
     on_fault: Literal["diagnose", "stop", "off"] = "diagnose"
     """At a loss or gradient that is not finite: find out why, end the script then, or go on."""
@@ -60,7 +64,8 @@ class Options(Shared):
 
 def script_at(arguments: Sequence[str]) -> int:
     """Where the script begins in a command line: what stands before are our own options."""
-    switches = {f"--{each.name}" for each in dataclasses.fields(Options) if each.default is False}
+    named = [each.name for each in dataclasses.fields(Options) if each.default is False]
+    switches = {f"--{name.replace('_', '-')}" for name in named}
     place = 0
     while place < len(arguments):
         word = arguments[place]
@@ -102,10 +107,15 @@ def run(options: Options, words: Sequence[str]) -> int:
     target.check()
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     from ampwise.distributed.launch import launch
+    from ampwise.observe.race import racers
     from ampwise.observe.run import Observation, RunConfig
 
+    race = racers(options.race) if options.race else ()
     files = _Files(options, target, leads=launch().leads)
-    config = RunConfig(target, options.steps, options.on_fault, options.debug)
+    config = RunConfig(
+        target, options.steps, options.on_fault, race,
+        options.keep_checkpoints, launch().size, options.debug,
+    )  # fmt: skip
     observed = Observation(config, files.line)
     with _own_stdout(taken=options.json == "-"):
         ending = observed.run(partial(files.store, observed))

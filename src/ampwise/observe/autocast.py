@@ -83,6 +83,16 @@ class Autocasts:
         finally:
             self.override = before
 
+    @contextmanager
+    def within(self, device_type: str, dtype: torch.dtype | None) -> Generator[None]:
+        """Inside, autocast is on in `dtype`, or off for None, and no region of the script's."""
+        with self._session.aside():
+            region = autocast(device_type, dtype, enabled=dtype is not None).__enter__()
+        try:
+            yield
+        finally:
+            region.__exit__(None, None, None)
+
     def _enter(self, real: Any, region: Any) -> Any:
         if self._session.active:
             node: Any = torch._C._current_autograd_node()

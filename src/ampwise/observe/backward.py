@@ -35,6 +35,7 @@ class Backwards:
         session.segment.backwards[users_line()] += 1
         session.segment.scaled += scaled is not None
         session.segment.plain += scaled is None
+        session.segment.by_hand |= _is_scaled_by_hand(loss, *args, **kwargs)
         if loss is not None:
             session.segment.losses.append(loss.detach())
         session.tell("backward_begins", loss, None if scaled is None else scaled.scaler)
@@ -44,6 +45,11 @@ class Backwards:
         finally:
             session.in_backward = False
             session.tell("backward_ends")
+
+
+def _is_scaled_by_hand(loss: Tensor | None, grad_tensors: Any = None, *_: Any, **__: Any) -> bool:
+    node = None if loss is None else loss.grad_fn
+    return grad_tensors is not None or (node is not None and node.name() == "MulBackward0")
 
 
 def _single(tensors: Any) -> Any:

@@ -173,11 +173,9 @@ class Misuse(Listener):
     def attempted(self, attempt: Attempt) -> None:
         """In float16, and unscaled?"""
         half_at, self._half_at = self._half_at, None
-        if (
-            half_at is not None
-            and attempt.scale is None
-            and not self._session.step.segments[-1].scaled
-        ):
+        segment = self._session.step.segments[-1]
+        scaled = attempt.scale is not None or segment.scaled or segment.by_hand
+        if half_at is not None and not scaled:
             self._note(
                 "AMP205", "error",
                 "float16 autocast trains without a loss scale: small gradients are flushed to "

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from ampwise.observe.patches import Patches, unseen
 from ampwise.observe.steps import Session
+
+Around = Callable[[Callable[..., Any], nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class _Here(threading.local):
@@ -30,12 +34,16 @@ class Modules:
     ----------
     inner
         Told of modules called inside of modules, while somebody looks: ``push(module)``, ``pop()``.
+    around
+        Called instead of a module by code outside of modules, with what calls it, the module and
+        its arguments; None to call it.
     """
 
     what = "calls of modules"
 
     def __init__(self, session: Session) -> None:
         self.inner: Any = None
+        self.around: Around | None = None
         self._session = session
         self._here = _Here()
 
@@ -63,7 +71,10 @@ class Modules:
         self._here.depth = 1
         try:
             session.tell("call_begins", module, args, kwargs)
-            output = self._inside(real, module, args, kwargs)
+            if self.around is None:
+                output = self._inside(real, module, args, kwargs)
+            else:
+                output = self.around(partial(self._inside, real), module, args, kwargs)
         finally:
             self._here.depth = 0
             session.tell("call_ends", module, output)

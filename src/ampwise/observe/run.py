@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-from ampwise.distributed.launch import launch
 from ampwise.observe.autocast import Autocasts
 from ampwise.observe.backward import Backwards
 from ampwise.observe.census import Census
+from ampwise.observe.checkpoints import Checkpoints
 from ampwise.observe.clipping import Clipping
+from ampwise.observe.faults import Faults
 from ampwise.observe.listener import Listener
 from ampwise.observe.loaders import Loaders
 from ampwise.observe.misuse import Misuse
@@ -20,12 +21,14 @@ from ampwise.observe.modules import Modules
 from ampwise.observe.optimizers import Optimizers
 from ampwise.observe.patches import Patches
 from ampwise.observe.precision import Dtypes, precision_of
+from ampwise.observe.race import Racing
 from ampwise.observe.records import Records
-from ampwise.observe.result import NotObserved, Overhead, RunReport
+from ampwise.observe.result import NotObserved, Overhead, Raced, RunReport
 from ampwise.observe.scalers import Scalers
 from ampwise.observe.schedules import Schedules
 from ampwise.observe.script import Ending, Stopped, Target, run
 from ampwise.observe.steps import Session, Step
+from ampwise.policy import Policy
 from ampwise.telemetry.environment import environment
 from ampwise.telemetry.names import Metric
 
@@ -39,12 +42,21 @@ class RunConfig:
     Attributes
     ----------
     steps
-        After how many the script is stopped; None to let it end.
+        After how many the script is stopped; None to let it end, or its race.
+    race
+        Precisions that take turns with the script's own.
+    keep_checkpoints
+        Whether checkpoints are written while it races.
+    ranks
+        How many processes train together.
     """
 
     target: Target
     steps: int | None = None
     on_fault: OnFault = "diagnose"
+    race: Sequence[Policy] = ()
+    keep_checkpoints: bool = False
+    ranks: int = 1
     debug: bool = False
 
 
@@ -72,15 +84,23 @@ class Observation:
         self.census = Census(session, self.modules)
         self.dtypes = Dtypes()
         self.misuse = Misuse(session, self.scalers)
+        self.faults = Faults(
+            session, self.autocasts, config.target.name, stop=config.on_fault == "stop"
+        )
         self._things = (
             self.autocasts, self.scalers, self.schedules, self.optimizers, self.loaders,
             self.modules, Backwards(session, self.scalers), Clipping(session, self.scalers),
+            self.faults,
         )  # fmt: skip
         self._patches = Patches()
-        for each in (
-            self.records, self.dtypes, self.census, self.misuse, _Stop(config.steps),
-        ):  # fmt: skip
+        for each in (self.records, self.dtypes, self.census, self.misuse):
             session.listen(each)
+        # A race changes what runs from step to step: there is no one precision to examine.
+        if config.on_fault != "off" and not config.race:
+            session.listen(self.faults)
+        self.checkpoints = Checkpoints(session)
+        self.race = self._raced() if config.race else None
+        session.listen(_Stop(config.steps))
 
     def run(self, on_terminate: Callable[[Ending], object]) -> Ending:
         """Run the script; it is observed until its end, whatever that is.
@@ -106,10 +126,30 @@ class Observation:
     def finish(self) -> None:
         """Observe no longer; all that is known is read."""
         self.census.end()
+        self.faults.finish()
+        if self.race is not None:
+            self.race.leave()
         self.session.finish()
         self.session.active = False
         self._patches.undo()
         self.records.finish()
+
+    def _raced(self) -> Racing:
+        if not self.config.keep_checkpoints:
+            self._things = (*self._things, self.checkpoints)
+        config = self.config
+        race = Racing(
+            config.race, self.session, self.autocasts, self.modules,
+            ranks=config.ranks, until_decided=config.steps is None,
+        )  # fmt: skip
+        self.session.listen(race)
+        return race
+
+    def _race_of(self, ending: Ending) -> dict[str, Raced]:
+        if self.race is None:
+            return {}
+        scaled = self.records.scale is not None
+        return self.race.results(ending, scaled=scaled, withheld=self.checkpoints.withheld)
 
     def report(self, ending: Ending) -> RunReport:
         """What was seen."""
@@ -126,19 +166,23 @@ class Observation:
             precision=precision,
             loss_scale=records.scale,
             skips=skips,
+            faults=self.faults.diagnoses,
             findings=self.misuse.findings(precision, records.scale, skips),
             waited_for_data=records.waited_s if self.loaders.used else None,
+            race=self._race_of(ending),
             not_observed=self._not_observed(),
             overhead=Overhead(self.session.spent_s),
             step_ms=records.step_ms,
             loss_first=losses[0] if losses else None,
             loss_last=losses[-1] if losses else None,
-            ranks=launch().size,
+            ranks=self.config.ranks,
             environment=environment(torch.device("cpu")) if records.steps else {},
         )
 
     def _not_observed(self) -> list[NotObserved]:
-        missing = [*self._patches.missing, *self.session.failed]
+        missing = [*self._patches.missing, *self.session.failed, *self.faults.not_observed()]
+        if self.config.race:
+            missing.append(NotObserved("faults", "they are not examined in a race"))
         if self.records.steps and not self.census.made:
             missing.append(NotObserved("dtypes of matrix products", self.census.why_not))
         return missing

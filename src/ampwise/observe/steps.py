@@ -62,6 +62,8 @@ class Segment:
         How often at each line.
     scaled, plain
         Backward calls on losses that a live scaler had multiplied, and on others.
+    by_hand
+        Whether a loss may have been scaled by other means: multiplied, or given a gradient.
     norm
         What clipping said the norm was.
     """
@@ -72,6 +74,7 @@ class Segment:
     waited_s: float = 0.0
     scaled: int = 0
     plain: int = 0
+    by_hand: bool = False
     norm: Tensor | None = None
     seconds: float = 0.0
 

@@ -9,9 +9,11 @@ from ampwise.step.members import Members
 from ampwise.step.precision.base import Part, Precision
 from ampwise.step.precision.cast_weights import CastWeights
 from ampwise.step.precision.float32_mode import Float32Mode
-from ampwise.step.precision.islands import Found, Islands, islands_of
+from ampwise.step.precision.islands import Found, Islands, islands_of, raised
 
-__all__ = ["Islands", "Part", "Precision", "islands_of", "precision_of"]
+__all__ = [
+    "Float32Mode", "Islands", "Part", "Precision", "islands_of", "precision_of", "raised",
+]  # fmt: skip
 
 
 def precision_of(

@@ -169,13 +169,13 @@ def _copy_outside(module: nn.Module, own: Mapping[str, Any], memo: dict[int, Any
 def _in_float32(forward: _Forward, device_type: str) -> _Forward:
     def island(*args: Any, **kwargs: Any) -> Any:
         with torch.autocast(device_type, enabled=False):
-            return forward(*tree_map(_raise, args), **tree_map(_raise, kwargs))
+            return forward(*tree_map(raised, args), **tree_map(raised, kwargs))
 
     return island
 
 
-def _raise(value: Any) -> Any:
-    """16-bit tensors in float32, all else as it is."""
+def raised(value: Any) -> Any:
+    """A 16-bit tensor in float32, anything else as it is."""
     if isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16):
         return value.float()
     return value
