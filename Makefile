@@ -14,13 +14,13 @@ TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
 
-setup: $(STAMP)  ## Make .venv with ampwise, the trackers and the developers' tools
+setup: $(STAMP)  ## Make .venv with ampwise, trackers, peers and the developers' tools
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "ampwise needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version). Try: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,digits,trackers]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,digits,trackers,peers]'
 	@touch $@
 
 demo: setup  ## Run the main job on real data: every precision side by side (< 6 minutes)
@@ -43,7 +43,6 @@ format: setup  ## Format the sources
 	$(BIN)/ruff format .
 
 bench: setup  ## Run the side-by-side benchmarks; results go to benchmarks/results
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[peers]'
 	for file in benchmarks/[a-z]*.py; do $(BIN)/python $$file || exit 1; done
 
 gpu-check:  ## CUDA tests and GPU benchmarks, with this machine's own Python and torch

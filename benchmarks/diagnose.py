@@ -27,7 +27,7 @@ from ampwise.data import to_device
 from ampwise.numerics.shadow import shadow
 from ampwise.numerics.trace import watch
 from ampwise.step.recorder import Recorder
-from ampwise.step.replay import rehearsal, replay
+from ampwise.step.replay import Replay
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -102,13 +102,14 @@ def recorder(precision: str, rounds: int) -> dict[str, Any]:
 def replays(precision: str, rounds: int) -> dict[str, Any]:
     """Watched and shadowed replays of a step, over a plain replay; peak memory of each."""
     step, loss, batch = charlm_step(precision)
+    again = Replay(step)
     step(loss, batch)  # the optimizer's state is there, as in training
-    stash = rehearsal(step, loss, [batch])
+    stash = again.rehearsal(loss, [batch])
     arms: dict[str, Callable[[], object]] = {
-        "plain": lambda: replay(step, stash),
-        "watched": lambda: watch(step, stash),
-        "shadow": lambda: shadow(step, stash, errors=False),
-        "shadow with errors": lambda: shadow(step, stash),
+        "plain": lambda: again.replay(stash),
+        "watched": lambda: watch(again, stash),
+        "shadow": lambda: shadow(again, stash, errors=False),
+        "shadow with errors": lambda: shadow(again, stash),
     }
     times = take_turns(arms, rounds, warm_up=1)
     found: dict[str, Any] = {}

@@ -28,7 +28,7 @@ from _common import paired_ratio, save, show, take_turns
 from ampwise import diagnose, load_task
 from ampwise.numerics.trace import watch
 from ampwise.step import TrainStep
-from ampwise.step.replay import rehearsal, replay
+from ampwise.step.replay import Replay
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from tests.numerics import cases
@@ -113,7 +113,8 @@ def overheads(rounds: int = 12) -> dict[str, Any]:
     torch.manual_seed(0)
     model, batch = task.model(), next(iter(task.batches()))
     step = TrainStep(model, torch.optim.AdamW(model.parameters()), policy="bf16")
-    stash = rehearsal(step, task.loss, [batch])
+    again = Replay(step)
+    stash = again.rehearsal(task.loss, [batch])
 
     def plain() -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -135,8 +136,8 @@ def overheads(rounds: int = 12) -> dict[str, Any]:
         "plain": plain,
         "detect_anomaly": under_anomaly,
         "DebugMode": under_debug_mode,
-        "ampwise, plain replay": lambda: replay(step, stash),
-        "ampwise, watched replay": lambda: watch(step, stash),
+        "ampwise, plain replay": lambda: again.replay(stash),
+        "ampwise, watched replay": lambda: watch(again, stash),
     }
     times = take_turns(arms, rounds, warm_up=2)
     # Its hooks stay on the model, so it comes last and apart.

@@ -13,7 +13,7 @@ from ampwise.cli.main import main
 from ampwise.errors import AmpwiseError, UsageError
 from ampwise.step import LossScale, TrainStep, train_step
 from ampwise.step.recorder import Recorder
-from ampwise.step.replay import replay
+from ampwise.step.replay import Replay
 from tests.numerics.cases import data
 from tests.step.conftest import as_on_an_accelerator
 
@@ -213,7 +213,7 @@ def test_a_replay_repeats_the_step_and_changes_nothing():
     gradients = [each.grad.clone() for each in model.parameters()]
     state, position = torch.get_rng_state(), step.position
     recorded = seen[len(list(model.parameters())) : 2 * len(list(model.parameters()))]
-    again = replay(step, stash)
+    again = Replay(step).replay(stash)
     # Buffers moved on since, which nothing in training mode depends on; the rest is bit for bit.
     assert all(torch.equal(a, b) for a, b in zip(losses, again.losses, strict=True))
     assert len(recorded) == len(again.gradients)

@@ -16,7 +16,7 @@ from ampwise.numerics.shadow import compare, shadow
 from ampwise.numerics.trace import NAN, NEGATIVE, POSITIVE, bad_bits, watch
 from ampwise.policy import Policy
 from ampwise.step import TrainStep
-from ampwise.step.replay import rehearsal, replay
+from ampwise.step.replay import Replay
 from ampwise.tasks import load_task
 from tests.numerics.cases import data
 
@@ -49,7 +49,8 @@ def test_shadow_gradients_are_those_of_a_float64_model(precision):
     torch.manual_seed(0)
     model, batch = Mixed(), data(6, 8)
     step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), policy=precision)
-    run = shadow(step, rehearsal(step, target_loss, [batch]))
+    again = Replay(step)
+    run = shadow(again, again.rehearsal(target_loss, [batch]))
     exact = copy.deepcopy(model).double()
     # Parameters and batch are what they are; only the computation is in float64. The scale is the
     # step's own, so that gradients are comparable.
@@ -66,9 +67,10 @@ def test_shadow_gradients_are_those_of_a_float64_model(precision):
 def test_watching_and_shadowing_leave_the_replay_as_it_is():
     task = load_task("charlm", {"size": "tiny"})
     arm = Arm(task, Policy.parse("bf16"), Settings(torch.device("cpu")))
-    stash = rehearsal(arm.step, arm.loss, [next(iter(task.batches()))])
-    plain = replay(arm.step, stash)
-    for other in (watch(arm.step, stash).replayed, shadow(arm.step, stash).replayed):
+    step = Replay(arm.step)
+    stash = step.rehearsal(arm.loss, [next(iter(task.batches()))])
+    plain = step.replay(stash)
+    for other in (watch(step, stash).replayed, shadow(step, stash).replayed):
         assert torch.equal(plain.losses[0], other.losses[0])
         assert all(torch.equal(plain.gradients[n], other.gradients[n]) for n in plain.gradients)
 

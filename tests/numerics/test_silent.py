@@ -16,7 +16,7 @@ from ampwise.numerics.shadow import shadow
 from ampwise.report.console import Console
 from ampwise.report.diagnosis import render, to_html
 from ampwise.step import TrainStep
-from ampwise.step.replay import rehearsal
+from ampwise.step.replay import Replay
 from ampwise.tasks import Task
 from tests.numerics.cases import (
     CASES,
@@ -64,9 +64,9 @@ def test_training_that_has_converged_is_no_fault_of_the_precision():
 def test_the_terms_of_a_loss_are_what_it_is_the_sum_of(loss, terms):
     model = nn.Linear(1, 1, bias=False)
     nn.init.ones_(model.weight)
-    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), policy="fp32")
+    step = Replay(TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), policy="fp32"))
     batch = torch.tensor([[1.0], [-3.0], [3.0], [-1.0]])
-    run = shadow(step, rehearsal(step, lambda model, batch: loss(model(batch)), [batch]))
+    run = shadow(step, step.rehearsal(lambda model, batch: loss(model(batch)), [batch]))
     assert run.terms == pytest.approx([terms])
 
 

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ampwise.step import TrainStep
 from ampwise.step.recorder import Recorder
-from ampwise.step.replay import rehearsal, replay
+from ampwise.step.replay import Replay
 
 
 def recorded(accumulate=2):
@@ -24,7 +24,7 @@ def recorded(accumulate=2):
 
 def test_a_replay_of_forwards_alone_gives_the_losses_and_no_gradient():
     step, stash = recorded()
-    whole, forwards = replay(step, stash), replay(step, stash, backward=False)
+    whole, forwards = Replay(step).replay(stash), Replay(step).replay(stash, backward=False)
     assert [float(each) for each in forwards.losses] == [float(each) for each in stash.losses]
     assert [float(each) for each in whole.losses] == [float(each) for each in stash.losses]
     assert forwards.gradients == {}
@@ -36,7 +36,7 @@ def test_a_replay_of_forwards_alone_gives_the_losses_and_no_gradient():
 def test_forwards_alone_leave_the_step_as_it_was():
     step, stash = recorded()
     before = torch.get_rng_state()
-    replay(step, stash, backward=False)
+    Replay(step).replay(stash, backward=False)
     assert torch.equal(torch.get_rng_state(), before)
     assert (step.position, step.boundary) == (0, True)
     assert step.recorder.closed is stash
@@ -54,10 +54,10 @@ class Refusing(nn.Module):
 
 def test_a_replay_that_raises_in_a_checkpointed_forward_leaves_no_hooks():
     model = Refusing()
-    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.0), policy="fp32")
-    stash = rehearsal(
-        step, lambda m, x: checkpoint(m, x, use_reentrant=False).sum(), [torch.randn(2, 4)]
+    step = Replay(TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.0), policy="fp32"))
+    stash = step.rehearsal(
+        lambda m, x: checkpoint(m, x, use_reentrant=False).sum(), [torch.randn(2, 4)]
     )
-    result = replay(step, stash)
+    result = step.replay(stash)
     assert isinstance(result.error, RuntimeError)  # alive, and its frames with it
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,8 +19,7 @@ from ampwise.numerics.interventions import Scope, on
 from ampwise.numerics.places import Place
 from ampwise.policy import PRESETS, Policy
 from ampwise.step.recorder import Stash
-from ampwise.step.replay import replay
-from ampwise.step.train_step import TrainStep
+from ampwise.step.replayable import Replayable
 
 FLOAT32_CAUSES = ("RANGE_OVERFLOW", "EPS_UNDERFLOW", "UNDERFLOW", "CANCELLATION", "PRECISION_LOSS",
                   "MASK_CONSTANT", "DTYPE_ERROR")  # fmt: skip
@@ -52,7 +51,7 @@ _EXPONENTIALS = {"exp": 1.0, "expm1": 1.0, "sinh": 1.0, "cosh": 1.0, "exp2": mat
 
 
 def candidates(
-    step: TrainStep, stash: Stash, cause: str, place: Place, dtype: str = "", op: str = ""
+    step: Replayable, stash: Stash, cause: str, place: Place, dtype: str = "", op: str = ""
 ) -> list[Candidate]:
     """What may mend a cause at a place, the least first.
 
@@ -75,7 +74,7 @@ def candidates(
         found.append(
             Candidate(
                 "bfloat16, which has float32's range",
-                "--precision bf16, or TrainStep(policy='bf16'); no loss scale is needed then",
+                f"{step.how(PRESETS['bf16'])}; no loss scale is needed then",
                 policy=PRESETS["bf16"],
                 scale=1.0,
             )
@@ -83,7 +82,7 @@ def candidates(
     return found
 
 
-def _finite_constant(step: TrainStep, _: Stash, place: Place) -> list[Candidate]:
+def _finite_constant(step: Replayable, _: Stash, place: Place) -> list[Candidate]:
     most = formats.lookup(step.policy.compute_dtype).max
     return [
         Candidate(
@@ -96,7 +95,7 @@ def _finite_constant(step: TrainStep, _: Stash, place: Place) -> list[Candidate]
     ]
 
 
-def _finite_scores(_: TrainStep, __: Stash, place: Place) -> list[Candidate]:
+def _finite_scores(_: Replayable, __: Stash, place: Place) -> list[Candidate]:
     return [
         Candidate(
             "mask with the most negative finite number",
@@ -107,7 +106,7 @@ def _finite_scores(_: TrainStep, __: Stash, place: Place) -> list[Candidate]:
     ]
 
 
-def _larger_eps(step: TrainStep, _: Stash, place: Place) -> list[Candidate]:
+def _larger_eps(step: Replayable, _: Stash, place: Place) -> list[Candidate]:
     fmt = formats.lookup(step.policy.compute_dtype)
     larger = 2 * fmt.min_normal if fmt.name == "float16" else 1e-6
     with_default = ("normalize", "cosine_similarity", "layer_norm", "rms_norm")
@@ -121,7 +120,7 @@ def _larger_eps(step: TrainStep, _: Stash, place: Place) -> list[Candidate]:
     ]
 
 
-def _difference_first(step: TrainStep, _: Stash, place: Place) -> list[Candidate]:
+def _difference_first(step: Replayable, _: Stash, place: Place) -> list[Candidate]:
     scope = Scope(place.file, place.line, function=True)
     return [
         Candidate(
@@ -134,7 +133,7 @@ def _difference_first(step: TrainStep, _: Stash, place: Place) -> list[Candidate
     ]
 
 
-def _safe_argument(_: TrainStep, __: Stash, place: Place) -> list[Candidate]:
+def _safe_argument(_: Replayable, __: Stash, place: Place) -> list[Candidate]:
     return [
         Candidate(
             "keep the argument away from the singularity",
@@ -146,7 +145,7 @@ def _safe_argument(_: TrainStep, __: Stash, place: Place) -> list[Candidate]:
     ]
 
 
-def _zero_for_nothing(_: TrainStep, __: Stash, place: Place) -> list[Candidate]:
+def _zero_for_nothing(_: Replayable, __: Stash, place: Place) -> list[Candidate]:
     return [
         Candidate(
             "nothing to reduce gives 0",
@@ -157,7 +156,7 @@ def _zero_for_nothing(_: TrainStep, __: Stash, place: Place) -> list[Candidate]:
     ]
 
 
-def _fresh_buffers(step: TrainStep, _: Stash, __: Place) -> list[Candidate]:
+def _fresh_buffers(step: Replayable, _: Stash, __: Place) -> list[Candidate]:
     return [
         Candidate(
             "restore the buffers",
@@ -168,12 +167,12 @@ def _fresh_buffers(step: TrainStep, _: Stash, __: Place) -> list[Candidate]:
     ]
 
 
-def _old_parameters(_: TrainStep, __: Stash, ___: Place) -> list[Candidate]:
+def _old_parameters(_: Replayable, __: Stash, ___: Place) -> list[Candidate]:
     how = "load the last checkpoint whose parameters are finite"
     return [Candidate("restore the parameters", how, tried=False)]
 
 
-def _inside_domain(_: TrainStep, __: Stash, place: Place) -> list[Candidate]:
+def _inside_domain(_: Replayable, __: Stash, place: Place) -> list[Candidate]:
     how = f"line {place.line}: clamp the argument into the function's domain; no precision helps"
     return [Candidate("mend the model or loss", how, tried=False)]
 
@@ -189,7 +188,7 @@ def _smaller_exponent(place: Place, dtype: str, op: str) -> list[Candidate]:
     return [Candidate(f"keep the argument of {op} small", how, tried=False)]
 
 
-def _float32(step: TrainStep, place: Place) -> list[Candidate]:
+def _float32(step: Replayable, place: Place) -> list[Candidate]:
     """Islands around a place: the line, its function, its module."""
     device = step.device.type
     cast = f'with torch.autocast("{device}", enabled=False):'
@@ -210,37 +209,33 @@ def _float32(step: TrainStep, place: Place) -> list[Candidate]:
         each for model in step.models for each in model.named_modules(remove_duplicate=False)
     )
     if place.module in modules and place.module:
-        pattern = "+".join((*step.policy.islands, place.module))
-        text = replace(step.policy, islands=tuple(pattern.split("+"))).text if (
-            step.policy.autocast
-        ) else step.policy.text  # fmt: skip
         found.append(
             Candidate(
                 f"module {place.module} in float32",
-                f"--precision {text}, or TrainStep(policy='{text}')",
+                step.how_in_float32(place.module),
                 partial(change.in_float32, [modules[place.module]], device),
             )
         )
     return found
 
 
-def _lower_scale(step: TrainStep, stash: Stash, _: Place) -> list[Candidate]:
+def _lower_scale(step: Replayable, stash: Stash, _: Place) -> list[Candidate]:
     """The largest power of two below the scale at which the step is clean."""
     scale = float(stash.scale)
     while scale > 1.0:
         scale /= 2
-        if replay(step, stash, scale=scale).clean:
+        if step.replay(stash, scale=scale).clean:
             break
     return [
         Candidate(
             "a lower initial loss scale, or none: it settles by itself",
-            f"TrainStep(loss_scale=LossScale(init_scale={scale:g}))",
+            step.how_scaled(scale),
             scale=scale,
         )
     ]
 
 
-def _without_bad_rows(_: TrainStep, stash: Stash, __: Place) -> list[Candidate]:
+def _without_bad_rows(_: Replayable, stash: Stash, __: Place) -> list[Candidate]:
     """The batch without the rows that hold inf or NaN."""
     rows: dict[int, set[int]] = {}
     named: list[str] = []
@@ -279,7 +274,7 @@ def _without_bad_rows(_: TrainStep, stash: Stash, __: Place) -> list[Candidate]:
     ]
 
 
-_OF_CAUSE: Mapping[str, Callable[[TrainStep, Stash, Place], list[Candidate]]] = {
+_OF_CAUSE: Mapping[str, Callable[[Replayable, Stash, Place], list[Candidate]]] = {
     "MASK_CONSTANT": _finite_constant,
     "FULLY_MASKED_ROW": _finite_scores,
     "EPS_UNDERFLOW": _larger_eps,

@@ -33,7 +33,7 @@ from ampwise.numerics.attention import inside, is_attention, mask_of
 from ampwise.numerics.shadow import UnsupportedError, exact, shadow
 from ampwise.numerics.trace import FILLS, NAN, Root, _tensors, bad_bits
 from ampwise.step.recorder import Stash
-from ampwise.step.train_step import TrainStep
+from ampwise.step.replayable import Replayable
 from ampwise.words import counted
 
 _SOFTMAX = ("_softmax", "_log_softmax", "_safe_softmax", "softmax", "log_softmax")
@@ -61,7 +61,7 @@ class Finding:
     inside: str = ""
 
 
-def explain(step: TrainStep, stash: Stash, root: Root) -> Finding:
+def explain(step: Replayable, stash: Stash, root: Root) -> Finding:
     """Cause of a root, by experiment."""
     return of_itself(root) or _damaged_inputs(step, stash, root)
 
@@ -220,7 +220,7 @@ def _all_ignored(root: Root) -> bool:
     return bool((target == ignored).all())
 
 
-def _damaged_inputs(step: TrainStep, stash: Stash, root: Root) -> Finding:
+def _damaged_inputs(step: Replayable, stash: Stash, root: Root) -> Finding:
     """Local result bad as well: would it be, had nothing been rounded before?"""
     at = (root.name, root.place, root.occurrence)
     run = shadow(step, stash, errors=False, at=at)

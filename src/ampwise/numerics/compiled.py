@@ -12,20 +12,18 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 
 from ampwise.step.compiled import eager
 from ampwise.step.recorder import Stash
-from ampwise.step.replay import replay
-from ampwise.step.train_step import TrainStep
+from ampwise.step.replayable import Replayable
 
 
-def stages(step: TrainStep, stash: Stash) -> dict[str, bool]:
+def stages(step: Replayable, stash: Stash) -> dict[str, bool]:
     """Whether a window is clean as it is, as ``aot_eager`` and in eager mode."""
-    found = {"compiled": replay(step, stash).clean}
+    found = {"compiled": step.replay(stash).clean}
     with _backend(step, "aot_eager"):
-        found["aot_eager"] = replay(step, stash).clean
-    found["eager"] = replay(step, stash, around=lambda: eager(step.models)).clean
+        found["aot_eager"] = step.replay(stash).clean
+    found["eager"] = step.replay(stash, around=lambda: eager(step.models)).clean
     return found
 
 
@@ -41,26 +39,20 @@ def in_words(found: dict[str, bool]) -> str:
 
 
 @contextmanager
-def _backend(step: TrainStep, backend: str) -> Generator[None]:
-    """Whole compiled models under another backend, for a while."""
-    before: Any = step.model
-    undo: list[tuple[nn.Module, Any]] = []
-
-    def other(model: nn.Module) -> nn.Module:
-        inner: Any = getattr(model, "_orig_mod", None)
+def _backend(step: Replayable, backend: str) -> Generator[None]:
+    """What is compiled of the models under another backend, for a while."""
+    undo: list[tuple[Any, str, Any]] = []
+    for each in (module for model in step.models for module in model.modules()):
+        inner: Any = getattr(each, "_orig_mod", None)
         if inner is not None:
-            return torch.compile(inner, backend=backend)  # pyright: ignore[reportReturnType]
-        return model
-
-    for model in step.models:
-        for each in model.modules():
-            if each._compiled_call_impl is not None and not hasattr(each, "_orig_mod"):
-                undo.append((each, each._compiled_call_impl))
-                each._compiled_call_impl = torch.compile(each._call_impl, backend=backend)
-    step.model = other(before) if isinstance(before, nn.Module) else [*map(other, before)]
+            other: Any = torch.compile(inner, backend=backend)
+            undo.append((each, "forward", each.forward))
+            each.forward = other.forward
+        elif each._compiled_call_impl is not None:
+            undo.append((each, "_compiled_call_impl", each._compiled_call_impl))
+            each._compiled_call_impl = torch.compile(each._call_impl, backend=backend)
     try:
         yield
     finally:
-        step.model = before
-        for each, compiled in undo:
-            each._compiled_call_impl = compiled
+        for owner, name, before in undo:
+            setattr(owner, name, before)

@@ -30,7 +30,7 @@ from ampwise.numerics.trace import watch_update
 from ampwise.numerics.values import origin_of
 from ampwise.policy import Policy
 from ampwise.step.recorder import NonFiniteLossError, Recorder, Stash, UntilBad
-from ampwise.step.replay import rehearsal
+from ampwise.step.replay import Replay
 from ampwise.tasks import Task
 from ampwise.tasks.checks import endless
 from ampwise.telemetry.ring import StepRecord
@@ -102,8 +102,9 @@ def explore(task: Task, config: DiagnoseConfig, progress: Progress) -> tuple[Arm
         raise UsageError(f"steps: expected 1 or more, got {config.steps}")
     arm = _arm(task, config)
     # Ranks go through backward together, so none of them ends a window by itself.
-    recorder = arm.step.recorder = Recorder() if is_up() else UntilBad()
-    examiner = Examiner(arm.step, task.name or "task", progress)
+    arm.step.recorder = Recorder() if is_up() else UntilBad()
+    step = Replay(arm.step)
+    examiner = Examiner(step, task.name or "task", progress)
     deadline = time.monotonic() + config.budget_s
     mine = _turns(task)
     found: Diagnosis | None = None
@@ -112,17 +113,17 @@ def explore(task: Task, config: DiagnoseConfig, progress: Progress) -> tuple[Arm
         made = arm.step.steps
         late = everyone().first(lambda: time.monotonic() > deadline) and made >= _LEAST_STEPS
         last = late or made == config.steps - 1
-        weights = stagnation.weights_of(arm.step) if last else {}
+        weights = stagnation.weights_of(step) if last else {}
         failure, window = _one_step(arm, examiner, mine)
         if failure is None:
             record = arm.step.history[-1]
             begun = begun or (None if record.skipped else record)
             progress.step(record.step, config.steps, record.loss)
             if record.skipped or not math.isfinite(record.loss):
-                assert recorder.closed is not None
-                failure = examined(examiner, recorder.closed, examiner.skipped)
+                assert step.closed is not None
+                failure = examined(examiner, step.closed, examiner.skipped)
         if failure is not None and failure.status != "benign":
-            stash = recorder.open or recorder.closed
+            stash = step.open or step.closed
             assert stash is not None
             if failure.cause == "BAD_PARAMETER" and made and arm.step.ranks == 1:
                 in_update(task, config, made, failure)
@@ -131,12 +132,13 @@ def explore(task: Task, config: DiagnoseConfig, progress: Progress) -> tuple[Arm
         if last:
             break
     progress.stage("no step failed; comparing the last one with float64")
-    stash = rehearsal(arm.step, arm.loss, window)
-    quiet = _compared(
-        examiner,
-        stash,
-        lambda: examiner.quiet(stash, stagnation.stagnant(arm.step, weights), begun),
-    )
+    stash = step.rehearsal(arm.loss, window)
+
+    def alone() -> Diagnosis:
+        still = stagnation.stagnant(step, weights, arm.step.history[-1])
+        return examiner.quiet(stash, still, begun)
+
+    quiet = _compared(examiner, stash, alone)
     return arm, found if quiet.status == "clean" and found is not None else quiet, stash
 
 
@@ -145,9 +147,8 @@ def _compared(examiner: Examiner, stash: Stash, alone: Callable[[], Diagnosis]) 
     step = examiner.step
     if step.ranks == 1 or not talks(step, stash):
         return everyone().first(alone)
-    assert step.recorder is not None
-    assert step.recorder.closed is not None
-    found = examiner.empty(step.recorder.closed)
+    assert step.closed is not None
+    found = examiner.empty(step.closed)
     found.notes.append(
         "Forward or loss talk to other ranks: the last step was not compared with float64."
     )
@@ -193,7 +194,7 @@ def in_update(task: Task, config: DiagnoseConfig, steps: int, found: Diagnosis) 
     while arm.step.position < config.settings.accumulate:
         batch = to_device(next(batches), arm.step.device)
         arm.step.micro_batch(arm.loss, batch)
-    root, name = watch_update(arm.step)
+    root, name = watch_update(Replay(arm.step), arm.step.update)
     if root is None:
         return
     found.phase, found.origin, found.step = "optimizer", origin_of(root), steps
@@ -218,9 +219,9 @@ def _one_step(
         except Exception as error:
             if is_lost(error):
                 raise
-            alike, found = all_raised(arm.step), examiner.raised(error)
+            alike, found = all_raised(examiner.step), examiner.raised(error)
             if alike:
-                found = first_at_fault(found, arm.step.group)
+                found = first_at_fault(found, examiner.step.group)
             if found is None:
                 raise
             if not alike:  # the others learn of it by this rank's end, and of nothing else

@@ -36,8 +36,8 @@ from ampwise.numerics.values import at, exponents, loss_of, origin_of
 from ampwise.policy import PRESETS
 from ampwise.step.compiled import is_compiled
 from ampwise.step.recorder import Stash, finite
-from ampwise.step.replay import Replayed, let_go, replay
-from ampwise.step.train_step import TrainStep
+from ampwise.step.replay import let_go
+from ampwise.step.replayable import Replayable, Replayed
 from ampwise.telemetry.environment import environment
 from ampwise.telemetry.ring import StepRecord
 
@@ -74,9 +74,9 @@ class Silent:
 
 
 class Examiner:
-    """Examines single windows of a `TrainStep`."""
+    """Examines single windows of a step."""
 
-    def __init__(self, step: TrainStep, task: str, progress: Progress | None = None) -> None:
+    def __init__(self, step: Replayable, task: str, progress: Progress | None = None) -> None:
         self.step = step
         self._task = task
         self._progress = progress or Silent()
@@ -85,21 +85,17 @@ class Examiner:
 
     def skipped(self) -> Diagnosis:
         """The window that was just skipped."""
-        assert self.step.recorder is not None
-        stash = self.step.recorder.closed
-        assert stash is not None
-        return self.failure(stash)
+        assert self.step.closed is not None
+        return self.failure(self.step.closed)
 
     def failed(self) -> Diagnosis:
         """The window that is still open, whose loss is not finite."""
-        assert self.step.recorder is not None
-        stash = self.step.recorder.open
-        assert stash is not None
-        return self.failure(stash)
+        assert self.step.open is not None
+        return self.failure(self.step.open)
 
     def settling(self, stash: Stash) -> bool:
         """Whether only the loss scale of a skipped window was too high."""
-        losses = stash.losses or replay(self.step, stash).losses
+        losses = stash.losses or self.step.replay(stash).losses
         return self._only_the_scale(stash, losses)
 
     def failure(self, stash: Stash) -> Diagnosis:
@@ -111,14 +107,14 @@ class Examiner:
         trace, histograms = self._watched(stash, backward=backward)
         # Watched, a compiled model runs eagerly: whether it fails is seen without watching.
         eagerly = is_compiled(step.models)
-        plain = replay(step, stash, backward=backward) if eagerly else trace.replayed
+        plain = step.replay(stash, backward=backward) if eagerly else trace.replayed
         found = self._new(stash, plain.losses)
         found.histograms = histograms
         if not self._reproduces(found, stash, plain) or plain.clean or plain.error is not None:
             return _not_reproduced(found, trace)
         if self._only_the_scale(stash, plain.losses):
             return self._benign(found, stash, trace)
-        if step.loss_scale.enabled and found.loss is not None:
+        if step.scales_loss and found.loss is not None:
             # Backward fails under any scale; one that may itself be too high would hide where.
             stash = replace(stash, scale=(stash.scale / _SETTLED).clamp(min=1.0))
             trace = watch(step, stash)
@@ -160,7 +156,7 @@ class Examiner:
             return False
         if not stash.norms or not plain.norms or _equal(stash.norms, plain.norms):
             return True
-        again = replay(self.step, stash)
+        again = self.step.replay(stash)
         bad = [list(map(torch.isfinite, each.norms)) for each in (stash, plain, again)]
         if not _equal(bad[0], bad[1]) or not _equal(bad[1], bad[2]):
             return False
@@ -212,12 +208,12 @@ class Examiner:
         They make the same replays at the same time.
         """
         known = ranks.all(lambda: loss_of(list(losses)) is not None)
-        if not self.step.loss_scale.enabled or not all(known):
+        if not self.step.scales_loss or not all(known):
             return False
         scale = float(stash.scale)
         while scale > 1.0:
             scale = max(1.0, scale / 16)
-            if all(ranks.all(lambda scale=scale: replay(self.step, stash, scale=scale).clean)):
+            if all(ranks.all(lambda scale=scale: self.step.replay(stash, scale=scale).clean)):
                 return True
         return False
 
@@ -237,13 +233,12 @@ class Examiner:
 
     def raised(self, error: Exception) -> Diagnosis | None:
         """A window that raised; None when it raises in float32 as well (a fault of the task)."""
-        recorder = self.step.recorder
-        stash = None if recorder is None else recorder.open
+        stash = self.step.open
         if stash is None or not self.step.policy.autocast:
             return None
         let_go(error)
         self.step.rewind_buffers()
-        if replay(self.step, stash, policy=PRESETS["fp32"], scale=1.0).error is not None:
+        if self.step.replay(stash, policy=PRESETS["fp32"], scale=1.0).error is not None:
             return None
         trace = watch(self.step, stash)
         found = self._new(stash, trace.replayed.losses)
@@ -301,7 +296,7 @@ class Examiner:
         trace, histograms = self._watched(stash)
         found = self._new(stash, trace.replayed.losses)
         found.step, found.histograms = self.step.steps, histograms
-        if trace.target and self.step.loss_scale.enabled:
+        if trace.target and self.step.scales_loss:
             stash = _settled(self.step, stash)
             trace = watch(self.step, stash)
         if trace.target:
@@ -350,8 +345,7 @@ class Examiner:
         if lost.scale is not None:
             scaled = Candidate(
                 f"a loss scale of {lost.scale:g}",
-                "switch loss scaling on (policy fp16), or "
-                f"TrainStep(loss_scale=LossScale(init_scale={lost.scale:g}))",
+                f"switch loss scaling on (policy fp16), or {self.step.how_scaled(lost.scale)}",
                 scale=lost.scale,
             )
             found = [scaled, *found]
@@ -363,8 +357,8 @@ class Examiner:
         return [
             Fix(
                 "float32 master weights",
-                "keep the parameters in float32 and let autocast compute in 16 bits (policy bf16), "
-                "or --precision bf16-master on a float32 model",
+                "keep the parameters in float32 and let autocast compute in 16 bits: "
+                f"{self.step.how(PRESETS['bf16'])}",
                 verified=moved,
                 cost="4 more bytes for each parameter" if moved else "tried: they do not move then",
             )
@@ -384,7 +378,7 @@ class Examiner:
             device=str(self.step.device),
             step=stash.step,
             loss=loss_of(list(losses)),
-            loss_scale=float(stash.scale) if self.step.loss_scale.enabled else None,
+            loss_scale=float(stash.scale) if self.step.scales_loss else None,
             environment=environment(self.step.device),
         )
 
@@ -462,7 +456,7 @@ def _origin(root: Root, cause: Cause) -> Origin:
     return at(maker.place, maker.name, maker.dtype)
 
 
-def _beyond_fixes(fixes: Sequence[Fix], wanted: fix.Reference, step: TrainStep) -> list[str]:
+def _beyond_fixes(fixes: Sequence[Fix], wanted: fix.Reference, step: Replayable) -> list[str]:
     """What to say where another precision is of no use, or no fix held."""
     if not wanted.float32:
         return ["float32 itself fails on this step: another precision alone does not mend it."]
@@ -486,10 +480,10 @@ def _poisoned(names: Sequence[str]) -> list[Finding]:
     ]
 
 
-def _settled(step: TrainStep, stash: Stash) -> Stash:
+def _settled(step: Replayable, stash: Stash) -> Stash:
     """The same window under a loss scale that has settled."""
     scale = stash.scale.clone()
-    while float(scale) > 1 and not replay(step, stash, scale=float(scale)).clean:
+    while float(scale) > 1 and not step.replay(stash, scale=float(scale)).clean:
         scale /= 2
     return Stash(stash.step, scale, stash.micro_batches)
 

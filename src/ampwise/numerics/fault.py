@@ -6,6 +6,7 @@ from ampwise.errors import AmpwiseError
 from ampwise.numerics import ranks
 from ampwise.numerics.examine import Examiner
 from ampwise.numerics.result import Diagnosis
+from ampwise.step.replay import Replay
 from ampwise.step.train_step import TrainStep
 
 
@@ -20,13 +21,14 @@ def examine(step: TrainStep) -> Diagnosis | None:
     AmpwiseError
         When the window was not recorded, as in loops that call `backward` themselves.
     """
-    stash = None if step.recorder is None else step.recorder.closed
+    replay = Replay(step)
+    stash = replay.closed
     if stash is None:
         raise AmpwiseError(
             "on_fault: the skipped step cannot be replayed; it needs steps of the form "
             "step(loss_fn, batch)"
         )
-    examiner = Examiner(step, "training")
+    examiner = Examiner(replay, "training")
     found = ranks.examined(
         examiner, stash, lambda: None if examiner.settling(stash) else examiner.failure(stash)
     )

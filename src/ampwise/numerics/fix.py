@@ -34,8 +34,7 @@ from ampwise.numerics.result import Fix
 from ampwise.numerics.shadow import ShadowRun, shadow
 from ampwise.policy import PRESETS
 from ampwise.step.recorder import Stash, finite
-from ampwise.step.replay import Replayed, replay
-from ampwise.step.train_step import TrainStep
+from ampwise.step.replayable import Replayable, Replayed
 
 _LOSS_WITHIN = 0.05
 _LEAST_COSINE = 0.9
@@ -71,7 +70,7 @@ class Reference:
         return all(map(math.isfinite, self.losses)) and all(map(finite, self.gradients.values()))
 
 
-def reference(step: TrainStep, stash: Stash) -> Reference:
+def reference(step: Replayable, stash: Stash) -> Reference:
     """Losses and true gradients of a window in float64."""
     # Beside a float32 run: where branches follow the actual values, they follow sound ones.
     run = shadow(step, stash, errors=False, policy=PRESETS["fp32"], scale=1.0)
@@ -88,7 +87,7 @@ def reference_from(stash: Stash, run: ShadowRun) -> Reference:
 
 
 def tried(
-    step: TrainStep,
+    step: Replayable,
     stash: Stash,
     found: Sequence[Candidate],
     wanted: Reference | None,
@@ -106,7 +105,7 @@ def tried(
 
 
 def complaint(
-    step: TrainStep, stash: Stash, candidate: Candidate, wanted: Reference, least_db: float
+    step: Replayable, stash: Stash, candidate: Candidate, wanted: Reference, least_db: float
 ) -> str:
     """Why a step replayed with a candidate is not right; empty if it is.
 
@@ -149,7 +148,7 @@ class _Forward:
 
 
 def _try(
-    step: TrainStep,
+    step: Replayable,
     stash: Stash,
     candidate: Candidate,
     wanted: Reference | None,
@@ -169,7 +168,7 @@ def _try(
 
 
 def _cost(
-    step: TrainStep, stash: Stash, candidate: Candidate, result: Replayed, plain: _Forward
+    step: Replayable, stash: Stash, candidate: Candidate, result: Replayed, plain: _Forward
 ) -> tuple[str, float | None, int | None]:
     """What a fix costs, in words, as a ratio of times and in bytes of activations."""
     if plain.whole and plain.is_long:
@@ -183,7 +182,7 @@ def _cost(
     return words, ratio, more
 
 
-def _forward(step: TrainStep, stash: Stash, candidate: Candidate) -> _Forward:
+def _forward(step: Replayable, stash: Stash, candidate: Candidate) -> _Forward:
     """The forwards with a candidate: what they take, and keep for backward, parameters aside."""
     own = {each.untyped_storage()._cdata for each in step.parameters().values()}
     kept: dict[int, tuple[Any, int]] = {}
@@ -205,10 +204,9 @@ def _forward(step: TrainStep, stash: Stash, candidate: Candidate) -> _Forward:
 
 
 def _replayed(
-    step: TrainStep, stash: Stash, candidate: Candidate, *, backward: bool = True
+    step: Replayable, stash: Stash, candidate: Candidate, *, backward: bool = True
 ) -> Replayed:
-    return replay(
-        step,
+    return step.replay(
         stash,
         around=candidate.around,
         policy=candidate.policy,
@@ -219,10 +217,10 @@ def _replayed(
 
 
 def _with_settled_scale(
-    step: TrainStep, stash: Stash, candidate: Candidate, result: Replayed
+    step: Replayable, stash: Stash, candidate: Candidate, result: Replayed
 ) -> tuple[Candidate, Replayed]:
     """The same candidate under the loss scale that training would come to."""
-    settles = step.loss_scale.enabled and candidate.scale is None
+    settles = step.scales_loss and candidate.scale is None
     scale = float(stash.scale)
     while settles and scale > 1 and not result.clean and result.error is None:
         if not all(map(finite, result.losses)):
@@ -262,7 +260,7 @@ def _complaint(
     return f"finite, but a fault is left: {in_words(noisy)}" if noisy else ""
 
 
-def time_ratio(step: TrainStep, stash: Stash, candidate: Candidate) -> float | None:
+def time_ratio(step: Replayable, stash: Stash, candidate: Candidate) -> float | None:
     """Time of a replay with the fix over one without, in turns, medians; None if either raises."""
     # A function mode costs time that the fix in the code would not: give it to both.
     nowhere = on(Scope("", 0), as_it_is)

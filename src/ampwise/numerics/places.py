@@ -33,7 +33,8 @@ Phase = Literal["forward", "backward", "optimizer"]
 _AUTOGRAD = str(Path(torch.__file__).parent / "autograd")
 _INTERNAL = (str(Path(torch.__file__).parent) + "/",)
 _OURS = str(Path(ampwise.__file__).parent) + "/"
-_STEP = _OURS + "step/"
+_STEPS = (_OURS + "step/", _OURS + "observe/replay.py")
+"""Of our own files, those that run a step: what called them made none of its operations."""
 _USERLIKE = (_OURS + "tasks/", _OURS + "losses.py")
 """Of our own files, those that stand in for a user's: the built-in tasks."""
 _LIBRARIES = tuple(
@@ -182,7 +183,7 @@ class Places:
         library = ""
         while frame is not None:
             code = frame.f_code
-            kind = _kind(code.co_filename)
+            kind = kind_of(code.co_filename)
             if kind == "user":
                 return Place(phase, module, call, code.co_filename, frame.f_lineno, library)
             if kind == "library" and not library:
@@ -206,12 +207,13 @@ def _number(node: Any) -> int:
 
 
 @cache
-def _kind(file: str) -> Literal["user", "library", "internal", "engine", "step"]:
+def kind_of(file: str) -> Literal["user", "library", "internal", "engine", "step"]:
+    """Whose code a file is."""
     if file.startswith(_AUTOGRAD):
         return "engine"
     if file.startswith(_INTERNAL) or file.startswith("<"):
         return "internal"
-    if file.startswith(_STEP):
+    if file.startswith(_STEPS):
         return "step"
     if file.startswith(_OURS):
         return "user" if file.startswith(_USERLIKE) else "internal"
@@ -243,4 +245,4 @@ def parts(place: Place) -> Mapping[str, Any]:
 
 def is_internal(file: str) -> bool:
     """Whether a file is neither the user's nor a library's."""
-    return _kind(file) not in ("user", "library")
+    return kind_of(file) not in ("user", "library")

@@ -24,8 +24,7 @@ from ampwise.numerics.examine import Examiner
 from ampwise.numerics.result import Diagnosis
 from ampwise.step.compiled import eager
 from ampwise.step.recorder import Stash, finite
-from ampwise.step.replay import replay
-from ampwise.step.train_step import TrainStep
+from ampwise.step.replayable import Replayable
 
 _ALIKE_S = 10.0
 """How long a rank whose step raised waits for others whose steps do, too."""
@@ -55,33 +54,49 @@ def examined(
     return first_at_fault(mine, step.group)
 
 
-def talks(step: TrainStep, stash: Stash) -> bool:
+def talks(step: Replayable, stash: Stash) -> bool:
     """Whether a window has collectives in it beside those of DDP; all ranks replay it to see.
 
     A loss that gathers over ranks has, and so has SyncBatchNorm.
     """
-    collectives = _Collectives()
+    collectives = _replayed(step, stash, _Collectives())
+    return any(HostGroup(step.group).all(lambda: collectives.seen))
 
+
+def would_talk(step: Replayable, stash: Stash) -> bool:
+    """The same of this rank by itself: none of them is begun, as nobody else takes part."""
+    return _replayed(step, stash, _Collectives(refuse=True)).seen
+
+
+def _replayed(step: Replayable, stash: Stash, collectives: _Collectives) -> _Collectives:
     @contextmanager
     def around() -> Generator[None]:
         with eager(step.models), collectives:
             yield
 
-    replay(step, stash, around=around)
-    return any(HostGroup(step.group).all(lambda: collectives.seen))
+    step.replay(stash, around=around)
+    return collectives
+
+
+class _RefusedError(Exception):
+    """A collective that nobody else would take part in."""
 
 
 class _Collectives(TorchDispatchMode):
-    """Sees whether there are any."""
+    """Sees whether there are any; refuses them, if it is to."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, refuse: bool = False) -> None:
         super().__init__()
         self.seen = False
+        self._refuse = refuse
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        self.seen |= func.namespace in ("c10d", "_c10d_functional")
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self.seen = True
+            if self._refuse:
+                raise _RefusedError
         return func(*args, **(kwargs or {}))
 
 
@@ -106,7 +121,7 @@ def first_at_fault(mine: Diagnosis | None, group: ProcessGroup | None) -> Diagno
     return found
 
 
-def all_raised(step: TrainStep) -> bool:
+def all_raised(step: Replayable) -> bool:
     """Whether the steps of all ranks raised; else the others wait for this one in a collective."""
     if step.ranks == 1:
         return True

@@ -31,8 +31,8 @@ from ampwise.numerics.shadow import shadow
 from ampwise.numerics.trace import watch
 from ampwise.policy import PRESETS, Policy
 from ampwise.step.recorder import Stash
-from ampwise.step.replay import rehearsal, replay
-from ampwise.step.train_step import TrainStep
+from ampwise.step.replay import Replay
+from ampwise.step.replayable import Replayable
 from ampwise.tasks import Task
 from ampwise.tasks.checks import endless
 from ampwise.words import counted
@@ -189,7 +189,7 @@ def make_hold(task: Task, policy: Policy, config: TuneConfig) -> Tried:
                 "float32 mends it; ampwise diagnose says what may"
             )
             return tried
-        search = Search(arm.step, _windows(arm, task, stash), config.least_db)
+        search = Search(Replay(arm.step), _windows(arm, task, stash), config.least_db)
         needed = search.smallest()
         tried.replays += search.replays
         if needed is None:
@@ -210,13 +210,13 @@ def make_hold(task: Task, policy: Policy, config: TuneConfig) -> Tried:
 
 def _windows(arm: Arm, task: Task, stash: Stash) -> list[Stash]:
     """The step in question, and the same model on other batches."""
-    batches = endless(task)
+    batches, step = endless(task), Replay(arm.step)
     others = (to_device(next(batches), arm.step.device) for _ in range(_OTHER_BATCHES))
-    return [stash, *(rehearsal(arm.step, arm.loss, [each]) for each in others)]
+    return [stash, *(step.rehearsal(arm.loss, [each]) for each in others)]
 
 
 def _fails_in_float32(arm: Arm, stash: Stash) -> bool:
-    again = replay(arm.step, stash, policy=PRESETS["fp32"], scale=1.0)
+    again = Replay(arm.step).replay(stash, policy=PRESETS["fp32"], scale=1.0)
     return again.error is None and not again.clean
 
 
@@ -246,12 +246,12 @@ class Search:
         What was wrong the last time.
     """
 
-    def __init__(self, step: TrainStep, windows: Sequence[Stash], least_db: float) -> None:
+    def __init__(self, step: Replayable, windows: Sequence[Stash], least_db: float) -> None:
         self.step = step
         self.replays = 0
         self.complaint = ""
         self._least_db = least_db
-        self.windows = [each for each in windows if replay(step, each).error is None]
+        self.windows = [each for each in windows if step.replay(each).error is None]
         self._wanted = [fix.reference(step, each) for each in self.windows]
         self._modules = {
             name: module for model in step.models for name, module in model.named_modules() if name
@@ -279,7 +279,7 @@ class Search:
     def quality_db(self) -> float:
         """Least SQNR of the gradients over the windows, as the step is."""
         return min(
-            fix.gradient_errors(replay(self.step, window), wanted, float(window.scale)).sqnr_db
+            fix.gradient_errors(self.step.replay(window), wanted, float(window.scale)).sqnr_db
             for window, wanted in zip(self.windows, self._wanted, strict=True)
         )
 

@@ -39,8 +39,7 @@ from ampwise.numerics.trace import (
 )
 from ampwise.policy import Policy
 from ampwise.step.recorder import Stash
-from ampwise.step.replay import Replayed, replay
-from ampwise.step.train_step import TrainStep
+from ampwise.step.replayable import Replayable, Replayed
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _PRUNE_EVERY = 256
@@ -261,7 +260,7 @@ class ShadowRun:
 
 
 def shadow(
-    step: TrainStep,
+    step: Replayable,
     stash: Stash,
     *,
     errors: bool = True,
@@ -279,13 +278,13 @@ def shadow(
         Name, place and occurrence of an operation: keep the shadows of its inputs and what they
         were made of, and stop there.
     policy, scale
-        As for `replay`.
+        As for `Replayable.replay`.
     """
     with placing(step.models) as places:
         mode = Shadow(places, errors=errors, at=at)
         for _, tensor, _ in sources(step.models, stash):
             mode.source(tensor)
-        replayed = replay(step, stash, around=lambda: mode, policy=policy, scale=scale)
+        replayed = step.replay(stash, around=lambda: mode, policy=policy, scale=scale)
     run = ShadowRun(replayed, mode.errors, inputs=mode.inputs, makers=mode.makers)
     if at is None:
         run.losses = [_or_actual(mode.of(each), each) for each in replayed.losses]

@@ -26,7 +26,7 @@ from ampwise.numerics.result import percent
 from ampwise.numerics.shadow import RIGHT_DB, WRONG_DB, OperationError, ShadowRun, shadow
 from ampwise.numerics.trace import Root, Trace
 from ampwise.step.recorder import Stash
-from ampwise.step.train_step import TrainStep
+from ampwise.step.replayable import Replayable
 from ampwise.telemetry.ring import StepRecord
 
 GRADIENT_DB = 3.0
@@ -65,7 +65,7 @@ class Lost:
 
 
 def silent_faults(
-    step: TrainStep, stash: Stash, trace: Trace, begun: StepRecord | None = None
+    step: Replayable, stash: Stash, trace: Trace, begun: StepRecord | None = None
 ) -> tuple[list[Lost], ShadowRun, GradientErrors]:
     """What is silently wrong in a window, the gravest first, and what shows it.
 
@@ -176,7 +176,9 @@ def _lost_at(error: OperationError, damage: str) -> Lost:
                 error.dtype, severe=True)  # fmt: skip
 
 
-def _underflow(step: TrainStep, stash: Stash, run: ShadowRun, errors: GradientErrors) -> list[Lost]:
+def _underflow(
+    step: Replayable, stash: Stash, run: ShadowRun, errors: GradientErrors
+) -> list[Lost]:
     """Parameters whose gradients became zero on the way."""
     wrong = errors.missing()
     lost = {name: each.flushed for name, each in wrong.items() if each.flushed > FLUSHED}
@@ -198,7 +200,7 @@ def _underflow(step: TrainStep, stash: Stash, run: ShadowRun, errors: GradientEr
     return [Lost("UNDERFLOW", explanation, place, "", fmt.name, severe=True, scale=scale)]
 
 
-def _scale_for(step: TrainStep, stash: Stash, gradients: list[Tensor]) -> float:
+def _scale_for(step: Replayable, stash: Stash, gradients: list[Tensor]) -> float:
     """Power of two that lifts 99 % of the non-zero gradients into the normal numbers."""
     fmt = formats.lookup(step.policy.compute_dtype)
     least = math.inf

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from ampwise.numerics.places import Place
 from ampwise.numerics.result import percent
 from ampwise.numerics.values import at
-from ampwise.step.replay import replay
-from ampwise.step.train_step import TrainStep
+from ampwise.step.replayable import Replayable
+from ampwise.telemetry.ring import StepRecord
 
 _HALF_BYTES = 2
 
@@ -31,20 +31,18 @@ class Stagnant:
     dtype: str
 
 
-def weights_of(step: TrainStep) -> dict[str, Tensor]:
+def weights_of(step: Replayable) -> dict[str, Tensor]:
     """Copies of what the optimizers hold, by parameter name."""
     return {name: each.detach().clone() for name, each in step.parameters().items()}
 
 
-def stagnant(step: TrainStep, before: dict[str, Tensor]) -> Stagnant | None:
+def stagnant(step: Replayable, before: dict[str, Tensor], record: StepRecord) -> Stagnant | None:
     """16-bit weights most of which did not move, though the window's step was made."""
-    record = step.history[-1]
     if record.skipped or not record.lr > 0 or not record.grad_norm > 0:
         return None
-    stash = None if step.recorder is None else step.recorder.closed
-    if stash is None:
+    if step.closed is None:
         return None
-    touched = replay(step, stash).gradients
+    touched = step.replay(step.closed).gradients
     share: dict[str, float] = {}
     dtype = ""
     parameters = step.parameters()
@@ -62,7 +60,7 @@ def stagnant(step: TrainStep, before: dict[str, Tensor]) -> Stagnant | None:
     return Stagnant(share, dtype) if share else None
 
 
-def in_words(stagnant: Stagnant, step: TrainStep) -> tuple[str, Any]:
+def in_words(stagnant: Stagnant, step: Replayable) -> tuple[str, Any]:
     """An explanation, and where it is."""
     named = ", ".join(
         f"{name} {percent(share)}" for name, share in list(stagnant.share.items())[:6]
@@ -78,13 +76,11 @@ def in_words(stagnant: Stagnant, step: TrainStep) -> tuple[str, Any]:
     return text, at(place, "optimizer.step", stagnant.dtype)
 
 
-def moves_in_float32(step: TrainStep) -> bool:
+def moves_in_float32(step: Replayable) -> bool:
     """Whether the same update, made on float32 copies, moves most weights."""
-    recorder = step.recorder
-    assert recorder is not None
-    assert recorder.closed is not None
-    gradients = replay(step, recorder.closed).gradients
-    scale = float(recorder.closed.scale)
+    assert step.closed is not None
+    gradients = step.replay(step.closed).gradients
+    scale = float(step.closed.scale)
     held = {id(each): name for name, each in step.parameters().items()}
     original = step.optimizers[0]
     twin, pushed = copy.deepcopy(original), list[nn.Parameter]()

@@ -16,7 +16,7 @@ operation swallowed (``1 / inf``) are kept too: values may be silently wrong the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -29,8 +29,7 @@ from torch.utils._pytree import tree_map
 from ampwise.data import leaves
 from ampwise.numerics.places import NOWHERE, Phase, Place, Places, placing
 from ampwise.step.recorder import Stash
-from ampwise.step.replay import Replayed, replay
-from ampwise.step.train_step import TrainStep
+from ampwise.step.replayable import Replayable, Replayed
 
 NAN, POSITIVE, NEGATIVE = 1, 2, 4
 """What is wrong with a tensor, as bits: it holds NaN, +inf, -inf."""
@@ -137,7 +136,7 @@ class Trace:
 
 
 def watch(
-    step: TrainStep,
+    step: Replayable,
     stash: Stash,
     *,
     scale: float | None = None,
@@ -152,7 +151,7 @@ def watch(
     capture
         Index of a root whose inputs must be kept, beside the first ones.
     scale, backward
-        As for `replay`.
+        As for `Replayable.replay`.
     once
         Do not replay again for the inputs of an origin that were not kept.
     """
@@ -160,7 +159,7 @@ def watch(
         watcher = Watcher(places, capture)
         for name, tensor, kind in sources(step.models, stash):
             watcher.source(name, tensor, kind)
-        replayed = replay(step, stash, around=lambda: watcher, scale=scale, backward=backward)
+        replayed = step.replay(stash, around=lambda: watcher, scale=scale, backward=backward)
     trace = Trace(replayed, watcher.count, watcher.roots, failed=watcher.failed)
     if replayed.error is not None:
         trace.before_error = watcher.before_error()
@@ -170,7 +169,7 @@ def watch(
     return watch(step, stash, scale=scale, capture=trace.origin.index, backward=backward)
 
 
-def watch_update(step: TrainStep) -> tuple[Root | None, str]:
+def watch_update(step: Replayable, update: Callable[[], object]) -> tuple[Root | None, str]:
     """Make the update of a window whose backward is done, under watch.
 
     Returns
@@ -181,7 +180,7 @@ def watch_update(step: TrainStep) -> tuple[Root | None, str]:
     with placing(step.models) as places:
         watcher = Watcher(places, phase="optimizer")
         with watcher:
-            step.update()
+            update()
     for name, parameter in step.named_tensors().items():
         roots = watcher.roots_of(parameter)
         if roots:

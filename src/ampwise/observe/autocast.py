@@ -96,8 +96,10 @@ class Autocasts:
 
     def _enter(self, real: Any, region: Any) -> Any:
         if self._session.active:
-            line = users_line()
-            self._entered[region.device, _name(region.fast_dtype), region._enabled, line] += 1
+            node: Any = torch._C._current_autograd_node()
+            if node is None:  # checkpointing enters regions again in backward: nobody asks there
+                line = users_line()
+                self._entered[region.device, _name(region.fast_dtype), region._enabled, line] += 1
             self._session.tell(
                 "autocast_entered", region.device, region.fast_dtype, enabled=region._enabled
             )

@@ -66,9 +66,10 @@ class Optimizers:
         self._session.attempt(Attempt(optimizer, skipped=False, line=users_line()))
 
     def _load(self, real: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if self._session.active:
+        loaded = real(optimizer, *args, **kwargs)
+        if self._session.active and optimizer.state:  # Accelerate loads what has none, to move it
             self._session.tell("loaded", optimizer)
-        return real(optimizer, *args, **kwargs)
+        return loaded
 
 
 def gradients_of(optimizer: Optimizer) -> list[Tensor]:

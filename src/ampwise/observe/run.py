@@ -8,12 +8,12 @@ from typing import Literal
 
 import torch
 
-from ampwise.distributed.launch import launch
 from ampwise.observe.autocast import Autocasts
 from ampwise.observe.backward import Backwards
 from ampwise.observe.census import Census
 from ampwise.observe.checkpoints import Checkpoints
 from ampwise.observe.clipping import Clipping
+from ampwise.observe.faults import Faults
 from ampwise.observe.listener import Listener
 from ampwise.observe.loaders import Loaders
 from ampwise.observe.misuse import Misuse
@@ -84,13 +84,20 @@ class Observation:
         self.census = Census(session, self.modules)
         self.dtypes = Dtypes()
         self.misuse = Misuse(session, self.scalers)
+        self.faults = Faults(
+            session, self.autocasts, config.target.name, stop=config.on_fault == "stop"
+        )
         self._things = (
             self.autocasts, self.scalers, self.schedules, self.optimizers, self.loaders,
             self.modules, Backwards(session, self.scalers), Clipping(session, self.scalers),
+            self.faults,
         )  # fmt: skip
         self._patches = Patches()
         for each in (self.records, self.dtypes, self.census, self.misuse):
             session.listen(each)
+        # A race changes what runs from step to step: there is no one precision to examine.
+        if config.on_fault != "off" and not config.race:
+            session.listen(self.faults)
         self.checkpoints = Checkpoints(session)
         self.race = self._raced() if config.race else None
         session.listen(_Stop(config.steps))
@@ -119,6 +126,7 @@ class Observation:
     def finish(self) -> None:
         """Observe no longer; all that is known is read."""
         self.census.end()
+        self.faults.finish()
         if self.race is not None:
             self.race.leave()
         self.session.finish()
@@ -158,6 +166,7 @@ class Observation:
             precision=precision,
             loss_scale=records.scale,
             skips=skips,
+            faults=self.faults.diagnoses,
             findings=self.misuse.findings(precision, records.scale, skips),
             waited_for_data=records.waited_s if self.loaders.used else None,
             race=self._race_of(ending),
@@ -166,12 +175,14 @@ class Observation:
             step_ms=records.step_ms,
             loss_first=losses[0] if losses else None,
             loss_last=losses[-1] if losses else None,
-            ranks=launch().size,
+            ranks=self.config.ranks,
             environment=environment(torch.device("cpu")) if records.steps else {},
         )
 
     def _not_observed(self) -> list[NotObserved]:
-        missing = [*self._patches.missing, *self.session.failed]
+        missing = [*self._patches.missing, *self.session.failed, *self.faults.not_observed()]
+        if self.config.race:
+            missing.append(NotObserved("faults", "they are not examined in a race"))
         if self.records.steps and not self.census.made:
             missing.append(NotObserved("dtypes of matrix products", self.census.why_not))
         return missing

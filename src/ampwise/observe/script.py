@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pkgutil
 import runpy
 import signal
 import sys
 import threading
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType, ModuleType, TracebackType
 from typing import Any
 
 from ampwise.errors import EXIT_INTERRUPTED, UsageError
@@ -54,6 +56,18 @@ class Target:
             raise UsageError(
                 f"no such script: {self.name}; expected a path, or -m and a module's name"
             )
+
+    @property
+    def is_archive(self) -> bool:
+        """Whether it is a folder or a zip file, with a ``__main__.py`` in it."""
+        return not self.is_module and pkgutil.get_importer(self.name) is not None
+
+    @property
+    def first_on_path(self) -> str:
+        """What Python puts first on ``sys.path`` for it."""
+        if self.is_archive:
+            return str(Path(self.name).absolute())
+        return str(Path.cwd() if self.is_module else Path(self.name).resolve().parent)
 
     @property
     def label(self) -> str:
@@ -97,10 +111,7 @@ def run(target: Target, on_terminate: Callable[[], None], *, all_frames: bool = 
     show = _show_all if all_frames else _show
     with _as_if_alone(target), _terminable(on_terminate):
         try:
-            if target.is_module:
-                runpy.run_module(target.name, run_name="__main__", alter_sys=True)
-            else:
-                runpy.run_path(target.name, run_name="__main__")
+            _execute(target)
         except Stopped:
             return Ending(0, "stopped")
         except SystemExit as leaving:
@@ -112,6 +123,25 @@ def run(target: Target, on_terminate: Callable[[], None], *, all_frames: bool = 
             show(error)
             return Ending(1, f"raised {type(error).__name__}")
     return Ending(0, "finished")
+
+
+def _execute(target: Target) -> None:
+    """Run it in a ``__main__`` of its own, with the names that Python puts there."""
+    as_main: Callable[..., Any] = vars(runpy)["_run_module_as_main"]  # what ``python -m`` calls
+    before, main = sys.modules["__main__"], ModuleType("__main__")
+    sys.modules["__main__"] = main
+    try:
+        if target.is_module:
+            as_main(target.name)
+        elif target.is_archive:
+            as_main("__main__", alter_argv=False)
+        else:
+            path = str(Path(target.name).absolute())
+            loader = SourceFileLoader("__main__", path)
+            vars(main).update(__file__=path, __cached__=None, __loader__=loader, __annotations__={})
+            exec(compile(loader.get_data(path), path, "exec"), vars(main))  # noqa: S102
+    finally:
+        sys.modules["__main__"] = before
 
 
 def _exited(leaving: SystemExit) -> Ending:
@@ -131,10 +161,8 @@ def _as_if_alone(target: Target) -> Generator[None]:
     stdout, stderr = sys.stdout, sys.stderr
     sys.argv = [target.name, *target.args]
     sys.stdout, sys.stderr = sys.__stdout__ or stdout, sys.__stderr__ or stderr
-    # ``python script.py`` has the script's folder there, ``python -m`` the working directory.
-    first = Path.cwd() if target.is_module else Path(target.name).resolve().parent
-    if not sys.flags.safe_path and (target.is_module or Path(target.name).is_file()):
-        sys.path[0] = str(first)
+    if target.is_archive or not sys.flags.safe_path:
+        sys.path[0] = target.first_on_path
     before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
     if _in_main_thread():
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -18,13 +18,17 @@ _CONTAINERS = (dict, list, set, deque)
 
 
 class Attributes:
-    """Attributes of some modules and their submodules, as they are now."""
+    """Attributes of some modules, not of those inside of them, as they are now."""
 
-    def __init__(self, models: Iterable[nn.Module]) -> None:
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._kept: dict[int, tuple[Any, Any]] = {}  # containers, with copies
-        for model in models:
-            for module in model.modules():
-                self._keep(vars(module))
+        for module in modules:
+            self._keep(vars(module))
+
+    @property
+    def changed(self) -> bool:
+        """Whether anything has changed since."""
+        return any(not _same(container, held) for container, held in self._kept.values())
 
     def restore(self) -> None:
         """Put back what has changed since."""

@@ -34,7 +34,6 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from ampwise.distributed.layout import is_sharded
 from ampwise.errors import UsageError
 from ampwise.policy import Policy, Resolution
 from ampwise.step import arguments
@@ -368,11 +367,6 @@ class Engine:
     def group(self) -> ProcessGroup | None:
         """The ranks that train together and take one decision; None for one process."""
         return self._parallel.group
-
-    @property
-    def can_replay(self) -> bool:
-        """Whether this process can run a step by itself: not where it has only a part of it."""
-        return not any(map(is_sharded, self.parameters().values()))
 
     @property
     def copied_bytes(self) -> int:

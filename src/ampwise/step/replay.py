@@ -1,4 +1,4 @@
-"""Running a window again, exactly, as often as an analysis wants: the one door for whoever does.
+"""Running a window of a `TrainStep` again, exactly, as often as an analysis wants.
 
 A replay is a step of its own over the same models (`_Rerun`), under the recorded loss scale or
 another, on this process alone. It goes forward and backward and never updates. Afterwards
@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
+from ampwise.distributed.layout import is_sharded
 from ampwise.policy import Policy
 from ampwise.step.activity import Activity
 from ampwise.step.attributes import Attributes
@@ -34,101 +36,155 @@ from ampwise.step.recorder import (
     finite,
     stash_for,
 )
+from ampwise.step.replayable import Replayable, Replayed
 from ampwise.step.train_step import TrainStep
 from ampwise.step.window import Weight
 
 
-@dataclass(slots=True)
-class Replayed:
-    """What a replay gave.
-
-    Attributes
-    ----------
-    losses
-        Unscaled loss of each micro-batch, detached.
-    gradients
-        Gradients by parameter name, still scaled.
-    norms
-        Of the gradients, as a guard reads them; empty without backward, or where it raised.
-    poisoned
-        Buffers that forward left with inf or NaN in them, and that had none before.
-    error
-        What forward or backward raised, if it did; the rest is then what came before.
-    forward_s
-        Time of the forwards, in seconds.
-    """
-
-    losses: list[Tensor] = field(default_factory=list[Tensor])
-    gradients: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    norms: list[Tensor] = field(default_factory=list[Tensor])
-    poisoned: list[str] = field(default_factory=list[str])
-    error: Exception | None = None
-    forward_s: float = 0.0
-
-    @property
-    def clean(self) -> bool:
-        """Whether it ran to its end and every loss and gradient is finite."""
-        return self.error is None and all(map(finite, (*self.losses, *self.gradients.values())))
-
-
-def rehearsal(
-    step: TrainStep, loss_fn: Callable[[Any, Any], Tensor], batches: Sequence[Any]
-) -> Stash:
-    """A window that has not run: to look at a step without making it."""
-    stash = stash_for(step)
-    state = RandomState.now(step.device)
-    stash.micro_batches = [MicroBatch(loss_fn, batch, None, state) for batch in batches]
-    return stash
-
-
-def replay(
-    step: TrainStep,
-    stash: Stash,
-    *,
-    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    policy: Policy | None = None,
-    scale: float | None = None,
-    change: Callable[[Any], Any] | None = None,
-    backward: bool = True,
-) -> Replayed:
-    """Run a window again, forward and backward; nothing about the step or the model changes.
+class Replay:
+    """A `TrainStep` that can be run again: the one public door for whoever does.
 
     Parameters
     ----------
-    around
-        Makes a context to run forward and backward in.
-    policy
-        Another policy.
-    scale
-        Another loss scale.
-    change
-        Applied to each batch first.
-    backward
-        False for the forwards alone.
+    step
+        What is run again. Its recorder keeps the windows.
     """
-    result, listener = Replayed(), _Listener(backward=backward)
-    with _undisturbed(step):
-        rerun = _Rerun(step, policy, float(stash.scale) if scale is None else scale, listener)
-        named = [pair for model in rerun.models for pair in model.named_buffers()]
-        good = [(name, buffer) for name, buffer in named if finite(buffer)]
-        try:
-            with around():
-                for each in stash.micro_batches:
-                    each.random_state.restore(step.device)
-                    batch = each.batch if change is None else change(each.batch)
-                    with suppress(_ForwardDoneError):
-                        rerun.micro_batch(each.loss_fn, batch, each.weight)
-        except Exception as error:  # noqa: BLE001 - the caller wants to know what it is
-            let_go(error)
-            result.error = error
-        result.losses, result.forward_s = listener.losses, listener.forward_s
-        held = rerun.parameters().items()
-        result.gradients = {name: each.grad for name, each in held if each.grad is not None}
-        if backward and result.error is None:
-            result.norms = rerun.gradient_norms()
-        result.poisoned = [name for name, buffer in good if not finite(buffer)]
-        rerun.close()
-    return result
+
+    def __init__(self, step: TrainStep) -> None:
+        self._step = step
+
+    @property
+    def models(self) -> Sequence[nn.Module]:
+        """The models, out of DDP."""
+        return self._step.models
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        """What updates them."""
+        return self._step.optimizers
+
+    @property
+    def policy(self) -> Policy:
+        """The precision it runs in."""
+        return self._step.policy
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        return self._step.device
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether a loss scale is in force."""
+        return self._step.loss_scale.enabled
+
+    @property
+    def steps(self) -> int:
+        """Completed steps; skipped ones count."""
+        return self._step.steps
+
+    @property
+    def open(self) -> Stash | None:
+        """The window that is not over yet; None without a recorder."""
+        return None if self._step.recorder is None else self._step.recorder.open
+
+    @property
+    def closed(self) -> Stash | None:
+        """The window before it; None without a recorder."""
+        return None if self._step.recorder is None else self._step.recorder.closed
+
+    @property
+    def ranks(self) -> int:
+        """Processes that train these models together."""
+        return self._step.ranks
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """These ranks; None for one process."""
+        return self._step.group
+
+    @property
+    def can_replay(self) -> bool:
+        """Whether this process can run a step by itself: not where it has only a part of it."""
+        return not any(map(is_sharded, self.parameters().values()))
+
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """The models' parameters by FQN."""
+        return self._step.parameters()
+
+    def named_tensors(self) -> Mapping[str, Tensor]:
+        """The same, and those that only an optimizer knows."""
+        return self._step.named_tensors()
+
+    def rewind_buffers(self) -> None:
+        """Put buffers back to where an open window began, and leave it open."""
+        self._step.rewind_buffers()
+
+    def rehearsal(self, loss_fn: Callable[[Any, Any], Tensor], batches: Sequence[Any]) -> Stash:
+        """A window that has not run: to look at a step without making it."""
+        stash = stash_for(self._step)
+        state = RandomState.now(self.device)
+        stash.micro_batches = [MicroBatch(loss_fn, batch, None, state) for batch in batches]
+        return stash
+
+    def replay(
+        self,
+        stash: Stash,
+        *,
+        around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        policy: Policy | None = None,
+        scale: float | None = None,
+        change: Callable[[Any], Any] | None = None,
+        backward: bool = True,
+    ) -> Replayed:
+        """Run a window again; see `Replayable.replay`."""
+        result, listener = Replayed(), _Listener(backward=backward)
+        scale = float(stash.scale) if scale is None else scale
+        with undisturbed(self), self._step.apart():
+            rerun = _Rerun(self._step, policy, scale, listener)
+            good = finite_buffers(rerun.models)
+            try:
+                with around():
+                    for each in stash.micro_batches:
+                        each.random_state.restore(self.device)
+                        batch = each.batch if change is None else change(each.batch)
+                        with suppress(_ForwardDoneError):
+                            rerun.micro_batch(each.loss_fn, batch, each.weight)
+            except Exception as error:  # noqa: BLE001 - the caller wants to know what it is
+                let_go(error)
+                result.error = error
+            result.losses, result.forward_s = listener.losses, listener.forward_s
+            result.gradients = gradients_of(rerun.parameters())
+            if backward and result.error is None:
+                result.norms = rerun.gradient_norms()
+            result.poisoned = [name for name, buffer in good if not finite(buffer)]
+            rerun.close()
+        return result
+
+    def how(self, policy: Policy) -> str:
+        """What to write for another policy."""
+        return f"--precision {policy.text}, or TrainStep(policy='{policy.text}')"
+
+    def how_in_float32(self, module: str) -> str:
+        """What to write to keep a module in float32."""
+        if not self.policy.autocast:
+            return self.how(self.policy)
+        return self.how(replace(self.policy, islands=(*self.policy.islands, module)))
+
+    def how_scaled(self, scale: float) -> str:
+        """What to write for a loss scale that begins with this."""
+        return f"TrainStep(loss_scale=LossScale(init_scale={scale:g}))"
+
+
+def finite_buffers(models: Sequence[nn.Module]) -> list[tuple[str, Tensor]]:
+    """Buffers without inf or NaN, with their names."""
+    named = [pair for model in models for pair in model.named_buffers()]
+    return [(name, buffer) for name, buffer in named if finite(buffer)]
+
+
+def gradients_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """The gradients that parameters have, by name."""
+    return {name: each.grad for name, each in parameters.items() if each.grad is not None}
 
 
 def let_go(error: Exception) -> None:
@@ -214,21 +270,22 @@ class _Listener(Recorder):
 
 
 @contextmanager
-def _undisturbed(step: TrainStep) -> Generator[None]:
+def undisturbed(step: Replayable, others: Iterable[nn.Module] = ()) -> Generator[None]:
     """Gradients, modules and random state as they were, whatever happens inside.
 
-    Of an open window forward has written the buffers already: inside they are as it began.
+    Of an open window forward has written the buffers already: inside they are as it began. `others`
+    are modules beside the models that it uses.
     """
     random_state = RandomState.now(step.device)
     gradients = [(each, each.grad) for each in step.named_tensors().values()]
     for each, _ in gradients:
         each.grad = None
-    buffers, attributes = Snapshot(modules_of(step.models)), Attributes(step.models)
+    modules = modules_of((*step.models, *others))
+    buffers, attributes = Snapshot(modules), Attributes(modules)
     step.rewind_buffers()
     nesting = _autocast_nesting()
     try:
-        with step.apart():
-            yield
+        yield
     finally:
         attributes.restore()
         buffers.put_back()

@@ -1,0 +1,104 @@
+"""Scripts as processes, by themselves and under `ampwise run`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SCRIPTS = Path(__file__).parent / "scripts"
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+LIMIT_S = 200
+
+
+@dataclass
+class Ran:
+    """How a process ended, and what it left."""
+
+    code: int
+    out: str
+    err: str
+    report: dict[str, Any]
+    folder: Path
+
+    def steps(self) -> list[dict[str, Any]]:
+        """What stands in ``steps.jsonl``."""
+        return [json.loads(line) for line in (self.folder / "steps.jsonl").read_text().splitlines()]
+
+
+def environment() -> dict[str, str]:
+    """This process's own, with one thread and nothing that goes to a network."""
+    return {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "TORCH_DISTRIBUTED_DEBUG": "OFF",
+    }
+
+
+def start(arguments: list[str], cwd: Path) -> subprocess.Popen[str]:
+    """Python with these arguments, its streams kept."""
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=cwd, env=environment(), text=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def ended(process: subprocess.Popen[str], cwd: Path) -> Ran:
+    """A process at its end; killed if there is none."""
+    try:
+        out, err = process.communicate(timeout=LIMIT_S)
+    finally:
+        process.kill()
+    stored = cwd / "report.json"
+    report = json.loads(stored.read_text()) if stored.exists() else {}
+    return Ran(process.returncode, out, err, report, cwd / "observed")
+
+
+def by_itself(script: list[str], cwd: Path, launcher: tuple[str, ...] = ()) -> Ran:
+    """Run a script with its arguments, or ``-m`` and a module, as users do."""
+    return ended(start([*launcher, *script], cwd), cwd)
+
+
+def observed(
+    script: list[str],
+    cwd: Path,
+    options: list[str] | None = None,
+    launcher: tuple[str, ...] = (),
+) -> Ran:
+    """Run a script under observation."""
+    own = ["--out", "observed", "--json", "report.json", *(options or [])]
+    return ended(start([*launcher, "-m", "ampwise", "run", *own, *script], cwd), cwd)
+
+
+def planted(script: Path, what: str) -> int:
+    """The line of a script that a mistake stands in."""
+    lines = script.read_text().splitlines()
+    (found,) = [at for at, line in enumerate(lines, 1) if f"# PLANTED {what}" in line]
+    return found
+
+
+def differences(one: Path, other: Path) -> Iterator[str]:
+    """What two scripts' dumps disagree in: losses of all steps and the model's state, to the bit."""
+    first, second = torch.load(one), torch.load(other)
+    for index, (mine, yours) in enumerate(zip(first["losses"], second["losses"], strict=True)):
+        if not _same(torch.tensor(mine), torch.tensor(yours)):
+            yield f"loss {index}: {mine!r} and {yours!r}"
+    assert list(first["model"]) == list(second["model"])
+    for name, value in first["model"].items():
+        if not _same(value, second["model"][name]):
+            yield name
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(
+        one.nan_to_num(nan=12345.0), other.nan_to_num(nan=12345.0)
+    )
