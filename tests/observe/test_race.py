@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -152,32 +155,63 @@ for _ in range({STEPS}):
     assert "bfloat16" in ran()
 
 
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that a script moves by hand."""
+    made = SimpleNamespace(now=0.0)
+    made.perf_counter = lambda: made.now
+    monkeypatch.setitem(sys.modules, "clock", made)
+    monkeypatch.setattr("ampwise.observe.race.time", SimpleNamespace(**vars(time)))
+    monkeypatch.setattr("ampwise.observe.race.time.perf_counter", made.perf_counter)
+    monkeypatch.setattr("ampwise.observe.loaders.time", made)
+    return made
+
+
+@pytest.mark.usefixtures("clock")
 def test_speed_is_of_steps_side_by_side(script):
     lines = f"""
+import clock
 def after(hidden):
-    time.sleep(0.004 if hidden.dtype == torch.float32 else 0.002)
-train({STEPS + 20})
+    clock.now += (1 + len(ran) // 10) * (3 if hidden.dtype == torch.float32 else 2)
+train({STEPS})
 """
-    speed = raced(script(lines)).report.race["bf16"].speed
-    assert speed is not None
-    assert 1.2 < speed.low <= speed.median <= speed.high < 2.1
+    raced_bf16 = raced(script(lines)).report.race["bf16"]
+    assert raced_bf16.speed is not None
+    assert raced_bf16.speed.median == pytest.approx(1.5)
+    assert raced_bf16.pairs >= 15
 
 
+@pytest.mark.usefixtures("clock")
 def test_waiting_for_data_is_nobodys_time(script):
     lines = f"""
+import clock
 class Slow(torch.utils.data.Dataset):
-    def __len__(self): return {STEPS + 20}
+    def __len__(self): return {STEPS}
     def __getitem__(self, index):
-        time.sleep(0.01)
+        clock.now += 10
         return x[0]
 def after(hidden):
-    time.sleep(0.006 if hidden.dtype == torch.float32 else 0.002)
+    clock.now += 3 if hidden.dtype == torch.float32 else 1
 for batch in torch.utils.data.DataLoader(Slow()):
     train(1)
 """
     speed = raced(script(lines)).report.race["bf16"].speed
     assert speed is not None
-    assert speed.median > 1.6  # 16 / 12 with the wait
+    assert speed.median == pytest.approx(3)
+
+
+@pytest.mark.usefixtures("clock")
+def test_a_hopelessly_slow_precision_falls_out(script):
+    lines = f"""
+import clock
+def after(hidden):
+    clock.now += 1 if hidden.dtype == torch.float32 else 50
+train({STEPS})
+"""
+    found = raced(script(lines)).report.race["bf16"]
+    assert "fell out: 50 times slower in its first steps" in found.note
+    assert found.speed is None
+    assert set(ran()[9:]) == {"float32"}
 
 
 def test_the_schedule_depends_on_nothing_but_the_step(script):

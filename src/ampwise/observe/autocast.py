@@ -6,7 +6,6 @@ gets at autocast that a script or its trainer enters by itself.
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -22,6 +21,8 @@ from ampwise.observe.result import Asked, Region
 from ampwise.observe.steps import Session
 
 _HALF = ("float16", "bfloat16")
+_ENABLED = 2
+"""Place of ``enabled`` among autocast's arguments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +51,12 @@ class Autocasts:
 
     def install(self, patches: Patches) -> None:
         """Put it in place."""
-        signature = inspect.signature(autocast.__init__)
 
         def made(real: Any, region: Any, *args: Any, **kwargs: Any) -> None:
             real(region, *args, **kwargs)
-            given = signature.bind(region, *args, **kwargs).arguments
-            if self._session.active and given.get("enabled", True) and not region._enabled:
+            if region._enabled or not self._session.active:
+                return
+            if kwargs.get("enabled", args[_ENABLED] if len(args) > _ENABLED else True):
                 self._refused[_name(region.fast_dtype), users_line()] = None
 
         patches.wrap(autocast, "__init__", made)

@@ -88,6 +88,7 @@ def norm_of(gradients: Sequence[Tensor]) -> Tensor | None:
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for each in gradients:
         kinds.setdefault((each.device, each.dtype), []).append(each)
-    for alike in kinds.values():
-        norms += torch._foreach_norm(alike, 2, dtype=torch.float32)
-    return torch.linalg.vector_norm(torch.stack([each.to(device) for each in norms]))
+    for (where, _), alike in kinds.items():
+        found = torch._foreach_norm(alike, 2, dtype=torch.float32)
+        norms += found if where == device else [each.to(device) for each in found]
+    return torch.linalg.vector_norm(torch.stack(norms))

@@ -7,10 +7,12 @@ the loss scale became, and whether the schedule was held.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,6 +45,14 @@ class _Ended:
     moved: bool | None = None
 
 
+class _Blanks(NamedTuple):
+    """What a row holds where there is nothing, on its device."""
+
+    nothing: Tensor
+    zero: Tensor
+    one: Tensor
+
+
 def _lr(optimizer: Optimizer) -> float | None:
     """The first group's learning rate, where the host knows it."""
     lr = optimizer.param_groups[0].get("lr")
@@ -73,6 +83,7 @@ class Records(Listener):
             session, scalers, schedules, sink,
         )  # fmt: skip
         self._ring: Ring | None = None
+        self._blanks = _Blanks(*torch.empty(3))
         self._at_update: tuple[float | None, int] = (None, 0)
         self._pending: _Ended | None = None
         self._ended: deque[_Ended] = deque()
@@ -120,10 +131,11 @@ class Records(Listener):
         assert ended is not None
         by_hand = _lr(ended.step.attempts[-1].optimizer) != ended.lr
         ended.moved = None if last else self._schedules.stepped > ended.scheduled or by_hand
-        row = _row(ended.step, scale)
         if self._ring is None:
-            self._ring = Ring(row.device)
-        self._ring.row.copy_(row)
+            device = _device_of(ended.step)
+            self._ring = Ring(device)
+            self._blanks = _Blanks(*torch.tensor([float("nan"), 0.0, 1.0]).to(device).unbind())
+        _write(self._ring.row, ended.step, scale, self._blanks)
         self._ring.written(ended.lr if ended.lr is not None else float("nan"))
         self._ended.append(ended)
         if len(self._ended) >= _READ_EVERY:
@@ -134,10 +146,11 @@ class Records(Listener):
             self._one(record, self._ended.popleft())
 
     def _one(self, record: StepRecord, ended: _Ended) -> None:
-        step = ended.step
+        step, skipped = ended.step, record.skipped
         # Without a scaler that guards, a step with gradients that are not finite is made all the
         # same.
-        skipped = record.skipped and any(each.scale is not None for each in step.attempts)
+        normed = any(each.norm is not None for each in step.attempts)
+        found = skipped or (normed and not math.isfinite(record.grad_norm))
         if skipped:
             self._skips.append((step.number, ended.moved))
         elif ended.moved is not None:
@@ -152,7 +165,7 @@ class Records(Listener):
         self._micro_batches.append(step.micro_batches)
         if not step.watched and step.number > _WARM_UP:
             self._times.append(step.seconds)
-        record = replace(record, step=step.number, skipped=skipped, skipped_total=len(self._skips))
+        record = replace(record, step=step.number, found_inf=found, skipped_total=len(self._skips))
         self._sink(step.number, _line(record, ended, samples, waited))
 
     def _note_scale(self, record: StepRecord, step: Step) -> None:
@@ -194,30 +207,41 @@ class Records(Listener):
         ]
 
 
-def _row(step: Step, next_scale: Tensor | None) -> Tensor:
-    """Loss, loss scale before and after, norm, found_inf; on the device of the loss."""
-    losses = [each for segment in step.segments for each in segment.losses]
-    norms = [each.norm for each in step.attempts if each.norm is not None]
-    device = (losses or norms or [torch.zeros(())])[0].device
+def _device_of(step: Step) -> torch.device:
+    """Where its figures are."""
+    losses = (each for segment in step.segments for each in segment.losses)
+    norms = (each.norm for each in step.attempts if each.norm is not None)
+    return next((each.device for each in (*losses, *norms)), torch.device("cpu"))
 
-    def there(value: Tensor | float) -> Tensor:
-        tensor = value.detach().float() if isinstance(value, Tensor) else torch.tensor(value)
-        return tensor.reshape(()).to(device, non_blocking=True)
 
-    nothing = there(float("nan"))
-    loss = sum(map(there, losses[1:]), there(losses[0])) if losses else nothing
-    if len(norms) > 1:
-        norm = torch.linalg.vector_norm(torch.stack([there(each) for each in norms]))
-    else:
-        norm = there(norms[0]) if norms else nothing
+def _write(row: Tensor, step: Step, next_scale: Tensor | None, blanks: _Blanks) -> None:
+    """Loss, loss scale before and after, norm, found_inf, each in as few operations as can be."""
+
+    def there(value: Tensor) -> Tensor:
+        if value.dtype is torch.float32 and value.device == row.device and not value.dim():
+            return value
+        return value.detach().float().reshape(()).to(row.device, non_blocking=True)
+
+    losses = [there(each) for segment in step.segments for each in segment.losses]
+    norms = [there(each.norm) for each in step.attempts if each.norm is not None]
     scale = next((each.scale for each in step.attempts if each.scale is not None), None)
-    before = there(1.0 if scale is None else scale)
+    before = blanks.one if scale is None else there(scale)
     after = before if scale is None or next_scale is None else there(next_scale)
-    found = [there(each.skipped if isinstance(each.skipped, Tensor) else float(each.skipped))
-             for each in step.attempts]  # fmt: skip
-    if norms and scale is None:
-        found.append((~torch.isfinite(norm)).float())
-    return torch.stack([loss, before, after, norm, torch.stack(found).sum()])
+    found = [
+        there(each.skipped) if isinstance(each.skipped, Tensor) else blanks.one
+        for each in step.attempts
+        if each.skipped is not False
+    ]
+    norm = _one_of(norms, blanks.nothing, torch.linalg.vector_norm)
+    columns = [_one_of(losses, blanks.nothing, torch.sum), before, after, norm]
+    torch.stack([*columns, _one_of(found, blanks.zero, torch.sum)], out=row)
+
+
+def _one_of(values: list[Tensor], none: Tensor, together: Callable[[Tensor], Tensor]) -> Tensor:
+    """The only one; several put together; `none` where there is none."""
+    if len(values) < 2:
+        return values[0] if values else none
+    return together(torch.stack(values))
 
 
 def _line(

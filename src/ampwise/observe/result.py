@@ -174,7 +174,16 @@ class NotObserved:
 
 @dataclass(frozen=True)
 class Overhead:
-    """What observing took, in all and a step, in the hooks that run in every step."""
+    """What observing took, in all and a step, in the hooks that run in every step.
+
+    Measured by the host's clock around everything that looks. Not in it: the 0.1 to 0.2 ms a step
+    that it takes to be called at all, the one step that is looked at op by op, and diagnoses.
+
+    Attributes
+    ----------
+    share
+        Of the median step.
+    """
 
     seconds: float = 0.0
     per_step_ms: float | None = None

@@ -171,13 +171,19 @@ class Observation:
             waited_for_data=records.waited_s if self.loaders.used else None,
             race=self._race_of(ending),
             not_observed=self._not_observed(),
-            overhead=Overhead(self.session.spent_s),
+            overhead=self._overhead(),
             step_ms=records.step_ms,
             loss_first=losses[0] if losses else None,
             loss_last=losses[-1] if losses else None,
             ranks=self.config.ranks,
             environment=environment(torch.device("cpu")) if records.steps else {},
         )
+
+    def _overhead(self) -> Overhead:
+        spent_s, steps, usual_ms = self.session.spent_s, self.records.steps, self.records.step_ms
+        per_step_ms = 1e3 * spent_s / steps if steps else None
+        share = per_step_ms / usual_ms if per_step_ms is not None and usual_ms else None
+        return Overhead(spent_s, per_step_ms, share)
 
     def _not_observed(self) -> list[NotObserved]:
         missing = [*self._patches.missing, *self.session.failed, *self.faults.not_observed()]

@@ -117,7 +117,7 @@ class Session:
     in_backward
         Whether backward is running: what is called then is recomputed.
     spent_s
-        Time that observing took so far.
+        Time that listeners took so far, but for what they did aside.
     failed
         Listeners that raised, and are told nothing more.
     """
@@ -145,11 +145,13 @@ class Session:
 
     def tell(self, verb: str, *args: Any, **kwargs: Any) -> None:
         """Call a verb of every listener that has it; one that fails is told nothing more."""
+        began, aside_s = time.perf_counter(), self._aside_s
         for each in self._told(verb):
             try:
                 each(*args, **kwargs)
             except Exception as error:  # noqa: BLE001 - the report says it; the script goes on
                 self._drop(each, error)
+        self.spent_s += time.perf_counter() - began - (self._aside_s - aside_s)
 
     def hears(self, verb: str) -> bool:
         """Whether anybody listens to a verb."""
