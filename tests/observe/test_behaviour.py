@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -31,11 +31,13 @@ def train(steps=3):
 # Each is run after `train` is defined; they differ in how they end and what they look at.
 ENDINGS = {
     "sees itself": """
-import os
+import atexit, os
 import helper
+atexit.register(lambda: print("goodbye"))
 train()
 print(__name__, __file__, sys.argv, os.getcwd(), sys.path[0], helper.VALUE)
-print(sys.modules["__main__"].train is train, __spec__, __package__, "ampwise" in sys.path[0])
+print(sys.modules["__main__"].train is train, __spec__, __package__, end="")
+sys.exit()
 """,
     "crashes": """
 def load(path):
@@ -49,7 +51,6 @@ load("data.bin")
 """,
     "exits with 3": "train(); sys.exit(3)",
     "exits with words": "train(); sys.exit('out of data')",
-    "exits with nothing": "train(); sys.exit()",
     "has a hook of its own": """
 def hook(kind, error, trace):
     import traceback
@@ -57,12 +58,6 @@ def hook(kind, error, trace):
 sys.excepthook = hook
 train()
 raise RuntimeError("at the end")
-""",
-    "has words for its end": """
-import atexit
-atexit.register(lambda: print("goodbye"))
-train()
-print("trained", end="")
 """,
     "stores its model": """
 import copy, io, pickle
@@ -91,41 +86,32 @@ if child == 0:
     sys.exit(5)
 print("the child's code", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """,
-    "starts itself": """
-import subprocess
-if len(sys.argv) > 1:
-    print(train().weight.shape)
-else:
-    done = subprocess.run([sys.executable, __file__, "child"], capture_output=True, text=True)
-    print(done.returncode, done.stdout, done.stderr)
-    train()
-""",
-    "has workers": """
+    "has other processes": """
+import multiprocessing, subprocess
 from torch.utils.data import DataLoader
 
 class Squares(torch.utils.data.Dataset):
     def __len__(self):
-        return 6
+        return 2
     def __getitem__(self, index):
         return torch.tensor(index ** 2), torch.utils.data.get_worker_info().id
-
-if __name__ == "__main__":
-    train()
-    for how in ("fork", "spawn"):
-        loader = DataLoader(Squares(), 2, num_workers=2, multiprocessing_context=how)
-        print(how, [each[0].tolist() for each in loader])
-""",
-    "has a pool": """
-import multiprocessing
 
 def square(value):
     return value * value, __name__
 
 print("imported as", __name__, flush=True)
-if __name__ == "__main__":
+if __name__ == "__main__" and sys.argv[-1] == "child":
+    print(train().weight.shape)
+elif __name__ == "__main__":
     train()
+    for how in ("fork", "spawn"):
+        loader = DataLoader(Squares(), 2, num_workers=1, multiprocessing_context=how)
+        print(how, [each[0].tolist() for each in loader])
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         print(pool.map(square, [2, 3]))
+    command = [sys.executable, __file__, "child"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    print(done.returncode, done.stdout, done.stderr)
 """,
 }
 
@@ -149,21 +135,14 @@ def test_a_script_says_and_returns_what_it_does_by_itself(tmp_path: Path, name: 
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "helper.py").write_text("VALUE = 7\n")
     (tmp_path / "src" / "job.py").write_text(TRAIN + ENDINGS[name])
-    alone, watched = both(tmp_path, ["src/job.py"])
+    # Arguments are the script's own, also those that look like ours.
+    script = ["src/job.py", "--out", "x", "--steps", "1", "-h", "--", "--json", "-"]
+    alone, watched = both(tmp_path, script)
     same(alone, watched)
+    assert not (tmp_path / "x").exists()
     assert watched.report["exit_code"] == alone.code
     assert watched.report["steps"] == 3
     assert [each["step"] for each in watched.steps()] == [1, 2, 3]
-
-
-def test_arguments_are_the_scripts_own(tmp_path: Path) -> None:
-    """Also where they look like ours, before and after ``--``."""
-    (tmp_path / "job.py").write_text(TRAIN + "train(); print(sys.argv)")
-    script = ["job.py", "--out", "x", "--steps", "1", "-h", "--", "--json", "-"]
-    alone, watched = both(tmp_path, script)
-    same(alone, watched)
-    assert watched.report["steps"] == 3
-    assert not (tmp_path / "x").exists()
 
 
 def test_a_module_is_run_as_python_runs_it(tmp_path: Path) -> None:
@@ -179,7 +158,7 @@ def test_a_module_is_run_as_python_runs_it(tmp_path: Path) -> None:
     assert watched.report["steps"] == 3
 
 
-@pytest.mark.parametrize("zipped", [False, True])
+@pytest.mark.parametrize("zipped", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_folder_or_an_archive_is_run_by_its_main(tmp_path: Path, zipped: bool) -> None:
     text = TRAIN + "import helper\ntrain()\nprint(__file__, __package__, sys.path[0], sys.argv)\n"
     (tmp_path / "app").mkdir()
@@ -234,21 +213,19 @@ print("ready", flush=True)
 WAIT = "while True: train(1)"
 
 
-def sent(cwd: Path, number: signal.Signals, prefix: list[str]) -> Ran:
-    """A script that gets a signal once it says that it is ready."""
-    process: subprocess.Popen[str] = start([*prefix, "job.py"], cwd)
+def sent(cwd: Path, number: signal.Signals) -> Ran:
+    """A script under observation that gets a signal once it says that it is ready."""
+    own = ["--quiet", "--out", "observed", "--json", "report.json"]
+    process = start(["-m", "ampwise", "run", *own, "job.py"], cwd)
     assert process.stdout
     assert process.stdout.readline() == "ready\n"
     process.send_signal(number)
     return ended(process, cwd)
 
 
-WATCHED = ["-m", "ampwise", "run", "--quiet", "--out", "observed", "--json", "report.json"]
-
-
 def test_an_interrupted_script_ends_and_the_report_is_written(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(ENDLESS.format(before="", wait=WAIT))
-    watched = sent(tmp_path, signal.SIGINT, WATCHED)
+    watched = sent(tmp_path, signal.SIGINT)
     assert watched.code == watched.report["exit_code"] == 130
     assert watched.report["steps"] == len(watched.steps()) >= 3
     assert "KeyboardInterrupt" in watched.err
@@ -258,7 +235,7 @@ def test_an_interrupted_script_ends_and_the_report_is_written(tmp_path: Path) ->
 
 def test_a_terminated_script_dies_of_the_signal_and_the_report_is_written(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(ENDLESS.format(before="", wait=WAIT))
-    watched = sent(tmp_path, signal.SIGTERM, WATCHED)
+    watched = sent(tmp_path, signal.SIGTERM)
     assert watched.code == -signal.SIGTERM
     assert watched.report["steps"] == len(watched.steps()) >= 3
 
@@ -267,21 +244,18 @@ def test_a_terminated_script_dies_of_the_signal_and_the_report_is_written(tmp_pa
 def test_a_script_that_handles_signals_still_does(tmp_path: Path, number: signal.Signals) -> None:
     before = f"signal.signal({int(number)}, lambda *_: (print('saved'), sys.exit(4)))"
     (tmp_path / "job.py").write_text(ENDLESS.format(before=before, wait=WAIT))
-    alone, watched = (sent(tmp_path, number, prefix) for prefix in ([], WATCHED))
-    same(alone, watched)
+    watched = sent(tmp_path, number)
     assert (watched.code, watched.out, watched.report["exit_code"]) == (4, "saved\n", 4)
 
 
 def test_a_script_that_catches_the_interruption_goes_on(tmp_path: Path) -> None:
     wait = "try:\n    print('ready', flush=True)\n    while True: train(1)\nexcept KeyboardInterrupt:\n    print('saved')"
     (tmp_path / "job.py").write_text(TRAIN + wait)
-    watched = sent(tmp_path, signal.SIGINT, WATCHED)
+    watched = sent(tmp_path, signal.SIGINT)
     assert (watched.code, watched.out, watched.report["exit_code"]) == (0, "saved\n", 0)
 
 
 def test_json_on_stdout_is_alone_there(tmp_path: Path) -> None:
-    import json
-
     (tmp_path / "job.py").write_text(TRAIN + "train(); print('mine')")
     done = by_itself(["-m", "ampwise", "run", "--json", "-", "job.py"], tmp_path)
     assert json.loads(done.out)["schema"] == "ampwise.run/1"

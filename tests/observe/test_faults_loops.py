@@ -208,3 +208,65 @@ def test_data_and_noise_that_are_drawn_on_the_way(tmp_path):
     assert found.step == int(first.read_text()) > 4  # later than any step that was looked at
     assert found.origin is not None
     assert found.origin.line == line_of(path, "# log")
+
+
+PLAIN = """
+import sys, torch, weakref
+from torch import nn
+import torch.nn.functional as F
+
+kind = sys.argv[1]
+torch.manual_seed(0)
+
+def compute(out, y):
+    return F.cross_entropy(out * 1e30 * 1e30 if kind == "compiled" else out, y)  # loss
+
+compute = torch.compile(compute, backend="aot_eager") if kind == "compiled" else compute
+net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+optimizer = torch.optim.SGD(net.parameters(), 1e-2)
+kept = []
+for i in range(5):
+    x, y = torch.randn(8, 8), torch.randint(0, 4, (8,))
+    if kind == "in place" and i == 3:
+        x[0, 0] = float("inf")
+    if kind == "vmap":
+        def loss_of(parameters, x, y):
+            return F.cross_entropy(torch.func.functional_call(net, parameters, (x[None],)), y[None])
+        torch.func.vmap(torch.func.grad(loss_of), (None, 0, 0))(dict(net.named_parameters()), x, y)
+        torch.jit.trace(net, x)
+    out = net(x)
+    loss = compute(out, y)
+    loss.backward()
+    if kind == "in place":
+        x.zero_()
+    kept += [weakref.ref(out), weakref.ref(x)]
+    optimizer.step()
+    optimizer.zero_grad()
+    if i < 4:
+        del out, x, loss
+if kind == "memory":
+    open(sys.argv[2], "w").write(str([each() is not None for each in kept]))
+"""
+
+
+def test_a_compiled_loss_is_not_looked_into(tmp_path):
+    _, (found,) = found_in(tmp_path, PLAIN, "compiled")
+    assert found.status == "not_reproduced"
+    assert "What Sequential returns is finite" in found.explanation
+    assert "code outside of modules is compiled" in found.explanation
+
+
+def test_a_batch_that_is_changed_in_place_is_said_to_be(tmp_path):
+    _, (found,) = found_in(tmp_path, PLAIN, "in place")
+    assert found.status == "not_reproduced"
+    assert "an argument of a module was changed in place afterwards" in found.explanation
+
+
+def test_traces_and_transforms_are_no_steps(tmp_path):
+    assert found_in(tmp_path, PLAIN, "vmap")[1] == []
+
+
+def test_nothing_is_held_after_a_step(tmp_path):
+    """Outputs and batches go with the step that they are of, also where it was looked at."""
+    found_in(tmp_path, PLAIN, "memory", str(tmp_path / "held"))
+    assert (tmp_path / "held").read_text() == str([False] * 8 + [True] * 2)

@@ -68,17 +68,20 @@ def slow(*values: str) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-CLEAN = [
-    *((name, "bf16") for name in KNOWN if name not in ("gan", "mnist_like", "timm_scaler")),
+QUICK = [
+    ("accelerate_loop", "bf16"),
+    ("ddp", "bf16"),
     ("gan", "fp16"),
+    ("hf_trainer", "bf16"),
+    ("lightning_fit", "bf16"),
     ("mnist_like", "fp32"),
-    ("timm_scaler", "fp16"),
-    slow("accelerate_loop", "fp16"),
-    slow("gan", "bf16"),
-    slow("lightning_fit", "fp16"),
-    slow("mnist_like", "bf16"),
-    slow("nanogpt", "fp16"),
-    slow("timm_scaler", "bf16"),
+    ("nanogpt", "fp16"),
+]
+CLEAN = QUICK + [
+    slow(name, precision)
+    for name in sorted(KNOWN)
+    for precision in ("bf16", "fp16")
+    if (name, precision) not in QUICK
 ]
 
 
@@ -149,6 +152,7 @@ def test_losses_in_the_file_are_those_of_the_script(tmp_path: Path) -> None:
     assert [each["train/loss"] for each in ran.steps()] == losses
 
 
+@pytest.mark.slow
 def test_products_that_stay_in_float32_are_named(tmp_path: Path) -> None:
     """Attention with dropout takes the math path on a CPU, which computes in float32."""
     ran = watch("hf_trainer", tmp_path, "--steps", "4", "--precision", "bf16")
@@ -177,7 +181,7 @@ def test_a_precision_asked_for_and_not_active_is_said_first(tmp_path: Path, name
 
 
 CAUSES = {"forward": "RANGE_OVERFLOW", "backward": "BACKWARD_SINGULARITY"}
-QUICK = {
+QUICK_FAULTS = {
     ("accelerate_loop", "fp16", "backward"),
     ("checkpointed", "bf16", "forward"),
     ("gan", "bf16", "backward"),
@@ -186,7 +190,7 @@ QUICK = {
     ("nanogpt", "fp16", "forward"),
 }
 FAULTS = [
-    each if each in QUICK else slow(*each)
+    each if each in QUICK_FAULTS else slow(*each)
     for name in sorted(KNOWN)
     for precision in ("bf16", "fp16")
     for each in ((name, precision, "forward"), (name, precision, "backward"))
@@ -252,7 +256,7 @@ def test_a_fault_leaves_the_run_as_it_was(tmp_path: Path, name: str) -> None:
     assert [each["step"] for each in ran.report["skips"]] == [3]
 
 
-SETTLE = ("accelerate_loop", "lightning_fit", "nanogpt")
+SETTLE = ("accelerate_loop", "lightning_fit")
 
 
 @pytest.mark.parametrize("name", [each if each in SETTLE else slow(each) for each in sorted(KNOWN)])

@@ -21,12 +21,14 @@ from ampwise.document import MAX_BYTES, Document, read
 from ampwise.errors import UsageError
 from ampwise.numerics.result import Diagnosis, Finding, Fix, OpError, Origin, Values
 from ampwise.numerics.search import Tried, Tuned
+from ampwise.observe.result import RunReport
 from ampwise.report import stored
 from ampwise.report.compare import compare
 from ampwise.report.console import Console
 from ampwise.report.train import TrainedRun
 from ampwise.step import Activity
 from ampwise.training.config import TrainResult
+from tests.report.observed import observed
 from tests.report.test_report import report
 from tests.report.test_scaling import scaling_report as scaled
 from tests.report.test_stored import verification
@@ -76,13 +78,14 @@ def written(made: Document) -> dict:
 REPORTS = {
     "bench": lambda: written(report()),
     "diagnosis": lambda: written(diagnosis()),
+    "observed": lambda: written(observed(faults=[diagnosis()])),
     "scaling": lambda: written(scaled()),
     "tune": lambda: written(tuned()),
     "verify": lambda: written(verification()),
     "run": lambda: json.loads(json.dumps(trained())),
 }
 STEPS = "".join(
-    json.dumps({"step": n, "train/loss": 1.0 / n, "amp/loss_scale": 2.0**n, "amp/grad_norm": 0.5,
+    json.dumps({"step": n, "train/loss": 1.0 / n, "train/step_s": 0.1, "train/data_wait_s": 0.05, "amp/loss_scale": 2.0**n, "amp/grad_norm": 0.5,
                 "eval/loss": 2.0, "amp/found_inf": n == 2}) + "\n"
     for n in (1, 2, 3)
 )  # fmt: skip
@@ -237,6 +240,15 @@ MISFITS = [
     ("diagnosis", ("status",), "odd", "status: expected one of fault, clean"),
     ("diagnosis", ("origin", "inputs", 0, "shape", 1), "3",
      "origin.inputs[0].shape[1]: expected an integer, got a string"),
+    ("observed", ("findings", 0, "severity"), "fatal",
+     "findings[0].severity: expected one of error, warning, info, got 'fatal'"),
+    ("observed", ("precision", "ran", "forward", "float32"), 0.5,
+     "precision.ran.forward.float32: expected an integer, got a number"),
+    ("observed", ("race", "bf16", "speed", "low"), KeyError,
+     "race.bf16.speed.low: expected a value, got nothing"),
+    ("observed", ("faults", 0, "schema"), "ampwise.diagnosis/2",
+     "faults[0].schema: expected ampwise.diagnosis/1, got 'ampwise.diagnosis/2'"),
+    ("observed", ("script",), KeyError, "script: expected a value, got nothing"),
     ("scaling", ("results", 0, "held_bytes"), None, "results[0].held_bytes: expected a list, got null"),
     ("tune", ("bench", "precisions"), {}, "bench.precisions: expected a list, got an object"),
     ("tune", ("bench", "schema"), "ampwise.bench/2", "bench.schema: expected ampwise.bench/1"),
@@ -325,10 +337,11 @@ STEP_FILES = {
 }
 
 
+@pytest.mark.parametrize("kind", ["run", "observed"])
 @pytest.mark.parametrize("name", STEP_FILES)
-def test_steps_that_are_none_are_one_line(tmp_path, capsys, name):
+def test_steps_that_are_none_are_one_line(tmp_path, capsys, name, kind):
     steps, place = STEP_FILES[name]
-    folder = folder_of(tmp_path / "run", "run", trained(), steps)
+    folder = folder_of(tmp_path / "run", kind, REPORTS[kind](), steps)
     assert main(["report", str(folder)]) == 2
     said = capsys.readouterr().err
     assert f"{place} is damaged: expected an object with a step and its metrics" in said
@@ -408,7 +421,7 @@ def test_a_page_of_a_changed_report_is_drawn_or_refused(tmp_path, change):
 
 
 @QUICK
-@given(st.sampled_from([BenchReport, Diagnosis, Tuned, TrainResult]), JUNK)
+@given(st.sampled_from([BenchReport, Diagnosis, RunReport, Tuned, TrainResult]), JUNK)
 def test_anything_else_is_refused(kind, data):
     for given_ in (data, {"schema": kind.schema, "result": data}):
         with pytest.raises(UsageError):
@@ -420,13 +433,17 @@ def test_anything_else_is_refused(kind, data):
 def test_names_from_outside_are_harmless_in_every_form(tmp_path, text):
     for name, make in REPORTS.items():
         data = json.loads(json.dumps(make()), object_hook=lambda each: renamed(each, text))
-        shown(folder_of(tmp_path / "run", name, data), html=name in ("diagnosis", "verify"))
+        shown(
+            folder_of(tmp_path / "run", name, data),
+            html=name in ("diagnosis", "observed", "verify"),
+        )
 
 
 def renamed(each: dict, text: str) -> dict:
     """An object whose free texts are another one."""
     free = {"task", "reason", "how", "what", "source", "file", "module", "op", "evidence", "requirement",
-            "name", "explanation", "cause", "device_name", "torch", "folder", "unit", "cost"}  # fmt: skip
+            "name", "explanation", "cause", "device_name", "torch", "folder", "unit", "cost",
+            "script", "ending", "message", "dtype", "why", "note", "code", "float32_products"}  # fmt: skip
     return {
         key: text if key in free and isinstance(value, str) else value
         for key, value in each.items()

@@ -132,13 +132,14 @@ def _dispatch(arguments: list[str]) -> int:
 
     theirs: list[str] = []
     if name == "run":
-        rest, theirs = _split(arguments)
-        del rest[0]
+        (_, *rest), theirs = _split(arguments)
     options = parse(module.Options, rest, f"ampwise {name}")
     if options is None:
         return errors.EXIT_OK
+    if name == "run":
+        options.script = tuple(theirs)
     check_target("json", getattr(options, "json", None))
-    return module.run(options, theirs) if name == "run" else module.run(options)
+    return module.run(options)
 
 
 def _overview() -> str:

@@ -113,7 +113,7 @@ def _for_help(kind: type) -> type[Any]:
 
 def _default(label: str) -> str:
     """Nothing for a switch, nor for an option that is not given unless it is given."""
-    return "" if label in ("", "None", "True", "False") else f"(default: {label})"
+    return "" if label in ("", "''", "None", "True", "False") else f"(default: {label})"
 
 
 def _tyro(kind: type[T], arguments: Sequence[str], program: str, default: T) -> T:

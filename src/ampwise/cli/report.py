@@ -25,7 +25,7 @@ class Options(Shared):
     """Show a stored run again, or compare two bench runs of one task, the older first."""
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN]")] = ()
-    """Folder of a bench, verify, diagnose, tune or train run, or its result file."""
+    """Folder of a bench, verify, diagnose, tune, train or observed run, or its result file."""
 
     format: Format = "terminal"
     """What to write; html goes to report.html in the run folder unless --out says otherwise."""
@@ -34,8 +34,8 @@ class Options(Shared):
     """File to write instead of standard output."""
 
     gate: Gate = "off"
-    """Exit with 1 on a failed requirement or, with two runs, on a regression; "strict": also on
-    one that is not measured."""
+    """Exit with 1 on a failed requirement, a fault, a mistake that is an error or, with two runs, a
+    regression; "strict": also on a requirement that is not measured, and on any finding."""
 
 
 def run(options: Options) -> int:
@@ -97,7 +97,7 @@ def _gate(found: Run, gate: Gate) -> int:
     from ampwise.bench.scaling_report import ScalingReport
     from ampwise.numerics.result import Diagnosis
     from ampwise.numerics.search import Tuned
-    from ampwise.observe.result import RunReport
+    from ampwise.report.observed import ObservedRun
     from ampwise.report.train import TrainedRun
 
     if isinstance(found, BenchReport):
@@ -106,10 +106,10 @@ def _gate(found: Run, gate: Gate) -> int:
         return gate_exit_code(found, gate)
     if isinstance(found, Diagnosis):
         return EXIT_GATE if gate != "off" and found.status == "fault" else EXIT_OK
-    if isinstance(found, RunReport):
-        from ampwise.cli.run import gated
+    if isinstance(found, ObservedRun):
+        from ampwise.cli.run import holds
 
-        return gated(found, gate)
+        return EXIT_OK if holds(found.report, gate) else EXIT_GATE
     if isinstance(found, ScalingReport | TrainedRun | Tuned):
         if gate != "off":
             kinds = {ScalingReport: "scaling", TrainedRun: "train", Tuned: "tune"}

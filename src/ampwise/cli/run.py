@@ -11,18 +11,19 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TextIO
 
 import tyro
 
 from ampwise.cli.options import Gate, Shared, positive, write_json
 from ampwise.cli.output import say, tell
-from ampwise.errors import EXIT_GATE, UsageError
+from ampwise.errors import EXIT_GATE, EXIT_OK, UsageError, in_one_line, kind_and_words
 
 if TYPE_CHECKING:
     from ampwise.observe.result import RunReport
     from ampwise.observe.run import Observation
     from ampwise.observe.script import Ending, Target
+    from ampwise.report.observed import ObservedRun
     from ampwise.telemetry.names import Metric
     from ampwise.telemetry.run import RunFolder
     from ampwise.trackers import TrackerSet
@@ -32,8 +33,13 @@ if TYPE_CHECKING:
 class Options(Shared):
     """Run a training script that nobody changed, and say what its precision did.
 
-    What stands after SCRIPT is the script's own. -m MODULE runs a module, as Python's -m does.
+    Options go before SCRIPT; what stands after it is the script's own.
     """
+
+    script: Annotated[
+        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="SCRIPT [ARGS]")
+    ] = ()
+    """A Python script and its arguments; or -m MODULE [ARGS], as Python's own -m."""
 
     race: Annotated[str, tyro.conf.arg(metavar="P[,Q]")] = ""
     """Run every other step in another precision (fp32, tf32, fp16, bf16), and measure what it
@@ -48,7 +54,7 @@ class Options(Shared):
     on_fault: Literal["diagnose", "stop", "off"] = "diagnose"
     """At a loss or gradient that is not finite: find out why, end the script then, or go on."""
 
-    track: str = ""
+    track: Annotated[str, tyro.conf.arg(metavar="A[,B]")] = ""
     """Comma-separated trackers that get every step: csv, tensorboard, mlflow, wandb."""
 
     out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
@@ -89,7 +95,7 @@ def target_of(words: Sequence[str]) -> Target:
     """
     from ampwise.observe.script import Target
 
-    if words[:1] == ["-m"]:
+    if words and words[0] == "-m":
         if len(words) == 1:
             raise UsageError("-m: expected the name of a module")
         return Target(words[1], tuple(words[2:]), is_module=True)
@@ -100,11 +106,12 @@ def target_of(words: Sequence[str]) -> Target:
     return Target(words[0], tuple(words[1:]))
 
 
-def run(options: Options, words: Sequence[str]) -> int:
-    """Run the script that `words` name, report; the exit code."""
-    target = target_of(words)
+def run(options: Options) -> int:
+    """Run the script, report; the exit code."""
+    target = target_of(options.script)
     positive("steps", options.steps)
     target.check()
+    _check_out(options.out)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     from ampwise.distributed.launch import launch
     from ampwise.observe.race import racers
@@ -117,13 +124,33 @@ def run(options: Options, words: Sequence[str]) -> int:
         options.keep_checkpoints, launch().size, options.debug,
     )  # fmt: skip
     observed = Observation(config, files.line)
-    with _own_stdout(taken=options.json == "-"):
-        ending = observed.run(partial(files.store, observed))
+    ending = observed.run(partial(files.store, observed))
     return files.store(observed, ending)
 
 
+def _check_out(out: Path | None) -> None:
+    """Refuse a folder that cannot be made, or holds a run: training would be for nothing.
+
+    Raises
+    ------
+    UsageError
+        When it is so.
+    """
+    if out is None:
+        return
+    if (out / "run.json").exists():
+        raise UsageError(f"{out} already holds a run: another --out starts a new one")
+    there = next(each for each in (out, *out.absolute().parents) if each.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        why = "no permission to write there" if there.is_dir() else f"{there} is no folder"
+        raise UsageError(f"--out {out}: {why}; name a writable folder")
+
+
 class _Files:
-    """The run's folder, made at the first step, and all that is written there."""
+    """The run's folder, made at the first step, and all that is written there.
+
+    What cannot be written is said once, and the script goes on.
+    """
 
     def __init__(self, options: Options, target: Target, *, leads: bool) -> None:
         from ampwise.trackers import check_names
@@ -132,16 +159,14 @@ class _Files:
         self._folder: RunFolder | None = None
         self._trackers: TrackerSet | None = None
         self._track = tuple(each for each in options.track.split(",") if each)
-        self._base, self._pid, self._stored = Path.cwd(), os.getpid(), False
+        self._base, self._pid, self._stored, self._lost = Path.cwd(), os.getpid(), False, False
         check_names(self._track)
-        if options.out is not None and (options.out / "run.json").exists():
-            raise UsageError(f"{options.out} already holds a run: another --out starts a new one")
+        self._stdout = _taken_stdout() if options.json == "-" else None
 
     def line(self, step: int, metrics: Mapping[str, Metric]) -> None:
         """A step's line, to ``steps.jsonl`` and the trackers."""
-        if not self._leads:
+        if not self._leads or (folder := self._made()) is None:
             return
-        folder = self._made()
         folder.append({"step": step, **metrics})
         if self._trackers is not None:
             self._trackers.log(metrics, step)
@@ -154,96 +179,125 @@ class _Files:
         report = observed.report(ending)
         if not self._leads:
             return ending.exit_code
-        text = json.dumps(report.to_json(), indent=2, allow_nan=False)
-        if report.steps:
-            self._write(report, text)
-        if not self._options.quiet and self._options.json != "-":
-            self._show(report)
-        write_json(text, self._options.json)
+        with _inside(self._base), self._losing("the report is incomplete"):
+            self._report(report)
         return gated(report, self._options.gate)
 
-    def _made(self) -> RunFolder:
+    def _made(self) -> RunFolder | None:
+        """The folder; None where it could not be made."""
+        if self._folder is None and not self._lost:
+            with self._losing("nothing is written"), _inside(self._base):
+                self._make()
+        return self._folder
+
+    def _make(self) -> None:
         from ampwise.telemetry.run import RunFolder
         from ampwise.trackers import TrackerSet
 
-        if self._folder is None:
-            name, here = f"run-{self._target.label}", Path.cwd()
-            os.chdir(self._base)  # the script may have gone elsewhere
-            try:
-                self._folder = RunFolder.create(self._options.out, name, say, logs=True)
-                self._folder.path = self._folder.path.absolute()
-            finally:
-                os.chdir(here)
-            self._folder.write({"command": "run", "script": self._target.name, "status": "running"})
-            if self._track:
-                self._trackers = TrackerSet(
-                    self._track, self._folder.path, self._folder.path.name,
-                    {"script": self._target.name}, say,
-                )  # fmt: skip
-        return self._folder
+        name = f"run-{self._target.label}"
+        folder = RunFolder.create(self._options.out, name, say, logs=True)
+        folder.path = folder.path.absolute()
+        folder.write({"command": "run", "script": self._target.name, "status": "running"})
+        self._folder = folder
+        if self._track:
+            config = {"script": self._target.name}
+            self._trackers = TrackerSet(self._track, folder.path, folder.path.name, config, say)
 
-    def _write(self, report: RunReport, text: str) -> None:
+    def _report(self, report: RunReport) -> None:
+        """To the folder, the terminal, and where ``--json`` says."""
+        from ampwise.report.observed import ObservedRun
+
+        run, text = ObservedRun(report), json.dumps(report.to_json(), indent=2, allow_nan=False)
+        folder = self._made() if report.steps else None
+        if folder is not None:
+            folder.close()
+            with self._losing("the report is incomplete"):
+                run = self._write(folder, report, text)
+        if not self._options.quiet and self._options.json != "-":
+            self._show(run)
+        with self._losing("there is no JSON"), contextlib.ExitStack() as stack:
+            if self._stdout is not None:
+                stack.enter_context(contextlib.redirect_stdout(stack.enter_context(self._stdout)))
+            write_json(text, self._options.json)
+
+    def _write(self, folder: RunFolder, report: RunReport, text: str) -> ObservedRun:
+        from ampwise.report.observed import FILE, ObservedRun
         from ampwise.report.run import to_html
         from ampwise.telemetry.files import atomic_write_text
 
-        folder = self._made()
-        folder.close()
         if self._trackers is not None:
             self._trackers.finish()
-        atomic_write_text(folder.path / "observed.json", text + "\n")
-        atomic_write_text(folder.path / "report.html", to_html(report))
         folder.write(
             {"command": "run", "script": report.script, "status": report.ending,
              "steps": report.steps, "exit_code": report.exit_code}
         )  # fmt: skip
+        atomic_write_text(folder.path / FILE, text + "\n")
+        run = ObservedRun.of(report, folder.path / FILE)
+        atomic_write_text(folder.path / "report.html", to_html(run))
+        return run
 
-    def _show(self, report: RunReport) -> None:
+    def _show(self, run: ObservedRun) -> None:
         """On standard error: standard output is the script's."""
         from ampwise.report.console import Console
         from ampwise.report.run import render
 
-        render(report, Console(stderr=True))
-        if self._folder is not None:
-            path = os.path.relpath(self._folder.path, self._base)
-            tell("", f"report: {path}/observed.json, steps.jsonl and report.html", err=True)
+        render(run, Console(stderr=True))
+        if self._folder is not None and not self._lost:
+            path = os.path.relpath(self._folder.path)
+            tell(f"report: {path}/observed.json, steps.jsonl and report.html", err=True)
+
+    @contextlib.contextmanager
+    def _losing(self, what: str) -> Generator[None]:
+        """Inside, what fails is said, and what comes of it; the script's exit code is its own."""
+        try:
+            yield
+        except Exception as error:
+            if self._options.debug:
+                raise
+            self._lost = True
+            known = isinstance(error, (OSError, UsageError))
+            words = in_one_line(error) if known else f"{kind_and_words(error)}, a bug in ampwise"
+            say(f"{words} ({what}; the script is not affected)")
 
 
 def gated(report: RunReport, gate: Gate) -> int:
     """The script's exit code, unless the gate says no."""
-    if gate == "off" or report.exit_code:
+    if report.exit_code:
         return report.exit_code
-    errors = [each for each in report.findings if gate == "strict" or each.severity == "error"]
-    against = [f"{counted}" for counted in _against(report, errors)]
+    return EXIT_OK if holds(report, gate) else EXIT_GATE
+
+
+def holds(report: RunReport, gate: Gate) -> bool:
+    """Whether the gate does; says why not."""
+    from ampwise.report.observed import objections
+
+    if gate == "off":
+        return True
+    failed = [f"the script {report.ending}"] if report.exit_code else []
+    against = [*failed, *objections(report, strict=gate == "strict")]
     if against:
         say(f"gate: {'; '.join(against)}")
-    return EXIT_GATE if against else report.exit_code
-
-
-def _against(report: RunReport, findings: Sequence[object]) -> list[str]:
-    from ampwise.words import counted
-
-    found: list[str] = []
-    if findings:
-        found.append(counted(len(findings), "finding"))
-    if report.faults:
-        found.append(counted(len(report.faults), "fault"))
-    if not report.precision.active:
-        found.append("the precision asked for was not active")
-    return found
+    return not against
 
 
 @contextlib.contextmanager
-def _own_stdout(*, taken: bool) -> Generator[None]:
-    """Inside, what the script prints goes to standard error where standard output is taken."""
-    if not taken:
-        yield
-        return
-    sys.stdout.flush()
-    kept = os.dup(1)
-    os.dup2(2, 1)
+def _inside(folder: Path) -> Generator[None]:
+    """Inside, the working directory is this one: the script may have gone elsewhere."""
+    try:
+        here = Path.cwd()
+    except FileNotFoundError:
+        here = None
+    os.chdir(folder)
     try:
         yield
     finally:
-        sys.stdout.flush()
-        os.dup2(kept, 1)
-        os.close(kept)
+        if here is not None:
+            os.chdir(here)
+
+
+def _taken_stdout() -> TextIO:
+    """Standard output, for us alone; what the script prints, at its exit too, goes to stderr."""
+    sys.stdout.flush()
+    ours = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    return ours

@@ -26,6 +26,8 @@ from ampwise.step.recorder import RandomState
 _LEARNING = 3
 """Calls of a module in which it is learned what forward changes."""
 _MOST_CALLS = 512
+_MOST_HELD = 1 << 30
+"""Calls in a pass, and bytes of the arguments of several, that are held."""
 _MOST_BYTES = 64 << 20
 """Of gradients that are kept, and of buffers that are copied."""
 
@@ -100,6 +102,11 @@ class Call:
                 buffer.copy_(copy)
 
     @property
+    def size(self) -> int:
+        """Bytes of its arguments."""
+        return sum(each.numel() * each.element_size() for each, _ in self.versions)
+
+    @property
     def changed_in_place(self) -> bool:
         """Whether an argument was written to since."""
         return any(tensor._version != version for tensor, version in self.versions)
@@ -121,8 +128,8 @@ class Pass:
         Where it was called.
     program
         How the loss is computed from the calls, as seen in this pass; None where nobody looked.
-    complete
-        Whether all calls were kept.
+    complete, size
+        Whether all calls were kept, and the bytes of their arguments.
     """
 
     batch: Any = None
@@ -132,6 +139,15 @@ class Pass:
     backward: Spots = ()
     program: Any = None
     complete: bool = True
+    size: int = 0
+
+    def add(self, call: Call) -> None:
+        """Keep a call; the oldest go where many have gradients and no backward follows."""
+        self.calls.append(call)
+        self.size += call.size
+        while len(self.calls) > _MOST_CALLS or (self.size > _MOST_HELD and len(self.calls) > 8):
+            self.size -= self.calls.pop(0).size
+            self.complete = False
 
 
 class Calls:
@@ -166,7 +182,9 @@ class Calls:
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A module is called."""
         self._open = None
-        if not torch.is_grad_enabled() or not self._takes_part(module, args, kwargs):
+        if not torch.is_grad_enabled() or _is_traced():
+            return
+        if not self._takes_part(module, args, kwargs):
             return
         assert self.device is not None
         known = self._known.setdefault(module, _Known())
@@ -189,10 +207,7 @@ class Calls:
                 call.incoming.append(self._listen(path, tensor))
         if not self.now.calls:
             self.now.batch = self._batch
-        self.now.calls.append(call)
-        if len(self.now.calls) > _MOST_CALLS:
-            self.now.calls.pop(0)
-            self.now.complete = False
+        self.now.add(call)
         return call
 
     def backward(self, loss: Tensor | None, spots: Spots) -> Pass:
@@ -261,6 +276,12 @@ class Calls:
         assert tensor.grad_fn is not None
         tensor.grad_fn.register_prehook(before)
         return kept
+
+
+def _is_traced() -> bool:
+    """Whether what runs is no step but a trace, or a transform of functions."""
+    functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+    return torch.jit.is_tracing() or functorch.peek_interpreter_stack() is not None
 
 
 class _Known:

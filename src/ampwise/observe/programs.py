@@ -25,19 +25,24 @@ class Programs:
     ----------
     compiles
         Whether code outside of modules is compiled: it must not be looked at.
-    why_not
-        Why the last loss is not known as a function.
     """
 
     def __init__(self) -> None:
         self.compiles = False
-        self.why_not = "how it is computed was not seen"
+        self._why_not = "how it is computed was not seen"
         self._tape: Tape | None = None
         self._updates: Counter[int] = Counter()
         self._more = _MORE_LOOKS
         self._again = False
         self._known: dict[tuple[int, int], Program] = {}
         self._draws = False
+
+    @property
+    def why_not(self) -> str:
+        """Why the last loss is not known as a function."""
+        if self.compiles:
+            return "code outside of modules is compiled, and not looked into"
+        return self._why_not
 
     @property
     def draws(self) -> bool:
@@ -64,12 +69,12 @@ class Programs:
             return
         self._tape.switch(on=False)
         if loss is None:
-            self.why_not = "backward was called on more than one number"
+            self._why_not = "backward was called on more than one number"
         else:
             try:
                 ended.program = self._tape.program(loss, ended, before)
             except NoProgramError as error:
-                self.why_not = str(error)
+                self._why_not = str(error)
         self._tape.forget()
 
     def backward_ends(self) -> None:

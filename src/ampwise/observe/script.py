@@ -56,6 +56,8 @@ class Target:
             raise UsageError(
                 f"no such script: {self.name}; expected a path, or -m and a module's name"
             )
+        if not os.access(path, os.R_OK):
+            raise UsageError(f"{self.name}: no permission to read it")
 
     @property
     def is_archive(self) -> bool:
@@ -115,6 +117,8 @@ def run(target: Target, on_terminate: Callable[[], None], *, all_frames: bool = 
         except Stopped:
             return Ending(0, "stopped")
         except SystemExit as leaving:
+            if _is_runpys(leaving):
+                raise UsageError(_refusal(leaving, target)) from None
             return _exited(leaving)
         except KeyboardInterrupt as error:
             show(error)
@@ -212,12 +216,33 @@ def _show_all(error: BaseException) -> None:
     sys.excepthook(type(error), error, error.__traceback__)
 
 
+def _is_runpys(error: BaseException) -> bool:
+    """Whether what finds a module complains, and not the code that it was to run."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and _is_of_runpy(trace)
+
+
+def _refusal(leaving: SystemExit, target: Target) -> str:
+    """Its complaint as ours."""
+    why = str(leaving.code).removeprefix(f"{sys.executable}: ")
+    if target.is_module:
+        return f"-m: {why}; expected a module that python -m takes"
+    return f"{target.name}: {why}; expected a Python script"
+
+
+def _is_of_runpy(trace: TracebackType) -> bool:
+    return trace.tb_frame.f_code.co_filename == _RUNPY
+
+
 def _without_ours(trace: TracebackType | None) -> TracebackType | None:
     """A traceback without frames of ours and of what runs the script."""
     kept: list[TracebackType] = []
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
-        if not file.startswith((_OURS, "<importlib._bootstrap: ampwise>")) and file != _RUNPY:
+        ours = file.startswith((_OURS, "<importlib._bootstrap: ampwise>"))
+        if not ours and not _is_of_runpy(trace):
             kept.append(trace)
         trace = trace.tb_next
     following: Any = None

@@ -14,7 +14,7 @@ from ampwise.numerics.result import Diagnosis, Fix, Origin, Values, percent
 from ampwise.policy import Policy
 from ampwise.report.canvas import COLOURS, INK, short, svg
 from ampwise.report.console import Console
-from ampwise.report.page import cell, figure, number, page, prose, table
+from ampwise.report.page import cell, figure, number, page, place, prose, table
 from ampwise.report.table import new_table
 from ampwise.words import counted
 
@@ -41,16 +41,8 @@ def render(found: Diagnosis, console: Console) -> None:
 
 def render_cause(found: Diagnosis, console: Console) -> None:
     """Print what is known before fixes are tried: the cause line, then the evidence."""
-    console.print()
-    console.print(Text(headline(found), style=_STYLES.get(found.status, "bold")))
-    if found.explanation:
-        console.print(Text(found.explanation))
+    _render_place(found, console)
     origin = found.origin
-    if origin is not None and origin.source:
-        console.print(Text(f"  {origin.file}:{origin.line}", style="dim"))
-        console.print(Text(f"    {origin.source}"))
-    if origin is not None and origin.library:
-        console.print(Text(f"  inside {origin.library}", style="dim"))
     if origin is not None and origin.inputs:
         drawn = new_table()
         for name in ("tensor", "dtype", "shape", "largest", "smallest", "zero", "not finite"):
@@ -60,6 +52,25 @@ def render_cause(found: Diagnosis, console: Console) -> None:
         console.print(drawn)
     if len(found.path) > 1:
         console.print(Text(f"The bad value went {_path(found)}.", style="dim"))
+
+
+def render_short(found: Diagnosis, console: Console) -> None:
+    """Print the cause, its line, and the best fix."""
+    _render_place(found, console)
+    _print_fixes(found.fixes[:1], console)
+
+
+def _render_place(found: Diagnosis, console: Console) -> None:
+    console.print()
+    console.print(Text(headline(found), style=_STYLES.get(found.status, "bold")))
+    if found.explanation:
+        console.print(Text(found.explanation))
+    origin = found.origin
+    if origin is not None and origin.source:
+        console.print(Text(f"  {place(origin.file, origin.line)}", style="dim"))
+        console.print(Text(f"    {origin.source}"))
+    if origin is not None and origin.library:
+        console.print(Text(f"  inside {origin.library}", style="dim"))
 
 
 def render_fixes(found: Diagnosis, console: Console) -> None:
@@ -86,16 +97,22 @@ def _print_fixes(fixes: list[Fix], console: Console) -> None:
 
 def to_markdown(found: Diagnosis) -> str:
     """Headline, explanation, origin, fixes and findings."""
-    lines = [f"# {cell(headline(found))}", "", prose(found.explanation), ""]
-    if found.origin is not None and found.origin.source:
-        source = neutral.line(found.origin.source).replace("```", "'''")
-        lines += [prose(f"{found.origin.file}:{found.origin.line}"), "", "```", source, "```", ""]
-    if found.fixes:
-        fixes = ((e.what, e.how, "yes" if e.verified else "no", e.cost) for e in found.fixes)
-        lines += table(("fix", "how", "verified", "cost"), fixes)
+    lines = [f"# {cell(headline(found))}", "", *body(found)]
     lines += [f"- {prose(f'{each.cause}: {each.explanation}')}" for each in found.findings]
     lines += [f"- {prose(each)}" for each in found.notes]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def body(found: Diagnosis) -> list[str]:
+    """Explanation, origin and fixes, as lines of Markdown."""
+    lines = [prose(found.explanation), ""]
+    if found.origin is not None and found.origin.source:
+        source = neutral.line(found.origin.source).replace("```", "'''")
+        lines += [prose(place(found.origin.file, found.origin.line)), "", "```", source, "```", ""]
+    if found.fixes:
+        fixes = ((e.what, e.how, "yes" if e.verified else "no", e.cost) for e in found.fixes)
+        lines += [*table(("fix", "how", "verified", "cost"), fixes), ""]
+    return lines
 
 
 def to_html(found: Diagnosis) -> str:
@@ -160,13 +177,13 @@ def _histogram(found: Diagnosis) -> str:
     low, high = max(min(powers + shown) - 1, -50), min(max(powers + shown) + 2, 40)
 
     def draw(axes: Any) -> None:
-        for place, (_, shares) in enumerate(reversed(rows.items())):
+        for height, (_, shares) in enumerate(reversed(rows.items())):
             for power, share in _within(shares, low, high):
-                axes.barh(place, 1, left=power, height=0.8, color=COLOURS[1],
+                axes.barh(height, 1, left=power, height=0.8, color=COLOURS[1],
                           alpha=min(1.0, 0.08 + max(0.0, share) * 3))  # fmt: skip
             if "inf" in shares:
                 text = f"inf or NaN {percent(shares['inf'])}"
-                axes.annotate(text, (high, place), color=COLOURS[2], va="center")
+                axes.annotate(text, (high, height), color=COLOURS[2], va="center")
         for name, power in exponents.items():
             if low <= power <= high:
                 axes.axvline(power, color=INK, linestyle=":", linewidth=1)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Container, Iterable, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from ampwise import neutral
@@ -22,6 +24,14 @@ def number(value: float | None, style: str) -> str:
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return ""
     return format(value, style)
+
+
+def place(file: str, line: int) -> str:
+    """``file:line``, from the working directory where it is below that; empty if not known."""
+    if not file:
+        return ""
+    below = file.startswith(f"{Path.cwd()}/")
+    return f"{os.path.relpath(file) if below else file}:{line}"
 
 
 def size_unit(largest_bytes: float) -> tuple[str, float]:
@@ -84,7 +94,7 @@ def _environment() -> Any:
     made: Any = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, finalize=_finalized
     )
-    made.globals["counted"] = counted
+    made.globals.update(counted=counted, place=place)
     return made
 
 

@@ -16,11 +16,12 @@ from ampwise.numerics.search import Tuned
 from ampwise.observe.result import RunReport
 from ampwise.report import bench, diagnosis, html, markdown, run, scaling, train, tune, verify
 from ampwise.report.console import Console
+from ampwise.report.observed import ObservedRun
 from ampwise.report.train import TrainedRun
 from ampwise.verify.result import Verification
 from ampwise.words import counted
 
-Run = BenchReport | Diagnosis | RunReport | ScalingReport | TrainedRun | Tuned | Verification
+Run = BenchReport | Diagnosis | ObservedRun | ScalingReport | TrainedRun | Tuned | Verification
 
 
 class Forms(NamedTuple):
@@ -34,7 +35,7 @@ class Forms(NamedTuple):
 _FORMS: Mapping[type[Run], Forms] = {
     BenchReport: Forms(bench.render, markdown.to_markdown, html.to_html),
     Diagnosis: Forms(diagnosis.render, diagnosis.to_markdown, diagnosis.to_html),
-    RunReport: Forms(run.render, run.to_markdown, run.to_html),
+    ObservedRun: Forms(run.render, run.to_markdown, run.to_html),
     ScalingReport: Forms(scaling.render, scaling.to_markdown, scaling.to_html),
     TrainedRun: Forms(train.render_run, train.to_markdown, train.to_html),
     Tuned: Forms(tune.render, tune.to_markdown, tune.to_html),
@@ -71,7 +72,8 @@ def load(path: Path) -> Run:
         if content.get("command") == "train":
             return TrainedRun.load(file.parent)
         content = content["result"]
-    return _kind_of(content).from_json(content, file)  # pyright: ignore[reportReturnType]
+    found: Any = _kind_of(content).from_json(content, file)
+    return ObservedRun.of(found, file) if isinstance(found, RunReport) else found
 
 
 def forms_of(run: Run) -> Forms:
@@ -103,12 +105,13 @@ def _result_file(folder: Path) -> Path:
             return folder / f"{name}.json"
     if not record.exists():
         raise UsageError(
-            f"{folder} holds no run: expected the folder of a bench, verify, diagnose, tune or "
-            "train run, such as runs/bench-digits-1"
+            f"{folder} holds no run: expected the folder of a bench, verify, diagnose, tune, train "
+            "or observed run, such as runs/bench-digits-1"
         )
     content = read(_Started, load_file(record), record)
     if not trained and "result" not in content:
         steps = f" after {counted(content['steps'], 'step')}" if "steps" in content else ""
         known = f"it is {content['status']}{steps}" if "status" in content else "no result is there"
-        raise UsageError(f"{folder} holds no finished {content['command']} run: {known}")
+        kind = "observed" if content["command"] == "run" else content["command"]
+        raise UsageError(f"{folder} holds no finished {kind} run: {known}")
     return record

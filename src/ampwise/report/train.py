@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypedDict
@@ -14,16 +13,14 @@ from rich.text import Text
 from ampwise.data.feed import SLOW_LOADER, slow_loader
 from ampwise.document import load as load_file
 from ampwise.document import read
-from ampwise.report.canvas import INK, SHADES, colour_of, log_scale, short, svg
+from ampwise.report import curves
+from ampwise.report.canvas import colour_of
 from ampwise.report.console import Console, plain
 from ampwise.report.page import cell, figure, page, prose, table
 from ampwise.telemetry import names
 from ampwise.telemetry.run import read_steps
 from ampwise.training.config import TrainResult
 from ampwise.words import counted
-
-_POINTS = 600
-"""Points of a curve; more than that cannot be told apart on a page."""
 
 
 class _Config(TypedDict, total=False):
@@ -160,14 +157,14 @@ def to_markdown(run: TrainedRun) -> str:
 
 def to_html(run: TrainedRun) -> str:
     """The page: outcome, curves of loss, loss scale and grad norm, settings, environment."""
-    figures: dict[str, Callable[[TrainedRun], str]] = {
-        "loss": _loss_figure,
-        "scale": _scale_figure,
-        "norm": _norm_figure,
+    colour = colour_of(run.precision)
+    skipped = [each["step"] for each in run.steps if each.get(names.FOUND_INF)]
+    drawn = {
+        "loss": curves.loss(run.steps, colour),
+        "scale": curves.scale(run.steps, colour, skipped),
+        "norm": curves.norm(run.steps, colour),
     }
-    return page(
-        "train.html", run=run, figure=lambda name, caption: figure(figures[name](run), caption)
-    )
+    return page("train.html", run=run, figure=lambda name, caption: figure(drawn[name], caption))
 
 
 def _rows(result: TrainResult) -> list[tuple[str, str]]:
@@ -187,81 +184,3 @@ def _rows(result: TrainResult) -> list[tuple[str, str]]:
 
 def _skipped(result: TrainResult) -> str:
     return f", {result.skipped_steps:,} of them skipped" if result.skipped_steps else ""
-
-
-# -- figures ---------------------------------------------------------------------------------------
-
-
-def _loss_figure(run: TrainedRun) -> str:
-    held_out = [name for each in run.steps for name in each if name.startswith("eval/")]
-    losses = [each for each in dict.fromkeys(held_out) if "loss" in each]
-
-    def draw(axes: Any) -> None:
-        _curve(axes, _series(run, names.LOSS), colour_of(run.precision), "training")
-        for index, name in enumerate(losses):
-            points = _series(run, name)
-            shade = SHADES[(3 * index) % len(SHADES)]
-            axes.plot(*zip(*points, strict=True), "o-", color=shade, label=short(name))
-        axes.set_xlabel("step")
-        axes.set_ylabel("loss")
-        axes.legend()
-
-    return svg("loss", draw, height=3.2) if _series(run, names.LOSS) else ""
-
-
-def _scale_figure(run: TrainedRun) -> str:
-    scales = _series(run, names.LOSS_SCALE)
-    if len({scale for _, scale in scales}) < 2 and all(scale == 1 for _, scale in scales):
-        return ""
-    skipped = [each["step"] for each in run.steps if each.get(names.FOUND_INF)]
-
-    def draw(axes: Any) -> None:
-        colour = colour_of(run.precision)
-        axes.step(*zip(*scales, strict=True), where="post", color=colour, label="loss scale")
-        for index, step in enumerate(skipped[:_POINTS]):
-            label = f"skipped ({len(skipped)})" if index == 0 else None
-            axes.axvline(step, color=INK, alpha=0.5, linewidth=1, label=label)
-        log_scale(axes, base=2)
-        axes.set_xlabel("step")
-        axes.set_ylabel("loss scale")
-        axes.legend()
-
-    return svg("scale", draw, height=2.4)
-
-
-def _norm_figure(run: TrainedRun) -> str:
-    norms = [(step, norm) for step, norm in _series(run, names.GRAD_NORM) if norm > 0]
-    if not norms:
-        return ""
-
-    def draw(axes: Any) -> None:
-        _curve(axes, norms, colour_of(run.precision), "grad norm")
-        log_scale(axes, base=10)
-        axes.set_xlabel("step")
-        axes.set_ylabel("grad norm")
-
-    return svg("norm", draw, height=2.4)
-
-
-def _series(run: TrainedRun, name: str) -> list[tuple[int, float]]:
-    """Step and value of a metric, where it is finite."""
-    points = ((each["step"], each.get(name)) for each in run.steps)
-    return [(at, value) for at, value in points if isinstance(value, float | int) and _fits(value)]
-
-
-def _fits(value: float) -> bool:
-    """Whether a value can be drawn: NaN, inf and what is close to it cannot."""
-    return abs(value) < 1e100
-
-
-def _curve(axes: Any, points: Sequence[tuple[int, float]], colour: str, label: str) -> None:
-    """Mean and range of neighbouring steps, at most `_POINTS` of them."""
-    width = math.ceil(len(points) / _POINTS)
-    groups = [points[start : start + width] for start in range(0, len(points), width)]
-    steps = [group[-1][0] for group in groups]
-    values = [[value for _, value in group] for group in groups]
-    if width > 1:
-        low, high = [min(each) for each in values], [max(each) for each in values]
-        axes.fill_between(steps, low, high, color=colour, alpha=0.2, linewidth=0)
-    means = [sum(each) / len(each) for each in values]
-    axes.plot(steps, means, color=colour, linewidth=1.4, label=label)
