@@ -21,7 +21,9 @@ first = 2.0**40 if kind == "skips" else 1024.0
 scaler = torch.amp.GradScaler("cpu", init_scale=first)  # made
 other = torch.amp.GradScaler("cpu", init_scale=1024.0)
 if kind in ("load", "load both"):
-    optimizer.load_state_dict(optimizer.state_dict())  # loaded
+    moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in model.parameters()]
+    state = {i: dict(step=torch.ones(()), exp_avg=a, exp_avg_sq=b) for i, (a, b) in enumerate(moments)}
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": state})  # loaded
 if kind == "load both":
     scaler.scale(torch.zeros(()))
     scaler.load_state_dict(scaler.state_dict())
@@ -142,7 +144,7 @@ def test_16_bit_parameters_under_a_scaler_are_named(script):
 
 def test_the_evidence_names_the_scale_and_the_count(script):
     (finding,) = observe(script, "clip").report.findings
-    assert finding.evidence == "loss scale 1024"
+    assert finding.evidence == "loss scale 1,024"
     assert finding.times == 12
     assert finding.severity == "error"
 

@@ -59,7 +59,8 @@ class Misuse(Listener):
         self._made: Counter[Line] = Counter()
         self._loaded: dict[str, Line] = {}
         self._stepped_at = NOWHERE
-        self._scheduled_at = NOWHERE
+        self._scheduled_at: Line | None = None
+        self._updated_at = NOWHERE
         self._half_at: Line | None = None
         self._calls: dict[tuple[int, bool], _Forward] = {}
         self._entered: set[str] | None = None
@@ -172,6 +173,7 @@ class Misuse(Listener):
 
     def attempted(self, attempt: Attempt) -> None:
         """In float16, and unscaled?"""
+        self._updated_at = attempt.line
         half_at, self._half_at = self._half_at, None
         segment = self._session.step.segments[-1]
         scaled = attempt.scale is not None or segment.scaled or segment.by_hand
@@ -191,7 +193,7 @@ class Misuse(Listener):
     def schedule_stepped(self) -> None:
         """Where? Schedulers step once when they are made, too."""
         begun = self._session.step.number > 1 or self._session.step.attempts
-        if begun and self._scheduled_at is NOWHERE:
+        if begun and self._scheduled_at is None:
             self._scheduled_at = users_line()
 
     # -- at the end --------------------------------------------------------------------------------
@@ -208,7 +210,7 @@ class Misuse(Listener):
         if ignored:
             self._note(
                 "AMP112", "info", "the schedule moves on in steps that are skipped",
-                counted(ignored, "skipped step"), at=self._scheduled_at,
+                counted(ignored, "skipped step"), at=self._scheduled_at or self._updated_at,
             )  # fmt: skip
         order: tuple[Severity, ...] = ("error", "warning", "info")
         made = [
@@ -249,7 +251,8 @@ class Misuse(Listener):
                 "AMP502", "error",
                 "the loss scale collapsed: no scale makes these gradients finite; the first fault "
                 "says where they break",
-                f"from {scale.first:g} to {scale.lowest:g} in {counted(scale.backoffs, 'backoff')}",
+                f"from {scale.first:,.10g} to {scale.lowest:,.10g} in "
+                f"{counted(scale.backoffs, 'backoff')}",
                 at=self._stepped_at,
             )  # fmt: skip
         on = {each.dtype for each in precision.regions if each.enabled}
@@ -318,4 +321,4 @@ def _shown(scaler: GradScaler) -> str:
 
 def _host(scale: Tensor) -> str:
     """A loss scale in words; it waits for the device, once for each mistake."""
-    return f"{float(scale):g}"
+    return f"{float(scale):,.10g}"

@@ -138,7 +138,7 @@ class Records(Listener):
         _write(self._ring.row, ended.step, scale, self._blanks)
         self._ring.written(ended.lr if ended.lr is not None else float("nan"))
         self._ended.append(ended)
-        if len(self._ended) >= _READ_EVERY:
+        if len(self._ended) >= min(_READ_EVERY, self.steps):
             self._take(self._ring.poll())
 
     def _take(self, records: Sequence[StepRecord]) -> None:
@@ -181,6 +181,11 @@ class Records(Listener):
         )
 
     # -- afterwards --------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """Where the figures were."""
+        return self._blanks[0].device
 
     @property
     def scale(self) -> ScaleSeen | None:

@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-
 from ampwise.observe.autocast import Autocasts
 from ampwise.observe.backward import Backwards
 from ampwise.observe.census import Census
@@ -176,7 +174,7 @@ class Observation:
             loss_first=losses[0] if losses else None,
             loss_last=losses[-1] if losses else None,
             ranks=self.config.ranks,
-            environment=environment(torch.device("cpu")) if records.steps else {},
+            environment=environment(records.device) if records.steps else {},
         )
 
     def _overhead(self) -> Overhead:
