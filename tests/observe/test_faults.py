@@ -164,6 +164,32 @@ def test_without_a_scaler_only_the_first_bad_step_says_anything(script, tmp_path
     assert "the cause of 7 bad steps" in [each.what for each in seen.report.not_observed]
 
 
+@precisions
+def test_the_number_of_the_step_is_right_in_the_second_one(script, tmp_path, dtype, scaled):
+    """Until then nobody knows how many updates a step has."""
+    script.write_text(script.read_text().replace("self.calls == 7", "self.calls == 2"))
+    seen = observe(script, "counter", dtype, scaled, str(tmp_path / "out.pt"))
+    assert [each.step for each in seen.report.faults] == [2]
+
+
+@precisions
+def test_a_loss_that_is_not_finite_while_its_gradients_are(script, tmp_path, dtype, scaled):
+    text = script.read_text()
+    script.write_text(
+        text.replace(
+            "out = step(x)",
+            "out = step(x)\n        extra = x.sum().log() if index > 3 else 0.0  # log",
+        ).replace(
+            "F.cross_entropy(out, y)\n    losses", "F.cross_entropy(out, y) + extra\n    losses"
+        )
+    )
+    seen = observe(script, "clean", dtype, scaled, str(tmp_path / "out.pt"))
+    (found,) = seen.report.faults
+    assert (found.status, found.cause, found.phase) == ("fault", "DOMAIN_ERROR", "forward")
+    assert found.origin is not None
+    assert found.origin.line == line_of(script, "# log")
+
+
 def test_a_scale_that_is_only_too_high_is_no_fault(script, tmp_path):
     text = script.read_text()
     script.write_text(text.replace("init_scale=1024.0", "init_scale=2.0**40"))

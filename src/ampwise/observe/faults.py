@@ -98,7 +98,7 @@ class Faults(Listener):
         self._calls = Calls()
         self._programs = Programs()
         self._looks = 0
-        self._again = False
+        self._looked, self._again = False, False
         self._others = Others()
         self._unguarded = False
         self._scaler: GradScaler | None = None
@@ -163,17 +163,19 @@ class Faults(Listener):
         self._unguarded = True
         norm = self._session.segment.norm
         if _is_bad(norm) or self._lost:
-            self._bad(optimizer, None)
+            self._bad(optimizer, None, self._number(optimizer))
 
     def stepped(self, optimizer: Optimizer, *, by_scaler: bool) -> None:
         """A scaler looks at gradients alone: a loss that is not finite may have finite ones."""
         if by_scaler and self._scaler is not None and self._lost:
-            self._bad(optimizer, float(self._scaler.get_scale()))
+            self._bad(optimizer, float(self._scaler.get_scale()), self._number(optimizer))
+            self._looked = True
 
     def attempted(self, attempt: Attempt) -> None:
         """With one it was skipped, and nothing has changed."""
-        if attempt.skipped is True and attempt.scale is not None:
-            self._bad(attempt.optimizer, float(attempt.scale))
+        if attempt.skipped is True and attempt.scale is not None and not self._looked:
+            self._bad(attempt.optimizer, float(attempt.scale), self._session.step.number)
+        self._looked = False
         self._programs.updated(attempt.optimizer, self._calls.passes)
         self._calls.draws = self._programs.draws
         self._calls.updated()
@@ -209,7 +211,12 @@ class Faults(Listener):
         """Whether a loss since the last update is not finite."""
         return any(_is_bad(each.loss) for each in self._calls.passes)
 
-    def _bad(self, optimizer: Optimizer, scale: float | None) -> None:
+    def _number(self, optimizer: Optimizer) -> int:
+        """Of the step that an optimizer is about to update in: a second time is in the next."""
+        step = self._session.step
+        return step.number + any(each.optimizer is optimizer for each in step.attempts)
+
+    def _bad(self, optimizer: Optimizer, scale: float | None, number: int) -> None:
         """Look at a step that is not finite, unless enough was looked at."""
         enough = len(self.found) >= _MOST_FAULTS or self._looks >= _MOST_LOOKS
         if enough or self._follows():
@@ -220,7 +227,7 @@ class Faults(Listener):
             self._hurt.append(weakref.ref(optimizer))
         self._looks += 1
         with self._waiting():
-            fault = self._look(optimizer, scale)
+            fault = self._look(self._recorded(optimizer, scale, number))
             answer = self._others.first(None if fault is None else fault.diagnosis)
         if fault is None or answer is not fault.diagnosis:
             fault = None if answer is None else self._as_known(Fault(answer))
@@ -244,9 +251,8 @@ class Faults(Listener):
             warnings.simplefilter("ignore")
             yield
 
-    def _look(self, optimizer: Optimizer, scale: float | None) -> Fault | None:
+    def _look(self, recorded: Recorded) -> Fault | None:
         """A fault that was not known; None for a known one, and for a scale that settles."""
-        recorded = self._recorded(optimizer, scale)
         reproduced = self._reproduced(recorded)
         if not isinstance(reproduced, Observed):
             return self._as_known(Fault(unknown(recorded, reproduced, self._script)))
@@ -286,12 +292,12 @@ class Faults(Listener):
             known.times += 1
         return known is not None
 
-    def _recorded(self, optimizer: Optimizer, scale: float | None) -> Recorded:
+    def _recorded(self, optimizer: Optimizer, scale: float | None, number: int) -> Recorded:
         calls = self._calls
         states = [call.autocast for each in calls.passes for call in each.calls]
         on = [each.dtype for each in states if each.enabled]
         return Recorded(
-            step=self._session.step.number,
+            step=number,
             passes=list(calls.passes),
             earlier=list(calls.earlier),
             optimizer=optimizer,

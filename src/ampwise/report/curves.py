@@ -57,7 +57,8 @@ def norm(steps: Steps, colour: str) -> str:
 
     def draw(axes: Any) -> None:
         _curve(axes, norms, colour, "grad norm")
-        log_scale(axes, base=10)
+        if max(norms, key=_value)[1] > 10 * min(norms, key=_value)[1]:
+            log_scale(axes, base=10)  # within a decade its axis would have no numbers
         _label(axes, "grad norm")
 
     return svg("norm", draw, height=2.4) if norms else ""
@@ -92,8 +93,13 @@ def _in_ms(steps: Steps, name: str) -> list[tuple[int, float]]:
     return [(step, 1e3 * seconds) for step, seconds in series(steps, name) if step > 1]
 
 
+def _value(point: tuple[int, float]) -> float:
+    return point[1]
+
+
 def _label(axes: Any, what: str) -> None:
     axes.set_xlabel("step")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_ylabel(what)
 
 
