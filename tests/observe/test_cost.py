@@ -143,7 +143,7 @@ def test_the_report_says_what_observing_took(tmp_path):
     took = report.overhead
     assert took.per_step_ms is not None
     assert took.share is not None
-    assert took.per_step_ms == pytest.approx(1e3 * took.seconds / report.steps)
+    assert took.per_step_ms * report.steps < 1e3 * took.seconds  # the first steps cost more
     assert report.step_ms is not None
     assert took.share == pytest.approx(took.per_step_ms / report.step_ms)
     assert 0 < took.per_step_ms < 50

@@ -69,12 +69,12 @@ def leaves(batch: Any, path: str = "batch") -> Iterator[tuple[str, Tensor]]:
     """Every tensor with its path, such as ``batch['image']`` or ``batch[0].mask``."""
     if isinstance(batch, Tensor):
         yield path, batch
-    elif isinstance(batch, Mapping):
-        for key, value in batch.items():
-            yield from leaves(value, f"{path}[{key!r}]")
     elif isinstance(batch, tuple | list):
         for index, value in enumerate(batch):
             yield from leaves(value, f"{path}[{index}]")
+    elif isinstance(batch, Mapping):
+        for key, value in batch.items():
+            yield from leaves(value, f"{path}[{key!r}]")
     elif _is_dataclass(batch):
         for field in dataclasses.fields(batch):
             yield from leaves(getattr(batch, field.name), f"{path}.{field.name}")

@@ -8,11 +8,13 @@ learned in the first steps.
 
 from __future__ import annotations
 
+import random
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -200,7 +202,7 @@ class Calls:
             learned()
         assert self.device is not None
         if self.draws:
-            call.ended = RandomState.now(self.device)
+            call.ended = RandomState.now(self.device, host=False)
         for path, tensor in leaves(output, ""):
             call.outputs[id(tensor)] = (weakref.ref(tensor), path)
             if tensor.requires_grad and tensor.grad_fn is not None:
@@ -232,7 +234,7 @@ class Calls:
 
     def _new(self) -> Pass:
         device = self.device if self.draws else None
-        return Pass(began=None if device is None else RandomState.now(device))
+        return Pass(began=None if device is None else RandomState.now(device, host=False))
 
     def _takes_part(self, module: nn.Module, args: Any, kwargs: Any) -> bool:
         """Whether a module trains, or is given what others have made; a transform does not."""
@@ -251,10 +253,10 @@ class Calls:
             module,
             args,
             kwargs,
-            RandomState.now(self.device),
+            RandomState.now(self.device, host=known.draws),
             Autocast.now(self.device.type),
             callers_spots(),
-            Attributes(known.modules),
+            Attributes(known.modules, internals=False),
             [(each, each.detach().clone()) for each in known.buffers],
             [(each, each._version) for each in given if not each.is_inference()],
         )
@@ -285,12 +287,23 @@ def _is_traced() -> bool:
 
 
 class _Known:
-    """What forward of a module is known to change: attributes and buffers of which modules."""
+    """What forward of a module is known to change: attributes and buffers of which modules.
+
+    Attributes
+    ----------
+    draws
+        Whether it may draw from Python's or NumPy's generators.
+    """
 
     def __init__(self) -> None:
+        self._drew = False
         self.modules: list[nn.Module] = []
         self.buffers: list[Tensor] = []
         self._looks = _LEARNING
+
+    @property
+    def draws(self) -> bool:
+        return self._drew or self._looks > 0
 
     def learn(self, module: nn.Module) -> Callable[[], None] | None:
         """Look at one more call: what to do at its end; None once enough is known."""
@@ -298,17 +311,26 @@ class _Known:
             return None
         self._looks -= 1
         known = set(map(id, self.modules))
-        before = [(each, Attributes([each])) for each in modules_of([module])
+        drawn = _drawn()
+        before = [(each, Attributes([each], internals=False)) for each in modules_of([module])
                   if id(each) not in known]  # fmt: skip
         versions = [(each, each._version) for each in _small_buffers(module)]
 
         def learned() -> None:
+            self._drew |= _drawn() != drawn
             self.modules += [each for each, attributes in before if attributes.changed]
             mine = set(map(id, self.buffers))
             self.buffers += [each for each, version in versions
                              if each._version != version and id(each) not in mine]  # fmt: skip
 
         return learned
+
+
+def _drawn() -> tuple[Any, ...]:
+    """Something that changes when numbers are drawn from Python's or NumPy's generator."""
+    state: Any = np.random.get_state()
+    name, keys, *rest = state
+    return random.getstate(), name, bytes(keys), *rest
 
 
 def _small_buffers(module: nn.Module) -> list[Tensor]:

@@ -89,6 +89,7 @@ class Records(Listener):
         self._ended: deque[_Ended] = deque()
         self._micro_batches: deque[int] = deque(maxlen=_TIMES)
         self._times: deque[float] = deque(maxlen=_TIMES)
+        self._spent: deque[float] = deque(maxlen=_TIMES)
         self._skips: list[tuple[int, bool | None]] = []
         self._moves: list[int] = [0, 0]
         self._scale: ScaleSeen | None = None
@@ -165,6 +166,7 @@ class Records(Listener):
         self._micro_batches.append(step.micro_batches)
         if not step.watched and step.number > _WARM_UP:
             self._times.append(step.seconds)
+            self._spent.append(step.spent_s)
         record = replace(record, step=step.number, found_inf=found, skipped_total=len(self._skips))
         self._sink(step.number, _line(record, ended, samples, waited))
 
@@ -201,6 +203,11 @@ class Records(Listener):
     def step_ms(self) -> float | None:
         """Median time of a step, in milliseconds."""
         return 1e3 * statistics.median(self._times) if self._times else None
+
+    @property
+    def spent_ms(self) -> float | None:
+        """Median of what observing took of a step, in milliseconds."""
+        return 1e3 * statistics.median(self._spent) if self._spent else None
 
     def skips(self) -> list[Skip]:
         """Steps that were skipped, and whether the schedule was held in them."""

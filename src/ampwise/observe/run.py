@@ -178,10 +178,9 @@ class Observation:
         )
 
     def _overhead(self) -> Overhead:
-        spent_s, steps, usual_ms = self.session.spent_s, self.records.steps, self.records.step_ms
-        per_step_ms = 1e3 * spent_s / steps if steps else None
-        share = per_step_ms / usual_ms if per_step_ms is not None and usual_ms else None
-        return Overhead(spent_s, per_step_ms, share)
+        spent_ms, step_ms = self.records.spent_ms, self.records.step_ms
+        share = spent_ms / step_ms if spent_ms is not None and step_ms else None
+        return Overhead(self.session.spent_s, spent_ms, share)
 
     def _not_observed(self) -> list[NotObserved]:
         missing = [*self._patches.missing, *self.session.failed, *self.faults.not_observed()]

@@ -66,6 +66,8 @@ class Segment:
         Whether a loss may have been scaled by other means: multiplied, or given a gradient.
     norm
         What clipping said the norm was.
+    seconds, spent_s
+        Time it took, and of that what observing took.
     """
 
     losses: list[Tensor] = field(default_factory=list[Tensor])
@@ -77,6 +79,7 @@ class Segment:
     by_hand: bool = False
     norm: Tensor | None = None
     seconds: float = 0.0
+    spent_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -100,6 +103,11 @@ class Step:
     def seconds(self) -> float:
         """Time from the update before, without what looking at it took."""
         return sum(each.seconds for each in self.segments)
+
+    @property
+    def spent_s(self) -> float:
+        """What observing took of that."""
+        return sum(each.spent_s for each in self.segments)
 
     @property
     def micro_batches(self) -> int:
@@ -127,7 +135,7 @@ class Session:
         self.failed: list[NotObserved] = []
         self.active = True
         self.in_backward = False
-        self.spent_s = 0.0
+        self.spent_s = self._spent_before_s = 0.0
         self.step = Step(1)
         self.segment = Segment()
         self._listeners: list[Listener] = []
@@ -188,6 +196,7 @@ class Session:
             self._end_step()
         segment, self.segment = self.segment, Segment()
         segment.seconds = now - self._since - self._aside_s
+        segment.spent_s, self._spent_before_s = self.spent_s - self._spent_before_s, self.spent_s
         self._since, self._aside_s = now, 0.0
         self.step.attempts.append(attempt)
         self.step.segments.append(segment)

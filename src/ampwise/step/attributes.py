@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 from torch import nn
@@ -18,10 +19,17 @@ _CONTAINERS = (dict, list, set, deque)
 
 
 class Attributes:
-    """Attributes of some modules, not of those inside of them, as they are now."""
+    """Attributes of some modules, not of those inside of them, as they are now.
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    Parameters
+    ----------
+    internals
+        Whether what every module has is looked into, too: parameters, hooks, ...
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], *, internals: bool = True) -> None:
         self._kept: dict[int, tuple[Any, Any]] = {}  # containers, with copies
+        self._left = frozenset[str]() if internals else _internals()
         for module in modules:
             self._keep(vars(module))
 
@@ -40,8 +48,20 @@ class Attributes:
         if not isinstance(value, _CONTAINERS) or id(value) in self._kept:
             return
         self._kept[id(value)] = (value, copy.copy(value))
-        for each in _items(value):
-            self._keep(each)
+        for name, each in _named_items(value):
+            if name not in self._left:
+                self._keep(each)
+
+
+@cache
+def _internals() -> frozenset[str]:
+    """Attributes that every module has."""
+    return frozenset(vars(nn.Module()))
+
+
+def _named_items(container: Any) -> Iterable[tuple[Any, Any]]:
+    """What a dict holds with its keys; of other containers without."""
+    return container.items() if isinstance(container, dict) else ((None, e) for e in container)
 
 
 def _items(container: Any) -> list[Any]:
