@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,9 @@ def line_of(script: Path, text: str) -> int:
 
 def observe(script: Path, *args: str, **options: Any) -> Seen:
     """Run a script, as ``ampwise run`` does; nothing that was seen may have failed."""
+    if dynamo := sys.modules.get("torch._dynamo"):  # what other tests compiled is not the script's
+        dynamo.reset()
+        dynamo.utils.counters.clear()
     lines: list[dict[str, Any]] = []
     config = RunConfig(Target(str(script), args), debug=True, **options)
     observed = Observation(config, lambda step, metrics: lines.append({"step": step, **metrics}))
