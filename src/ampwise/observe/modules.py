@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,6 +20,9 @@ from ampwise.observe.patches import Patches, unseen
 from ampwise.observe.steps import Session
 
 Around = Callable[[Callable[..., Any], nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+
+
+_LAST_WORK_S = 0.1
 
 
 class _Here(threading.local):
@@ -46,6 +50,7 @@ class Modules:
         self.around: Around | None = None
         self._session = session
         self._here = _Here()
+        self._copies: dict[int, nn.Module] = {}
 
     def install(self, patches: Patches) -> None:
         """Put it in place."""
@@ -66,8 +71,21 @@ class Modules:
             if name in sys.modules:
                 patches.replace(sys.modules[name], "unpatched_nn_module_call", wrapper)
 
+    def let_go(self) -> None:
+        """Let go of what ranks have copies of, once nothing is left of their last collective.
+
+        A thread of gloo drops that work, and with it objects of Python's, for which it needs the
+        interpreter's lock. Where a script's end frees its DDP in that moment, it waits for the
+        thread, holding the lock, forever; so copies are held until here.
+        """
+        if self._copies:
+            time.sleep(_LAST_WORK_S)
+            self._copies.clear()
+
     def _outermost(self, real: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
         session, output = self._session, None
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            self._copies[id(module)] = module
         self._here.depth = 1
         try:
             session.tell("call_begins", module, args, kwargs)

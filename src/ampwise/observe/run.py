@@ -131,6 +131,7 @@ class Observation:
         self.session.active = False
         self._patches.undo()
         self.records.finish()
+        self.modules.let_go()
 
     def _raced(self) -> Racing:
         if not self.config.keep_checkpoints:
