@@ -277,3 +277,18 @@ def test_a_failure_of_ours_leaves_the_script_alone_and_is_said(script, monkeypat
     """)
     with pytest.raises(AssertionError):
         observe(path)
+
+
+def test_the_norm_is_one_over_gradients_of_several_dtypes(script):
+    (line,) = observe(
+        script("""
+        one, two = nn.Linear(4, 1, bias=False), nn.Linear(4, 1, bias=False).double()
+        three = nn.Linear(4, 1, bias=False).bfloat16()
+        held = [each for model in (one, two, three) for each in model.parameters()]
+        optimizer = torch.optim.SGD(held, 0.0)
+        x = torch.ones(1, 4)
+        (one(x) + two(x.double()) + three(x.bfloat16())).sum().backward()
+        optimizer.step()
+    """)
+    ).lines
+    assert line["amp/grad_norm"] == pytest.approx(12**0.5)

@@ -88,9 +88,9 @@ def norm_of(gradients: Sequence[Tensor]) -> Tensor | None:
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for each in gradients:
         kinds.setdefault((each.device, each.dtype), []).append(each)
-    for (where, dtype), alike in kinds.items():
+    for (_, dtype), alike in kinds.items():
         # In float32 where it is less; to ask for what it is already would cost a quarter more.
         wider = torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
         found = torch._foreach_norm(alike, 2, dtype=wider)
-        norms += found if where == device else [each.to(device) for each in found]
+        norms += found if len(kinds) == 1 else [each.to(device, torch.float32) for each in found]
     return torch.linalg.vector_norm(torch.stack(norms))
