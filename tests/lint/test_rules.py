@@ -130,6 +130,13 @@ def test_a_file_is_mended_as_expected_and_stays_so(path, tmp_path):
     assert comments(mended) == comments(bad.read_text())
 
 
+@pytest.mark.parametrize("path", sorted(FIXTURES.rglob("bad_kept_*.py")), ids=name)
+def test_what_has_to_stay_is_reported_and_not_edited(path):
+    checked = check_file(path, Project(frozenset({path})))
+    code = path.parent.name
+    assert [each.edits for each in checked.findings if each.code == code and each.edits] == []
+
+
 def comments(text: str) -> list[str]:
     """All but the marks of what is expected, which go with the statements they stand behind."""
     return re.findall(r"#.*", EXPECT.sub("", text))

@@ -19,9 +19,12 @@ from ampwise.lint.model.events import (
     OptimizerStep,
     ScalerStep,
     Site,
+    Unscale,
+    Update,
     ZeroGrad,
 )
 from ampwise.lint.model.nodes import Node, span
+from ampwise.lint.model.places import in_reach
 from ampwise.lint.model.roles import dotted
 from ampwise.lint.model.values import (
     DictValue,
@@ -225,6 +228,27 @@ def _skipped_to(event: Event, step: Event) -> bool:
     return loop.node is other.node and loop.serial != other.serial
 
 
+def is_simple(trace: Trace) -> bool:
+    """Whether an edit of steps is sure to be right: one scaler, steps of optimizers only.
+
+    With several scalers the one that belongs to a backward may be another; a closure, or whatever
+    else a step is given, would be lost.
+    """
+    scalers = {id(e.scaler) for e in trace.events if isinstance(e, ScalerStep | Update | Unscale)}
+    scalers |= {id(e.scaled) for e in trace.of(Backward) if is_real(e.scaled)}
+    steps = [*trace.of(ScalerStep), *trace.of(OptimizerStep)]
+    return len(scalers) <= 1 and all(map(_is_plain, steps))
+
+
+def _is_plain(step: ScalerStep | OptimizerStep) -> bool:
+    """``scaler.step(optimizer)``, ``optimizer.step()``: no closure, receivers that are names."""
+    node = step.node
+    if not isinstance(node, ast.Call) or node.keywords or not receiver(node):
+        return False
+    wanted = 1 if isinstance(step, ScalerStep) else 0
+    return len(node.args) == wanted and not any(isinstance(e, ast.Starred) for e in node.args)
+
+
 def site_in(event: Event, module: Module) -> Site:
     """Where something happens as seen from a file: the call that leads there from it, if one does.
 
@@ -253,6 +277,11 @@ def receiver(node: ast.AST) -> str:
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         return dotted(node.func.value)
     return ""
+
+
+def is_known_at(module: Module, call: ast.AST, at: ast.AST) -> bool:
+    """Whether the receiver of a method's call means the same at another place of the file."""
+    return isinstance(call, ast.Call) and in_reach(module, call.func, at)
 
 
 def first_argument(node: ast.AST) -> str:

@@ -36,7 +36,7 @@ from itertools import pairwise
 
 from ampwise.lint.model.analysis import Analysis, Trace
 from ampwise.lint.model.events import ScalerStep, Update
-from ampwise.lint.model.queries import statement_edit
+from ampwise.lint.model.queries import is_simple, statement_edit
 from ampwise.lint.rule import Mistake, rule
 
 
@@ -46,7 +46,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
         for updates in _by_iteration(trace).values():
             for earlier, later in pairwise(updates):
                 if _stepped_between(trace, earlier, later):
-                    yield _mistake(earlier, later)
+                    yield _mistake(earlier, later, is_simple(trace))
 
 
 def _by_iteration(trace: Trace) -> dict[tuple[int, int], list[Update]]:
@@ -73,12 +73,13 @@ def _stepped_between(trace: Trace, earlier: Update, later: Update) -> bool:
     return bool(before and between) and any(each is not before[-1] for each in between)
 
 
-def _mistake(earlier: Update, later: Update) -> Mistake:
+def _mistake(earlier: Update, later: Update, simple: bool) -> Mistake:
+    edits = (statement_edit("remove", earlier.module, earlier.node),) if simple else ()
     return Mistake(
         earlier.node,
         earlier.module,
         "update() runs once per optimizer: when one overflows, the next is unscaled by a scale its "
         "gradients were not multiplied with, and the growth interval counts double; call update() "
         f"once an iteration, as in line {later.node.lineno}",
-        (statement_edit("remove", earlier.module, earlier.node),),
+        edits,
     )

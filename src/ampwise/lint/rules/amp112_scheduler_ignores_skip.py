@@ -43,7 +43,7 @@ from ampwise.lint.findings import Edit
 from ampwise.lint.model.analysis import Analysis, Trace
 from ampwise.lint.model.events import ScalerStep, SchedulerStep, Update
 from ampwise.lint.model.places import alone, block_of, names, scope_of, with_comment, wrap
-from ampwise.lint.model.queries import edit, receiver
+from ampwise.lint.model.queries import edit, is_simple, receiver
 from ampwise.lint.model.roles import dotted
 from ampwise.lint.model.values import Scheduler
 from ampwise.lint.project import Module
@@ -84,7 +84,7 @@ def _edits(event: SchedulerStep, trace: Trace) -> tuple[Edit, ...]:
     module, node = event.module, event.node
     statement = alone(module, node)
     same = [each for each in trace.of(ScalerStep) if each.module is module]
-    if statement is None or not same:
+    if statement is None or not same or not is_simple(trace):
         return ()
     block = block_of(module, module.statement_of(same[0].node))
     steps, updates = _among(block, trace, ScalerStep), _among(block, trace, Update)
