@@ -477,6 +477,8 @@ def binary(machine: Machine, node: Node, op: ast.operator, left: Value, right: V
         return _formatted(machine, node, right)
     if isinstance(left, Const) and isinstance(right, Const):
         return _constants(machine, node, op, left, right)
+    if name == "%" and isinstance(right, Const) and right.value == 1:
+        return Const(0)
     if isinstance(left, Gradient) or isinstance(right, Gradient):
         return _of_gradient(node, name, left, right)
     if isinstance(left, ListValue) and isinstance(right, ListValue) and name == "add":

@@ -37,7 +37,7 @@ from ampwise.lint.model.events import (
 from ampwise.lint.model.naming import named
 from ampwise.lint.model.nodes import Node
 from ampwise.lint.model.paths import Oracle
-from ampwise.lint.model.roles import LOADER, dotted
+from ampwise.lint.model.roles import LOADER, dotted, leaves
 from ampwise.lint.model.scope import Budget, Frame, Scope
 from ampwise.lint.model.values import (
     NONE,
@@ -501,7 +501,7 @@ class Machine:
         known = self.is_known(test)
         branches = node.body + node.orelse
         matters = any(id(each) in self.here.roles.steps for each in branches) or (
-            periodic and any(_leaves(each) for each in (node.body, node.orelse))
+            periodic and any(leaves(each) for each in (node.body, node.orelse))
         )
         if known or matters:
             taken = self.decide(test, default=self._likely(node))
@@ -513,7 +513,7 @@ class Machine:
         text = self.here.unparsed(node.test).lower()
         if any(each in text for each in UNLIKELY):
             return False
-        return not (_leaves(node.body) and not node.orelse)
+        return not (leaves(node.body) and not node.orelse)
 
     def _both(self, node: ast.If, test: Value, periodic: bool) -> Flow:
         """Walk both branches, since neither holds part of a step; the last binding stands."""
@@ -849,20 +849,6 @@ def _is_lost(before: Value | None, value: Value) -> bool:
     """Whether something made in sight would be replaced by something unknown, on some path."""
     return isinstance(value, Unknown) and isinstance(
         before, Optimizer | Scaler | Model | Instance | Scheduler | Loader
-    )
-
-
-def _leaves(body: list[ast.stmt]) -> bool:
-    """Whether a block ends by leaving what is around it."""
-    if not body:
-        return False
-    last = body[-1]
-    if isinstance(last, ast.Return | ast.Raise | ast.Break | ast.Continue):
-        return True
-    return (
-        isinstance(last, ast.Expr)
-        and isinstance(last.value, ast.Call)
-        and (dotted(last.value.func) in ("exit", "quit", "sys.exit", "os._exit"))
     )
 
 

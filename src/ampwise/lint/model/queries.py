@@ -12,6 +12,7 @@ from ampwise.lint.model.analysis import Analysis, Trace
 from ampwise.lint.model.events import (
     Backward,
     CastDown,
+    Condition,
     Enter,
     Event,
     Made,
@@ -25,7 +26,7 @@ from ampwise.lint.model.events import (
 )
 from ampwise.lint.model.nodes import Node, span
 from ampwise.lint.model.places import in_reach
-from ampwise.lint.model.roles import dotted
+from ampwise.lint.model.roles import dotted, leaves
 from ampwise.lint.model.values import (
     DictValue,
     ListValue,
@@ -97,7 +98,8 @@ def step_loops(code: Analysis) -> Steps:
             loops = event.context.loops
             if loops:
                 found.nodes.add(id(loops[-1].node))
-                found.nodes |= {id(each.node) for each in loops if each.over_data}
+                # Of a loop over data sets and one over batches, the inner one makes the steps.
+                found.nodes |= {id(each.node) for each in [e for e in loops if e.over_data][-1:]}
             elif trace.root:
                 found.traces.add(id(trace.events))
             if not isinstance(event, Backward):
@@ -105,8 +107,13 @@ def step_loops(code: Analysis) -> Steps:
     return found
 
 
-SETTING = re.compile(r"vi[sz](ual|_|\b)|debug|verbose|plot|profil|dump|interval")
+SETTING = re.compile(
+    r"vi[sz](ual|_|\b)|debug|verbose|plot|profil|dump|interval|should_|_freq\b|_every\b|every_"
+)
 """What is switched on to look into a training, not to train."""
+
+COUNTER = re.compile(r"(^|[._])(steps?|iters?|iteration|idx|index|i|n|batch_?(idx|i|id)?|count)$")
+"""Names of what counts steps."""
 
 
 def is_hot(event: Event, steps: Steps, trace: Trace) -> bool:
@@ -118,16 +125,47 @@ def is_hot(event: Event, steps: Steps, trace: Trace) -> bool:
         # Objects that the step is handed were made before it.
         if any(each.endswith(".__init__") for each in event.context.functions):
             return False
+        loop = None
     else:
         around = [each for each in event.context.loops if id(each.node) in steps.nodes]
         if not around:
             return False
+        loop = around[0].node
         conditions = event.context.branches_in(around[0])
     return not any(
-        (each.periodic or SETTING.search(each.key) or _is_once(each.node))
+        (each.periodic or SETTING.search(each.key) or _is_rare(each, loop))
         and id(each.node) not in steps.windows
         for each in conditions
     )
+
+
+def _is_rare(branch: Condition, loop: Node | None) -> bool:
+    """Whether a branch is taken once or so: it ends the loop, or waits for one step or a flag."""
+    if not isinstance(branch.node, ast.If):
+        return False
+    body = branch.node.body if branch.taken else branch.node.orelse
+    if _ends(body, branch.node, loop) or _is_once(branch.node):
+        return True
+    match branch.node.test:
+        case ast.Compare(left=left, ops=[ast.Eq()], comparators=[ast.Constant(value=int())]):
+            return branch.taken and bool(COUNTER.search(dotted(left)))
+        case _:
+            return False
+
+
+def _ends(body: list[ast.stmt], branch: ast.If, loop: Node | None) -> bool:
+    """Whether a block ends by leaving the loop: no ``continue``, no return of what it calls."""
+    if not leaves(body) or isinstance(body[-1], ast.Continue):
+        return False
+    inside = loop is not None and loop.lineno <= branch.lineno <= (loop.end_lineno or 0)
+    return inside or not isinstance(body[-1], ast.Return)
+
+
+def is_always(event: Event, steps: Steps) -> bool:
+    """Whether something hot happens on every step, whatever branches are taken."""
+    around = [each for each in event.context.loops if id(each.node) in steps.nodes]
+    branches = event.context.branches_in(around[0]) if around else event.context.conditions
+    return all(each.known or id(each.node) in steps.windows for each in branches)
 
 
 def _is_once(branch: Node) -> bool:

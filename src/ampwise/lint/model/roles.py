@@ -83,6 +83,20 @@ def dotted(node: ast.AST) -> str:
     return ""
 
 
+def leaves(body: list[ast.stmt]) -> bool:
+    """Whether a block ends by leaving what is around it."""
+    if not body:
+        return False
+    last = body[-1]
+    if isinstance(last, ast.Return | ast.Raise | ast.Break | ast.Continue):
+        return True
+    return (
+        isinstance(last, ast.Expr)
+        and isinstance(last.value, ast.Call)
+        and (dotted(last.value.func) in ("exit", "quit", "sys.exit", "os._exit"))
+    )
+
+
 def _half_sums(index: Index) -> Iterator[ast.Assign]:
     """Where tensors of 16 bits are made to which something is added."""
     grown = {

@@ -372,6 +372,7 @@ def unknown_of_tensors(machine: Machine, node: ast.Call, name: str, a: Arguments
         scaled=scaled,
         loss=bool(LOSS.search(name)),
         data=all(each.data for each in flat) and not LOSS.search(name),
+        moved=True,  # for all that is known
         host=host,
         of=flat[0].of,
         node=node,

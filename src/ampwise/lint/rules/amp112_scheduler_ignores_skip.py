@@ -2,8 +2,8 @@
 
 ## What it does
 Reports a per-step `scheduler.step()` beside `scaler.step`, with no regard to skipped steps.
-Silent for schedules per epoch, for those that are given a metric, and under a condition on the
-scale.
+Silent for schedules per epoch, for those that are given a metric, under a condition on the
+scale, and for what is called a schedule of something else than the learning rate.
 
 ## Why is this bad
 A skipped step changes no parameter, but the schedule moves on. From 65536 down to a scale that
@@ -35,11 +35,13 @@ has fallen to 0 falls no further, so a skip is not seen there.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
 from ampwise.lint.findings import Edit
+from ampwise.lint.model import library
 from ampwise.lint.model.analysis import Analysis, Trace
 from ampwise.lint.model.events import ScalerStep, SchedulerStep, Update
 from ampwise.lint.model.places import alone, block_of, names, scope_of, with_comment, wrap
@@ -58,8 +60,10 @@ def check(code: Analysis) -> Iterator[Mistake]:
             if event.has_argument or not event.context.loops or _asks(event):
                 continue
             loop = event.context.loops[-1]
-            if any(each.context.loops[-1].serial == loop.serial for each in steps) and isinstance(
-                event.scheduler, Scheduler
+            if (
+                any(each.context.loops[-1].serial == loop.serial for each in steps)
+                and isinstance(event.scheduler, Scheduler)
+                and _is_of_learning_rate(event)
             ):
                 yield Mistake(
                     event.node,
@@ -69,6 +73,22 @@ def check(code: Analysis) -> Iterator[Mistake]:
                     "(before = scaler.get_scale(); ...; if scaler.get_scale() >= before)",
                     mend=partial(_edits, event, trace),
                 )
+
+
+OTHER = re.compile(
+    r"wd|weight_decay|moment|ema|beta|kl|temp|tau|noise|mask|prun|drop|sampl|teacher|curric|aug|loss|gamma"
+    r"|spars|prof",
+    re.IGNORECASE,
+)
+"""What else is scheduled: of these nothing is known, and a skipped step may well count."""
+
+
+def _is_of_learning_rate(event: SchedulerStep) -> bool:
+    """Whether it schedules the learning rate, by its class or its name."""
+    assert isinstance(event.scheduler, Scheduler)
+    name = receiver(event.node).rpartition(".")[2]
+    known = library.is_scheduler(event.scheduler.path)
+    return known or "lr" in name or not OTHER.search(name)
 
 
 def _asks(event: SchedulerStep) -> bool:
