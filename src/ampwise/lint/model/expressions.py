@@ -117,6 +117,8 @@ def attribute(machine: Machine, node: Node, owner: Value, attr: str) -> Value:
             return Parameters(owner, f"{owner.key}.param_groups")
         case Model(inner=inner) if attr == "module" and inner is not None:
             return inner
+        case Model(key=key) if id(node) not in machine.called and attr not in calls.NETWORK_METHODS:
+            return as_role(machine, Unknown(f"{key}.{attr}", "given", of=owner), text)
         case Scaler() if attr in ("_scale", "_enabled"):
             return Unknown(f"{owner.key}.{attr}", scale=True)
         case Unknown():
@@ -259,10 +261,14 @@ def _sequence(machine: Machine, node: ast.Tuple | ast.List | ast.Set) -> Value:
             value = evaluate(machine, each.value)
             if isinstance(value, ListValue):
                 items += value.items
+            elif isinstance(value, Parameters):
+                items.append(value)
             else:
-                return value if isinstance(value, Parameters) else machine.unknown(node)
+                return machine.unknown(node)
         else:
             items.append(evaluate(machine, each))
+    if len(items) == 1 and isinstance(items[0], Parameters):
+        return items[0]  # [*model.parameters()]
     return _listed(machine, node, items)
 
 
