@@ -214,6 +214,8 @@ def _subscript(machine: Machine, node: ast.Subscript) -> Value:
         # nets[i] of known networks: any of them stands for all
         if len(kinds) == 1 and kinds <= {Optimizer, Scaler, Model, Instance, Loader}:
             return next(iter(items))
+        if items and all(isinstance(e, Ref) and library.is_optimizer(e.path) for e in items):
+            return next(iter(items))
     return item(machine, owner, key_of(index), dotted(node), node)
 
 

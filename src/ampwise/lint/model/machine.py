@@ -395,6 +395,10 @@ class Machine:
         if isinstance(node.op, ast.Add | ast.Sub):
             self._running_sum(node, before, added)
         result = expressions.binary(self, node, node.op, before, added)
+        scales = isinstance(node.op, ast.Div | ast.Mult)
+        if scales and isinstance(before, Tensor) and isinstance(result, Tensor) and not before.host:
+            # In place: other names see it, too.
+            before.divided, before.divisor = result.divided, result.divisor
         if isinstance(before, Const) and self._loops:
             result = self.unknown(node, label=dotted(node.target))
         if isinstance(result, Tensor) and isinstance(node.op, ast.Add | ast.Sub):
@@ -578,6 +582,18 @@ class Machine:
         if flow in ("return", "raise"):
             return flow if not self.unsure else ""
         return self.block(orelse) if orelse and flow != "break" else ""
+
+    @contextmanager
+    def repeated(self, node: Node) -> Generator[None]:
+        """Walk what somebody else's loop over batches calls."""
+        before = self._loops
+        self._serial += 1
+        self._loops = (*before, Loop(node, 0, self._serial, True, len(self._conditions)))
+        self._context = None
+        try:
+            yield
+        finally:
+            self._loops, self._context = before, None
 
     def _steps_in(self, node: ast.stmt, since: int) -> bool:
         """Whether part of a step happened in this loop itself."""

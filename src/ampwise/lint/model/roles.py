@@ -17,7 +17,7 @@ from ampwise.lint.model.nodes import Index
 
 SCALER = re.compile(r"scaler", re.IGNORECASE)
 OPTIMIZER = re.compile(
-    r"(^|[_.])(opt|optim|optimi[sz]ers?)(?=$|[_.\d\[A-Z])|optimi[sz]er", re.IGNORECASE
+    r"(^|[_.])(opt|optim|optimi[sz]er)s?(?=$|[_.\d\[]|(?-i:[A-Z]))|optimi[sz]er", re.IGNORECASE
 )
 SCHEDULER = re.compile(r"sched|warm_?up|lr_?decay", re.IGNORECASE)
 NETWORK = re.compile(

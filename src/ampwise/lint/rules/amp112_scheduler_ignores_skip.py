@@ -55,16 +55,10 @@ from ampwise.lint.rule import Mistake, rule
 @rule("AMP112", "scheduler-ignores-skip", "info", fix="unsafe")
 def check(code: Analysis) -> Iterator[Mistake]:
     for trace in code.traces:
-        steps = [each for each in trace.of(ScalerStep) if each.context.loops]
         for event in trace.of(SchedulerStep):
-            if event.has_argument or not event.context.loops or _asks(event):
+            if event.has_argument or _asks(event) or not isinstance(event.scheduler, Scheduler):
                 continue
-            loop = event.context.loops[-1]
-            if (
-                any(each.context.loops[-1].serial == loop.serial for each in steps)
-                and isinstance(event.scheduler, Scheduler)
-                and _is_of_learning_rate(event)
-            ):
+            if _is_beside_step(trace, event) and _is_of_learning_rate(event):
                 yield Mistake(
                     event.node,
                     event.module,
@@ -89,6 +83,20 @@ def _is_of_learning_rate(event: SchedulerStep) -> bool:
     name = receiver(event.node).rpartition(".")[2]
     known = library.is_scheduler(event.scheduler.path)
     return known or "lr" in name or not OTHER.search(name)
+
+
+def _is_beside_step(trace: Trace, event: SchedulerStep) -> bool:
+    """Whether it runs as often as a scaler's step: in one loop, or in a function that makes one."""
+    return any(_is_as_often(event, each) for each in trace.of(ScalerStep))
+
+
+def _is_as_often(event: SchedulerStep, step: ScalerStep) -> bool:
+    mine, around = event.context.loops, step.context.loops
+    same = [e.serial for e in mine[: len(around)]] == [e.serial for e in around]
+    # Between them a loop over schedulers may stand, but none over batches.
+    within = same and not any(each.over_data for each in mine[len(around) :])
+    names = event.context.functions[-1:]
+    return within and (bool(around) or (bool(names) and names == step.context.functions[-1:]))
 
 
 def _asks(event: SchedulerStep) -> bool:

@@ -48,7 +48,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
         if not trace.of(Backward) and not any(map(is_given, trace.events)):
             continue
         for event in trace.of(Loss):
-            if event.context.regions or event.context.no_grad:
+            if event.context.region is not None or event.context.no_grad:
                 continue
             half = next((each for each in flatten(event.inputs) if _is_half(each)), None)
             if half is not None:
