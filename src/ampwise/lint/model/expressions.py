@@ -493,7 +493,8 @@ def binary(machine: Machine, node: Node, op: ast.operator, left: Value, right: V
         return _listed(machine, node, [*left.items, *right.items])
     if isinstance(left, Parameters) and name == "add":
         return _listed(machine, node, [left, right])
-    if isinstance(left, Tensor) or isinstance(right, Tensor):
+    counts = name == "%" and isinstance(left, Tensor) and left.host
+    if not counts and (isinstance(left, Tensor) or isinstance(right, Tensor)):
         return tensors.arithmetic(machine, node, name, left, right)
     if isinstance(left, ListValue) and name == "mul":
         return left

@@ -146,9 +146,16 @@ def _is_rare(branch: Condition, loop: Node | None) -> bool:
     body = branch.node.body if branch.taken else branch.node.orelse
     if _ends(body, branch.node, loop) or _is_once(branch.node):
         return True
-    match branch.node.test:
+    return branch.taken and _is_one_step(branch.node.test)
+
+
+def _is_one_step(test: ast.expr) -> bool:
+    """``step == 0``, also among other conditions."""
+    match test:
         case ast.Compare(left=left, ops=[ast.Eq()], comparators=[ast.Constant(value=int())]):
-            return branch.taken and bool(COUNTER.search(dotted(left)))
+            return bool(COUNTER.search(dotted(left)))
+        case ast.BoolOp(op=ast.And(), values=values):
+            return any(map(_is_one_step, values))
         case _:
             return False
 
@@ -238,7 +245,9 @@ def zeroed_with(trace: Trace, backward: Backward) -> Iterator[ZeroGrad]:
     serial = backward.context.loops[-1].serial
     for event in trace.of(ZeroGrad):
         loops = event.context.loops
-        if loops and loops[-1].serial == serial and not event.context.is_periodic:
+        if not loops or loops[-1].serial != serial or event.context.is_periodic:
+            continue
+        if not any(_is_rare(each, loops[-1].node) for each in event.context.branches_in(loops[-1])):
             yield event
 
 

@@ -28,6 +28,8 @@ NETWORK = re.compile(
 NO_NETWORK = re.compile(
     r"(builder|factory|fn|func|names?|class|cls|config|cfg|path|dir|file|args|types?|params|output|outputs|id)$"
 )
+MAKER = re.compile(r"(build|create|get|make|load|init|setup|set_up|prepare|define|new)_")
+"""Beginnings of functions that make networks, and are none."""
 LOSS = re.compile(
     r"(criteri(on|a)|loss|(^|_)crit(_|$)|objective|(^|_)(bce|ce|mse|nll|l1|kl)(_|$))", re.IGNORECASE
 )
@@ -193,7 +195,7 @@ class Roles:
     def is_network(self, text: str) -> bool:
         """Whether a path is used as a network is."""
         last = text.rpartition(".")[2].partition("[")[0]
-        if LOSS.search(last) or NO_NETWORK.search(last):
+        if LOSS.search(last) or NO_NETWORK.search(last) or MAKER.match(last):
             return False
         used = self.methods.get(text, set())
         return bool({"train", "eval"} & used and used & NETWORK_METHODS) or bool(

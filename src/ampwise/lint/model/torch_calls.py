@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -231,6 +232,10 @@ def _wrapper(machine: Machine, node: ast.Call, path: str, a: Arguments) -> Value
     return wrapper
 
 
+HANDLES = re.compile(r"(_|reduce|log|record|print|update|scale|get|gather|add|write|plot|mean|sum)")
+"""Beginnings of functions that do something with losses, and compute none."""
+
+
 def _walk_each_batch(machine: Machine, node: ast.Call, function: Value) -> None:
     """``Engine(update)``: a function that is called with each batch."""
     if isinstance(function, Function):
@@ -367,7 +372,7 @@ def _other(machine: Machine, node: ast.Call, path: str, a: Arguments) -> Value:
         tensors.shown_all(machine, node, a.values, waits=waits)
         return machine.unknown(node, "called")
     if any(isinstance(each, Tensor) for each in flat) and not last[:1].isupper():
-        if LOSS.search(last):
+        if LOSS.search(last) and not HANDLES.match(last):
             machine.emit(Loss, node, last, tuple(a.values))
         return unknown_of_tensors(machine, node, last, a)
     if (returned := methods.walk_callbacks(machine, node, a)) is not None:

@@ -79,7 +79,7 @@ def _is_in_place(module: Module, call: ast.Call, names: tuple[str, ...]) -> bool
     if not isinstance(call.func, ast.Attribute) or call.func.attr not in names or call.args:
         return False
     around = module.parents[id(call)]
-    alone = isinstance(around, ast.Expr | ast.IfExp)
+    alone = isinstance(around, ast.Expr) or (isinstance(around, ast.IfExp) and names is HALVES)
     return bool(owner) and alone and (module.roles.is_network(owner) or "ema" in owner)
 
 
