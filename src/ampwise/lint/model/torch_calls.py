@@ -287,6 +287,8 @@ def apply_layer(machine: Machine, node: ast.Call, layer: Model, a: Arguments) ->
     else:
         operation = name.lower()
     result = tensors.apply(machine, node, operation, inputs)
+    given = [each for each in inputs if isinstance(each, Tensor)]
+    result.host = bool(given) and all(each.host for each in given)  # where its weights are
     return (
         ListValue([result, machine.unknown(node)])
         if name in ("LSTM", "GRU", "RNN", "MultiheadAttention")

@@ -45,21 +45,27 @@ HALF = re.compile(r"autocast|\bhalf\b|float16|fp_?16|bf16|HalfTensor|precision",
 
 @rule("AMP118", "scaler-without-half", "warning")
 def check(code: Analysis) -> Iterator[Mistake]:
-    project = code.module.project
-    texts = [code.module.source.text, *(project.module(e).source.text for e in code.module.used)]
-    if any(map(HALF.search, texts)):
+    if HALF.search(code.module.source.text):
         return
+    scalers = list(_scalers(code))
+    project = code.module.project
+    if scalers and any(HALF.search(project.module(e).source.text) for e in code.module.used):
+        return
+    for scaler in scalers:
+        yield Mistake(
+            scaler.node,
+            scaler.module,
+            "losses are scaled, but nothing runs in autocast or in 16 bits: training is in "
+            "float32, and the scaler only costs; run the forward under autocast, or drop it",
+        )
+
+
+def _scalers(code: Analysis) -> Iterator[Scaler]:
+    """Scalers made in sight that scale a loss on a path on which they step."""
     for trace in code.traces:
         if is_managed(trace) or not trace.of(ScalerStep):
             continue
         for event in trace.of(Backward):
-            scaler = event.scaled
             given = isinstance(event.node, ast.Call) and event.node.args  # a gradient, not a loss
-            if isinstance(scaler, Scaler) and scaler.path and not given:
-                yield Mistake(
-                    scaler.node,
-                    scaler.module,
-                    "losses are scaled, but nothing runs in autocast or in 16 bits: training is in "
-                    "float32, and the scaler only costs; run the forward under autocast, or drop "
-                    "the scaler",
-                )
+            if isinstance(event.scaled, Scaler) and event.scaled.path and not given:
+                yield event.scaled

@@ -41,7 +41,23 @@ HALVES = ("half", "bfloat16")
 
 @rule("AMP221", "weights-through-half", "warning")
 def check(code: Analysis) -> Iterator[Mistake]:
-    module = code.module
+    yield from _through_half(code.module)
+    for save in code.of(Save):
+        made = save.mapping.node if save.mapping is not None else None
+        if isinstance(made, ast.Dict) and (half := _resumable_half(made)) is not None:
+            yield Mistake(
+                half,
+                save.module,
+                "a checkpoint that holds the optimizer's state is there to go on from, but its "
+                "weights are rounded to 16 bits: training resumes at other weights; save float32, "
+                "and halve what is handed out",
+            )
+
+
+def _through_half(module: Module) -> Iterator[Mistake]:
+    """Networks that are cast down and up again."""
+    if ".float()" not in module.source.text:
+        return
     calls = [each for each in module.index.of(ast.Call) if isinstance(each.func, ast.Attribute)]
     back = {_owner(each): each for each in calls if _is_in_place(module, each, ("float",))}
     for call in calls:
@@ -56,16 +72,6 @@ def check(code: Analysis) -> Iterator[Mistake]:
                 "the weights themselves are rounded to 16 bits and cast back: what was lost stays "
                 "lost, and an average of weights stands still; run it under autocast, or halve a "
                 "copy",
-            )
-    for save in code.of(Save):
-        made = save.mapping.node if save.mapping is not None else None
-        if isinstance(made, ast.Dict) and (half := _resumable_half(made)) is not None:
-            yield Mistake(
-                half,
-                save.module,
-                "a checkpoint that holds the optimizer's state is there to go on from, but its "
-                "weights are rounded to 16 bits: training resumes at other weights; save float32, "
-                "and halve what is handed out",
             )
 
 

@@ -56,6 +56,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
     schedules = [each for trace in code.traces for each in trace.of(SchedulerStep)]
     waits = {each.context.functions for each in schedules if _asks_scale(each)}
     found: dict[tuple[object, ...], dict[int, _Place]] = {}
+    edits: dict[int, tuple[Edit, ...]] = {}
     for trace in code.traces:
         for event in trace.of(HostSync):
             if event.how == "get_scale" and event.context.functions in waits:
@@ -63,7 +64,9 @@ def check(code: Analysis) -> Iterator[Mistake]:
             # Of what another file is given more has to be known.
             sure = event.module is code.module or isinstance(event.tensor, Tensor)
             if sure and not _is_on_host(event) and is_hot(event, loops, trace):
-                place = _Place(event, is_always(event, loops), _edits(event))
+                if id(event.node) not in edits:  # a search, once for each place
+                    edits[id(event.node)] = _edits(event)
+                place = _Place(event, is_always(event, loops), edits[id(event.node)])
                 if not event.module.source.ignores(event.node.lineno, "AMP301"):
                     key = (_loop(event, loops, trace), event.how, bool(place.edits))
                     found.setdefault(key, {}).setdefault(id(event.node), place)

@@ -31,6 +31,7 @@ from collections.abc import Iterator
 
 from ampwise.lint.model.analysis import Analysis
 from ampwise.lint.model.imports import uses
+from ampwise.lint.project import Module
 from ampwise.lint.rule import Mistake, rule
 
 TAKES_NONE = {
@@ -43,6 +44,8 @@ TAKES_NONE = {
 @rule("AMP404", "device-for-old-autocast", "error")
 def check(code: Analysis) -> Iterator[Mistake]:
     module = code.module
+    if "device" not in module.source.text or not _names_old(module):
+        return
     for node, full in uses(module):
         call = module.parents[id(node)]
         argument = TAKES_NONE.get(full, "")
@@ -55,3 +58,9 @@ def check(code: Analysis) -> Iterator[Mistake]:
                 f"{full} takes no {argument}: this raises TypeError; use "
                 f"torch.amp.{full.rpartition('.')[2]}",
             )
+
+
+def _names_old(module: Module) -> bool:
+    """Whether the file may use one of the old names at all."""
+    imported = any("amp" in each for _, names in module.imports.statements for each in names)
+    return imported or "cuda.amp" in module.source.text
