@@ -106,7 +106,7 @@ def invoke(
             return _unknown(machine, node, function, a)
 
 
-RUNS = re.compile(r"(forward|infer|inference|predict)(_|$)")
+RUNS = re.compile(r"(forward|infer|inference|predict|encode|decode)(_|$)")
 """Methods that run a network."""
 
 

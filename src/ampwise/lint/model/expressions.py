@@ -108,6 +108,8 @@ def attribute(machine: Machine, node: Node, owner: Value, attr: str) -> Value:
             return owner
         case Tensor() if attr in ("shape", "ndim", "device", "dtype", "is_cuda", "requires_grad"):
             return Unknown(f"{key_of(owner)}.{attr}", of=owner)
+        case Tensor(key=key, data=True) if f"attribute {key}.{attr}" in machine.converted:
+            return machine.converted[f"attribute {key}.{attr}"]
         case Tensor() if (owner.forward or owner.data) and id(node) not in machine.called:
             # ``output.logits``, ``output.loss``, ``batch.x``: a part of it
             return owner.but(loss=True) if LOSS.search(attr) else owner

@@ -480,6 +480,8 @@ class Machine:
             owner.attributes[attr] = named(self._kept(node, before, value), attr)
         elif isinstance(owner, Class):
             owner.attributes[attr] = value
+        elif isinstance(owner, Tensor) and owner.data:
+            self.converted[f"attribute {owner.key}.{attr}"] = value
         elif isinstance(owner, Unknown):
             key = f"{owner.key}.{attr}"
             before = self.converted.get(f"attribute {key}", Unknown(key, "given", of=owner))
@@ -574,7 +576,7 @@ class Machine:
             flow = self.block(body)
             if flow in ("return", "raise", "break"):
                 break
-            if flow != "continue" and not self._steps_in(node, steps):
+            if flow != "continue" and not (self._steps_in(node, steps) or _is_phases(over)):
                 break
         self._loops = before
         self._context = None
@@ -880,6 +882,12 @@ def _assigned(module: Module, loop: ast.stmt, body: list[ast.stmt]) -> set[str]:
         }
         module.assigned[id(loop)] = cached
     return cached
+
+
+def _is_phases(over: Value | None) -> bool:
+    """``for phase in ("train", "val")``: the second time round, other branches are taken."""
+    items = over.items if isinstance(over, ListValue) else []
+    return len(items) == 2 and all(isinstance(e, Const) and isinstance(e.value, str) for e in items)
 
 
 def _is_data(module: Module, node: ast.stmt, over: Value | None) -> bool:
