@@ -147,8 +147,8 @@ def _lost(trace: Trace) -> Iterator[Mistake]:
             yield Mistake(
                 event.node,
                 event.module,
-                "the gradients of this network are zeroed between its backward and the step that "
-                "it shares with others: it never trains; zero all of them before the first backward",
+                "the gradients of this network are zeroed between its backward and the step it "
+                "shares with others: it never trains; zero them before the first backward",
             )
 
 
