@@ -21,7 +21,7 @@ from ampwise.lint.model.events import (
     ZeroGrad,
 )
 from ampwise.lint.model.nodes import Node
-from ampwise.lint.model.roles import LOSS, SCALER, dotted
+from ampwise.lint.model.roles import HANDLES, LOSS, SCALER, dotted
 from ampwise.lint.model.scope import Scope
 from ampwise.lint.model.values import (
     NONE,
@@ -171,7 +171,7 @@ def _function(machine: Machine, node: ast.Call, function: Function, a: Arguments
     if _is_context_manager(function):
         return _generator_manager(machine, node, function, a)
     value = machine.call(function, a, node)
-    if LOSS.search(name):
+    if LOSS.search(name) and not HANDLES.match(name):
         if isinstance(value, Unknown | Tensor):
             machine.emit(Loss, node, name, tuple(a.values))
         if isinstance(value, Unknown):

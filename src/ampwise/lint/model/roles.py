@@ -33,6 +33,8 @@ MAKER = re.compile(r"(build|create|get|make|load|init|setup|set_up|prepare|defin
 LOSS = re.compile(
     r"(criteri(on|a)|loss|(^|_)crit(_|$)|objective|(^|_)(bce|ce|mse|nll|l1|kl)(_|$))", re.IGNORECASE
 )
+HANDLES = re.compile(r"(reduce|log|record|print|update|scale|gather|add|write|plot|mean|sum)")
+"""Beginnings of functions that do something with losses, and compute none."""
 LOADER = re.compile(
     r"load(er)?s?(_|$|\d)|dataload|(^|_)(dl|dataset|batches|data)(_|$)|train_(iter|gen|data)",
     re.IGNORECASE,

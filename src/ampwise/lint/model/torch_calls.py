@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -21,7 +20,7 @@ from ampwise.lint.model.events import (
     Synchronize,
 )
 from ampwise.lint.model.nodes import Node
-from ampwise.lint.model.roles import LOADER, LOSS
+from ampwise.lint.model.roles import HANDLES, LOADER, LOSS
 from ampwise.lint.model.values import (
     FALSE,
     NONE,
@@ -230,10 +229,6 @@ def _wrapper(machine: Machine, node: ast.Call, path: str, a: Arguments) -> Value
     if path.startswith("ignite.engine.") and a.positional:
         _walk_each_batch(machine, node, a.positional[0])
     return wrapper
-
-
-HANDLES = re.compile(r"(_|reduce|log|record|print|update|scale|get|gather|add|write|plot|mean|sum)")
-"""Beginnings of functions that do something with losses, and compute none."""
 
 
 def _walk_each_batch(machine: Machine, node: ast.Call, function: Value) -> None:
