@@ -9,7 +9,7 @@ STAMP := $(VENV)/.ready
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow check format bench gpu-check wheel clean
+.PHONY: help setup demo test lint-proof test-slow check format bench gpu-check wheel clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -28,6 +28,10 @@ demo: setup  ## Run the main job on real data: every precision side by side (< 6
 
 test: setup  ## Run the tests (under 10 minutes on 2 cores)
 	$(TEST) -m 'not slow and not gpu'
+
+lint-proof: setup  ## Make every fix of the linter on 335 public files, and check what comes out (minutes, network)
+	$(BIN)/python tests/lint/public_files.py build/public-files
+	AMPWISE_LINT_FILES=build/public-files $(BIN)/python -m pytest -m slow tests/lint/test_every_fix.py
 
 test-slow: setup  ## Run the tests that take minutes each
 	$(TEST) -m slow

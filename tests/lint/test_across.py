@@ -48,7 +48,7 @@ ENGINE = """\
 import torch
 
 
-def train_epoch(model, optimizer, loader, criterion):
+def train_once(model, optimizer, loader, criterion):
     scaler = torch.amp.GradScaler("cuda")
     for x, y in loader:
         optimizer.zero_grad()
@@ -61,12 +61,12 @@ def train_epoch(model, optimizer, loader, criterion):
 
 MAIN = """\
 import torch
-from {module} import train_epoch
+from {module} import train_once
 
 
 def main(model, optimizer, loader, criterion):
     for epoch in range(10):
-        train_epoch(model, optimizer, loader, criterion)
+        train_once(model, optimizer, loader, criterion)
 
 
 if __name__ == "__main__":

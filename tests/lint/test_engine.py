@@ -245,3 +245,56 @@ def test_nothing_is_executed_and_torch_is_not_imported(tmp_path):
     assert done.returncode == 1, done.stderr
     assert done.stdout.endswith("light\n")
     assert not trace.exists()
+
+
+GAN = """\
+def train(loader, loss, opt_g, opt_d, scaler):
+    for x in loader:
+        scaler.scale(loss(x)).backward()
+        scaler.step(opt_d)
+        scaler.update()
+{between}
+        scaler.step(opt_g)
+        scaler.update()
+        opt_g.zero_grad()
+        opt_d.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("between", "severity", "words"),
+    [
+        ("", "error", "steps too far"),
+        ("        scaler.scale(loss(-x)).backward()", "info", "the growth interval"),
+    ],
+)
+def test_a_second_update_is_as_bad_as_what_it_does(tmp_path, between, severity, words):
+    path = tmp_path / "gan.py"
+    path.write_text(GAN.format(between=between))
+    found = [e for e in lint([path], use_cache=False).findings if e.code == "AMP108"]
+    assert [(each.line, each.severity) for each in found] == [(5, severity)]
+    assert words in found[0].message
+
+
+MANY = """\
+def train(model, loader, optimizer, scaler, criterion, verbose):
+    total = []
+    for x, y in loader:
+        loss = criterion(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        if y.any_key:
+            total.append(loss.item())
+        total.append(-loss.item())
+        total.append(2 * loss.item())
+"""
+
+
+def test_waits_of_one_kind_in_one_loop_are_one_finding(tmp_path):
+    path = tmp_path / "many.py"
+    path.write_text(MANY)
+    found = [e for e in lint([path], use_cache=False).findings if e.code == "AMP301"]
+    assert [each.line for each in found] == [10]
+    assert "on each step that comes here (also in lines 11, 12)" in found[0].message

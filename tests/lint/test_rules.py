@@ -38,6 +38,8 @@ CATALOGUE = {
     "AMP115": ("scaled-loss-reported", "warning", "unsafe"),
     "AMP116": ("gradient-penalty-on-scaled-grads", "error", ""),
     "AMP117": ("scaler-shared-or-plain-under-fsdp", "error", "unsafe"),
+    "AMP118": ("scaler-without-half", "warning", ""),
+    "AMP119": ("clip-beyond-unscaled", "error", ""),
     "AMP201": ("backward-under-autocast", "warning", "safe"),
     "AMP202": ("loss-outside-autocast", "warning", "unsafe"),
     "AMP203": ("eval-without-autocast", "warning", "unsafe"),
@@ -56,6 +58,11 @@ CATALOGUE = {
     "AMP216": ("manual-loss-scale", "warning", ""),
     "AMP217": ("metrics-in-half", "warning", "unsafe"),
     "AMP218": ("autocast-device-mismatch", "warning", "unsafe"),
+    "AMP219": ("autocast-and-other", "error", "unsafe"),
+    "AMP220": ("low-precision-weights", "warning", ""),
+    "AMP221": ("weights-through-half", "warning", ""),
+    "AMP222": ("forward-outside-autocast", "warning", ""),
+    "AMP223": ("precision-that-does-not-happen", "warning", ""),
     "AMP301": ("sync-in-hot-loop", "info", "unsafe"),
     "AMP302": ("synchronize-in-hot-loop", "warning", "unsafe"),
     "AMP303": ("loader-not-overlapped", "info", "unsafe"),
@@ -66,6 +73,7 @@ CATALOGUE = {
     "AMP401": ("deprecated-cuda-amp", "warning", "safe"),
     "AMP402": ("apex-amp", "warning", ""),
     "AMP403": ("deprecated-precision-flag", "info", "unsafe"),
+    "AMP404": ("device-for-old-autocast", "error", ""),
 }
 
 
@@ -130,6 +138,13 @@ def test_a_file_is_mended_as_expected_and_stays_so(path, tmp_path):
     assert comments(mended) == comments(bad.read_text())
 
 
+@pytest.mark.parametrize("path", sorted(FIXTURES.rglob("bad_kept_*.py")), ids=name)
+def test_what_has_to_stay_is_reported_and_not_edited(path):
+    checked = check_file(path, Project(frozenset({path})))
+    code = path.parent.name
+    assert [each.edits for each in checked.findings if each.code == code and each.edits] == []
+
+
 def comments(text: str) -> list[str]:
     """All but the marks of what is expected, which go with the statements they stand behind."""
     return re.findall(r"#.*", EXPECT.sub("", text))
@@ -141,6 +156,6 @@ def test_every_rule_that_mends_has_a_fixed_fixture():
         for path in READ
         if path.name.startswith("bad_")
         for each in check_file(path, Project(frozenset({path}))).findings
-        if each.edits
+        if each.edits and each.code == path.parent.name
     }
     assert mending == {path.parent.name for path in FIXED}

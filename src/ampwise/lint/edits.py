@@ -229,7 +229,7 @@ def _needs_no_autocast(node: cst.CSTNode) -> bool:
 
 
 def _with_argument(call: cst.Call, text: str) -> cst.Call:
-    """A call with one more argument; ``0:`` puts it first, ``|name`` names what was first."""
+    """A call with one more argument; ``0:`` puts it first, ``|a,b`` names what was first."""
     first, text = text.startswith("0:"), text.removeprefix("0:")
     text, _, shifted = text.partition("|")
     made = cst.parse_expression(f"f({text})")
@@ -242,9 +242,10 @@ def _with_argument(call: cst.Call, text: str) -> cst.Call:
         return call.with_changes(args=[new])
     comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
     if first:
-        if shifted and args[0].keyword is None:
-            equal = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
-            args[0] = args[0].with_changes(keyword=cst.Name(shifted), equal=equal)
+        equal = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
+        for index, name in enumerate(shifted.split(",") if shifted else ()):
+            if index < len(args) and args[index].keyword is None:
+                args[index] = args[index].with_changes(keyword=cst.Name(name), equal=equal)
         return call.with_changes(args=[new.with_changes(comma=comma), *args])
     last = args[-1]
     if isinstance(last.comma, cst.Comma):  # a list that ends in a comma keeps doing so

@@ -326,7 +326,7 @@ def _findings(code: Analysis) -> Iterator[Finding]:
                 column=len(text.encode()[:column].decode(errors="replace")) + 1,
                 code=rule.code,
                 name=rule.name,
-                severity=rule.severity,
+                severity=mistake.severity or rule.severity,
                 message=mistake.message,
                 fix=rule.fix,
                 edits=own_edits(mistake),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import re
 from typing import TYPE_CHECKING
 
 from ampwise.lint.model import library, methods, tensors, torch_calls
@@ -20,7 +21,7 @@ from ampwise.lint.model.events import (
     ZeroGrad,
 )
 from ampwise.lint.model.nodes import Node
-from ampwise.lint.model.roles import LOSS, SCALER, dotted
+from ampwise.lint.model.roles import HANDLES, LOSS, SCALER, dotted
 from ampwise.lint.model.scope import Scope
 from ampwise.lint.model.values import (
     NONE,
@@ -75,6 +76,8 @@ def invoke(
 ) -> Value:
     """Call a value; `owner`: what it is a method of, if it is one."""
     match function:
+        case Function(owner=Instance() as made) if _is_forward(function, owner):
+            return _instance(machine, node, made, a)
         case Function():
             return _function(machine, node, function, a)
         case Class():
@@ -83,6 +86,8 @@ def invoke(
             return _super(machine)
         case Ref(path=path):
             return torch_calls.call(machine, node, path, a)
+        case Bound(owner=Model() as network, name=name) if RUNS.match(name):
+            return _model(machine, node, network, a)
         case Bound(owner=bound_to, name=name):
             return methods.call(machine, node, bound_to, name, a)
         case Partial(function=inner, positional=first, named=given):
@@ -99,6 +104,22 @@ def invoke(
             return _method_of_unknown(machine, node, owner, a)
         case _:
             return _unknown(machine, node, function, a)
+
+
+RUNS = re.compile(r"(forward|infer|inference|predict|encode|decode)(_|$)")
+"""Methods that run a network."""
+
+
+def _is_forward(function: Function, owner: Value | None) -> bool:
+    """``network.forward(x)``, which is ``network(x)``; a class's own call of its base is not."""
+    name = getattr(function.node, "name", "")
+    class_ = function.class_
+    return (
+        name == "forward"
+        and isinstance(owner, Instance)
+        and class_ is not None
+        and (is_network(class_))
+    )
 
 
 def _method_of_unknown(machine: Machine, node: ast.Call, owner: Unknown, a: Arguments) -> Value:
@@ -150,7 +171,7 @@ def _function(machine: Machine, node: ast.Call, function: Function, a: Arguments
     if _is_context_manager(function):
         return _generator_manager(machine, node, function, a)
     value = machine.call(function, a, node)
-    if LOSS.search(name):
+    if LOSS.search(name) and not HANDLES.match(name):
         if isinstance(value, Unknown | Tensor):
             machine.emit(Loss, node, name, tuple(a.values))
         if isinstance(value, Unknown):
@@ -395,6 +416,7 @@ def _unknown(machine: Machine, node: ast.Call, function: Value, a: Arguments) ->
         machine.emit(Managed, node, name, _loss_given(a))
         return machine.unknown(node)
     methods.given_away(machine, node, name, a)
+    methods.note_norm(machine, node, name, a)
     if LOSS.search(name):
         return _loss(machine, node, name, a)
     if any(isinstance(each, Tensor) for each in tensors.flatten(a.values)):

@@ -108,6 +108,8 @@ def attribute(machine: Machine, node: Node, owner: Value, attr: str) -> Value:
             return owner
         case Tensor() if attr in ("shape", "ndim", "device", "dtype", "is_cuda", "requires_grad"):
             return Unknown(f"{key_of(owner)}.{attr}", of=owner)
+        case Tensor(key=key, data=True) if f"attribute {key}.{attr}" in machine.converted:
+            return machine.converted[f"attribute {key}.{attr}"]
         case Tensor() if (owner.forward or owner.data) and id(node) not in machine.called:
             # ``output.logits``, ``output.loss``, ``batch.x``: a part of it
             return owner.but(loss=True) if LOSS.search(attr) else owner
@@ -117,6 +119,8 @@ def attribute(machine: Machine, node: Node, owner: Value, attr: str) -> Value:
             return Parameters(owner, f"{owner.key}.param_groups")
         case Model(inner=inner) if attr == "module" and inner is not None:
             return inner
+        case Model(key=key) if id(node) not in machine.called and attr not in calls.NETWORK_METHODS:
+            return as_role(machine, Unknown(f"{key}.{attr}", "given", of=owner), text)
         case Scaler() if attr in ("_scale", "_enabled"):
             return Unknown(f"{owner.key}.{attr}", scale=True)
         case Unknown():
@@ -212,6 +216,8 @@ def _subscript(machine: Machine, node: ast.Subscript) -> Value:
         # nets[i] of known networks: any of them stands for all
         if len(kinds) == 1 and kinds <= {Optimizer, Scaler, Model, Instance, Loader}:
             return next(iter(items))
+        if items and all(isinstance(e, Ref) and library.is_optimizer(e.path) for e in items):
+            return next(iter(items))
     return item(machine, owner, key_of(index), dotted(node), node)
 
 
@@ -259,10 +265,14 @@ def _sequence(machine: Machine, node: ast.Tuple | ast.List | ast.Set) -> Value:
             value = evaluate(machine, each.value)
             if isinstance(value, ListValue):
                 items += value.items
+            elif isinstance(value, Parameters):
+                items.append(value)
             else:
-                return value if isinstance(value, Parameters) else machine.unknown(node)
+                return machine.unknown(node)
         else:
             items.append(evaluate(machine, each))
+    if len(items) == 1 and isinstance(items[0], Parameters):
+        return items[0]  # [*model.parameters()]
     return _listed(machine, node, items)
 
 
@@ -477,13 +487,16 @@ def binary(machine: Machine, node: Node, op: ast.operator, left: Value, right: V
         return _formatted(machine, node, right)
     if isinstance(left, Const) and isinstance(right, Const):
         return _constants(machine, node, op, left, right)
+    if name == "%" and isinstance(right, Const) and right.value == 1:
+        return Const(0)
     if isinstance(left, Gradient) or isinstance(right, Gradient):
         return _of_gradient(node, name, left, right)
     if isinstance(left, ListValue) and isinstance(right, ListValue) and name == "add":
         return _listed(machine, node, [*left.items, *right.items])
     if isinstance(left, Parameters) and name == "add":
         return _listed(machine, node, [left, right])
-    if isinstance(left, Tensor) or isinstance(right, Tensor):
+    counts = name == "%" and isinstance(left, Tensor) and left.host
+    if not counts and (isinstance(left, Tensor) or isinstance(right, Tensor)):
         return tensors.arithmetic(machine, node, name, left, right)
     if isinstance(left, ListValue) and name == "mul":
         return left

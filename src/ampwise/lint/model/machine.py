@@ -37,7 +37,7 @@ from ampwise.lint.model.events import (
 from ampwise.lint.model.naming import named
 from ampwise.lint.model.nodes import Node
 from ampwise.lint.model.paths import Oracle
-from ampwise.lint.model.roles import LOADER, dotted
+from ampwise.lint.model.roles import LOADER, dotted, leaves
 from ampwise.lint.model.scope import Budget, Frame, Scope
 from ampwise.lint.model.values import (
     NONE,
@@ -395,6 +395,10 @@ class Machine:
         if isinstance(node.op, ast.Add | ast.Sub):
             self._running_sum(node, before, added)
         result = expressions.binary(self, node, node.op, before, added)
+        scales = isinstance(node.op, ast.Div | ast.Mult)
+        if scales and isinstance(before, Tensor) and isinstance(result, Tensor) and not before.host:
+            # In place: other names see it, too.
+            before.divided, before.divisor = result.divided, result.divisor
         if isinstance(before, Const) and self._loops:
             result = self.unknown(node, label=dotted(node.target))
         if isinstance(result, Tensor) and isinstance(node.op, ast.Add | ast.Sub):
@@ -476,6 +480,8 @@ class Machine:
             owner.attributes[attr] = named(self._kept(node, before, value), attr)
         elif isinstance(owner, Class):
             owner.attributes[attr] = value
+        elif isinstance(owner, Tensor) and owner.data:
+            self.converted[f"attribute {owner.key}.{attr}"] = value
         elif isinstance(owner, Unknown):
             key = f"{owner.key}.{attr}"
             before = self.converted.get(f"attribute {key}", Unknown(key, "given", of=owner))
@@ -501,7 +507,7 @@ class Machine:
         known = self.is_known(test)
         branches = node.body + node.orelse
         matters = any(id(each) in self.here.roles.steps for each in branches) or (
-            periodic and any(_leaves(each) for each in (node.body, node.orelse))
+            periodic and any(leaves(each) for each in (node.body, node.orelse))
         )
         if known or matters:
             taken = self.decide(test, default=self._likely(node))
@@ -513,7 +519,7 @@ class Machine:
         text = self.here.unparsed(node.test).lower()
         if any(each in text for each in UNLIKELY):
             return False
-        return not (_leaves(node.body) and not node.orelse)
+        return not (leaves(node.body) and not node.orelse)
 
     def _both(self, node: ast.If, test: Value, periodic: bool) -> Flow:
         """Walk both branches, since neither holds part of a step; the last binding stands."""
@@ -570,7 +576,7 @@ class Machine:
             flow = self.block(body)
             if flow in ("return", "raise", "break"):
                 break
-            if flow != "continue" and not self._steps_in(node, steps):
+            if flow != "continue" and not (self._steps_in(node, steps) or _is_phases(over)):
                 break
         self._loops = before
         self._context = None
@@ -578,6 +584,18 @@ class Machine:
         if flow in ("return", "raise"):
             return flow if not self.unsure else ""
         return self.block(orelse) if orelse and flow != "break" else ""
+
+    @contextmanager
+    def repeated(self, node: Node) -> Generator[None]:
+        """Walk what somebody else's loop over batches calls."""
+        before = self._loops
+        self._serial += 1
+        self._loops = (*before, Loop(node, 0, self._serial, True, len(self._conditions)))
+        self._context = None
+        try:
+            yield
+        finally:
+            self._loops, self._context = before, None
 
     def _steps_in(self, node: ast.stmt, since: int) -> bool:
         """Whether part of a step happened in this loop itself."""
@@ -852,20 +870,6 @@ def _is_lost(before: Value | None, value: Value) -> bool:
     )
 
 
-def _leaves(body: list[ast.stmt]) -> bool:
-    """Whether a block ends by leaving what is around it."""
-    if not body:
-        return False
-    last = body[-1]
-    if isinstance(last, ast.Return | ast.Raise | ast.Break | ast.Continue):
-        return True
-    return (
-        isinstance(last, ast.Expr)
-        and isinstance(last.value, ast.Call)
-        and (dotted(last.value.func) in ("exit", "quit", "sys.exit", "os._exit"))
-    )
-
-
 def _assigned(module: Module, loop: ast.stmt, body: list[ast.stmt]) -> set[str]:
     """Names that a loop's body binds."""
     cached = module.assigned.get(id(loop))
@@ -878,6 +882,12 @@ def _assigned(module: Module, loop: ast.stmt, body: list[ast.stmt]) -> set[str]:
         }
         module.assigned[id(loop)] = cached
     return cached
+
+
+def _is_phases(over: Value | None) -> bool:
+    """``for phase in ("train", "val")``: the second time round, other branches are taken."""
+    items = over.items if isinstance(over, ListValue) else []
+    return len(items) == 2 and all(isinstance(e, Const) and isinstance(e.value, str) for e in items)
 
 
 def _is_data(module: Module, node: ast.stmt, over: Value | None) -> bool:

@@ -29,7 +29,7 @@ from ampwise.lint.model.events import (
     ZeroGrad,
 )
 from ampwise.lint.model.nodes import Node
-from ampwise.lint.model.roles import LOSS
+from ampwise.lint.model.roles import LOADER, LOSS, SCHEDULER
 from ampwise.lint.model.values import (
     FALSE,
     NONE,
@@ -113,6 +113,16 @@ SAVES = re.compile(r"save|checkpoint|ckpt|snapshot", re.IGNORECASE)
 HARMLESS = re.compile(
     r"load|resume|restore|log|print|info|save|checkpoint|ckpt|isinstance", re.IGNORECASE
 )
+
+
+NORM = re.compile(r"grad\w*norm|norm\w*grad", re.IGNORECASE)
+
+
+def note_norm(machine: Machine, node: ast.Call, name: str, a: Arguments) -> None:
+    """Note that a function nobody showed us reads gradients, by its name and what it is given."""
+    owners = Parameters | Model | Instance | Optimizer
+    if NORM.search(name) and any(isinstance(each, owners) for each in a.values):
+        machine.emit(GradientRead, node)
 
 
 def given_away(machine: Machine, node: ast.Call, name: str, a: Arguments) -> None:
@@ -215,7 +225,9 @@ def _scheduler(
 def _wrapper(machine: Machine, node: ast.Call, owner: Wrapper, name: str, a: Arguments) -> Value:
     match name:
         case "backward":
-            machine.emit(Backward, node, a.first("loss") or NONE, owner)
+            loss = a.first("loss") or NONE
+            own = loss.scaled if isinstance(loss, Tensor) else None
+            machine.emit(Backward, node, loss, own if isinstance(own, Scaler) else owner)
             machine.emit(Managed, node, owner.path)
         case _ if name in RUNS_STEP:
             machine.emit(Managed, node, owner.path)
@@ -223,6 +235,9 @@ def _wrapper(machine: Machine, node: ast.Call, owner: Wrapper, name: str, a: Arg
             return Manager("autocast", node, Region(node, machine.here, True, None, None))
         case "accumulate" | "no_sync" | "no_backward_sync":
             return Manager("other", node)
+        case "save":
+            what = a.first("obj") or NONE
+            machine.emit(Save, node, what, what if isinstance(what, DictValue) else None)
         case "log" | "print":
             tensors.shown_all(machine, node, a.values, waits=False)
         case _:
@@ -479,6 +494,8 @@ def _unknown(machine: Machine, node: ast.Call, owner: Unknown, name: str, a: Arg
         case "zero_grad":
             machine.emit(ZeroGrad, node, owner)
             return NONE
+        case "step" if SCHEDULER.search(owner.key) and not LOADER.search(owner.key):
+            return _scheduler(machine, node, Scheduler(owner.key), name, a)
         case "state_dict" | "load_state_dict":
             return _state(machine, node, owner, name)
         case "no_sync":

@@ -109,6 +109,38 @@ def bound_in(scope: ast.AST) -> set[str]:
     return found
 
 
+def names_bound_by(tree: ast.AST) -> set[str]:
+    """Names that definitions, parameters and assignments bind anywhere in some code."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):
+                found.add(name)
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                found.add(name)
+            case ast.ClassDef(name=name):
+                found.add(name)
+            case _:
+                pass
+    return found
+
+
+def is_type(module: Module, node: ast.AST) -> bool:
+    """Whether an expression is a type in an annotation, or what ``isinstance`` asks for."""
+    around = module.parents[id(node)]
+    while isinstance(around, ast.BinOp | ast.Subscript | ast.Tuple):
+        node, around = around, module.parents[id(around)]
+    match around:
+        case ast.arg() | ast.AnnAssign(annotation=ast.expr()):
+            return getattr(around, "annotation", None) is node
+        case ast.FunctionDef(returns=returns) | ast.AsyncFunctionDef(returns=returns):
+            return returns is node
+        case ast.Call(func=ast.Name(id="isinstance"), args=[_, kinds]):
+            return kinds is node
+        case _:
+            return False
+
+
 def assignments(scope: ast.AST, name: str) -> list[ast.Assign | ast.AugAssign | ast.AnnAssign]:
     """Where a name (or ``self.name``) is assigned by itself, in a function or the module."""
     return [

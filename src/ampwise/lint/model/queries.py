@@ -12,6 +12,7 @@ from ampwise.lint.model.analysis import Analysis, Trace
 from ampwise.lint.model.events import (
     Backward,
     CastDown,
+    Condition,
     Enter,
     Event,
     Made,
@@ -19,10 +20,13 @@ from ampwise.lint.model.events import (
     OptimizerStep,
     ScalerStep,
     Site,
+    Unscale,
+    Update,
     ZeroGrad,
 )
 from ampwise.lint.model.nodes import Node, span
-from ampwise.lint.model.roles import dotted
+from ampwise.lint.model.places import in_reach
+from ampwise.lint.model.roles import dotted, leaves
 from ampwise.lint.model.values import (
     DictValue,
     ListValue,
@@ -94,7 +98,8 @@ def step_loops(code: Analysis) -> Steps:
             loops = event.context.loops
             if loops:
                 found.nodes.add(id(loops[-1].node))
-                found.nodes |= {id(each.node) for each in loops if each.over_data}
+                # Of a loop over data sets and one over batches, the inner one makes the steps.
+                found.nodes |= {id(each.node) for each in [e for e in loops if e.over_data][-1:]}
             elif trace.root:
                 found.traces.add(id(trace.events))
             if not isinstance(event, Backward):
@@ -102,8 +107,13 @@ def step_loops(code: Analysis) -> Steps:
     return found
 
 
-SETTING = re.compile(r"vi[sz](ual|_|\b)|debug|verbose|plot|profil|dump|interval")
+SETTING = re.compile(
+    r"vi[sz](ual|_|\b)|debug|verbose|plot|profil|dump|interval|should_|_freq\b|_every\b|every_"
+)
 """What is switched on to look into a training, not to train."""
+
+COUNTER = re.compile(r"(^|[._])(steps?|iters?|iteration|idx|index|i|n|batch_?(idx|i|id)?|count)$")
+"""Names of what counts steps."""
 
 
 def is_hot(event: Event, steps: Steps, trace: Trace) -> bool:
@@ -115,16 +125,54 @@ def is_hot(event: Event, steps: Steps, trace: Trace) -> bool:
         # Objects that the step is handed were made before it.
         if any(each.endswith(".__init__") for each in event.context.functions):
             return False
+        loop = None
     else:
         around = [each for each in event.context.loops if id(each.node) in steps.nodes]
         if not around:
             return False
+        loop = around[0].node
         conditions = event.context.branches_in(around[0])
     return not any(
-        (each.periodic or SETTING.search(each.key) or _is_once(each.node))
+        (each.periodic or SETTING.search(each.key) or _is_rare(each, loop))
         and id(each.node) not in steps.windows
         for each in conditions
     )
+
+
+def _is_rare(branch: Condition, loop: Node | None) -> bool:
+    """Whether a branch is taken once or so: it ends the loop, or waits for one step or a flag."""
+    if not isinstance(branch.node, ast.If):
+        return False
+    body = branch.node.body if branch.taken else branch.node.orelse
+    if _ends(body, branch.node, loop) or _is_once(branch.node):
+        return True
+    return branch.taken and _is_one_step(branch.node.test)
+
+
+def _is_one_step(test: ast.expr) -> bool:
+    """``step == 0``, also among other conditions."""
+    match test:
+        case ast.Compare(left=left, ops=[ast.Eq()], comparators=[ast.Constant(value=int())]):
+            return bool(COUNTER.search(dotted(left)))
+        case ast.BoolOp(op=ast.And(), values=values):
+            return any(map(_is_one_step, values))
+        case _:
+            return False
+
+
+def _ends(body: list[ast.stmt], branch: ast.If, loop: Node | None) -> bool:
+    """Whether a block ends by leaving the loop: no ``continue``, no return of what it calls."""
+    if not leaves(body) or isinstance(body[-1], ast.Continue):
+        return False
+    inside = loop is not None and loop.lineno <= branch.lineno <= (loop.end_lineno or 0)
+    return inside or not isinstance(body[-1], ast.Return)
+
+
+def is_always(event: Event, steps: Steps) -> bool:
+    """Whether something hot happens on every step, whatever branches are taken."""
+    around = [each for each in event.context.loops if id(each.node) in steps.nodes]
+    branches = event.context.branches_in(around[0]) if around else event.context.conditions
+    return all(each.known or id(each.node) in steps.windows for each in branches)
 
 
 def _is_once(branch: Node) -> bool:
@@ -197,7 +245,9 @@ def zeroed_with(trace: Trace, backward: Backward) -> Iterator[ZeroGrad]:
     serial = backward.context.loops[-1].serial
     for event in trace.of(ZeroGrad):
         loops = event.context.loops
-        if loops and loops[-1].serial == serial and not event.context.is_periodic:
+        if not loops or loops[-1].serial != serial or event.context.is_periodic:
+            continue
+        if not any(_is_rare(each, loops[-1].node) for each in event.context.branches_in(loops[-1])):
             yield event
 
 
@@ -223,6 +273,27 @@ def _skipped_to(event: Event, step: Event) -> bool:
     """The step is reached in a later iteration than the backward: a ``continue`` went before."""
     loop, other = event.context.loops[-1], step.context.loops[-1]
     return loop.node is other.node and loop.serial != other.serial
+
+
+def is_simple(trace: Trace) -> bool:
+    """Whether an edit of steps is sure to be right: one scaler, steps of optimizers only.
+
+    With several scalers the one that belongs to a backward may be another; a closure, or whatever
+    else a step is given, would be lost.
+    """
+    scalers = {id(e.scaler) for e in trace.events if isinstance(e, ScalerStep | Update | Unscale)}
+    scalers |= {id(e.scaled) for e in trace.of(Backward) if is_real(e.scaled)}
+    steps = [*trace.of(ScalerStep), *trace.of(OptimizerStep)]
+    return len(scalers) <= 1 and all(map(_is_plain, steps))
+
+
+def _is_plain(step: ScalerStep | OptimizerStep) -> bool:
+    """``scaler.step(optimizer)``, ``optimizer.step()``: no closure, receivers that are names."""
+    node = step.node
+    if not isinstance(node, ast.Call) or node.keywords or not receiver(node):
+        return False
+    wanted = 1 if isinstance(step, ScalerStep) else 0
+    return len(node.args) == wanted and not any(isinstance(e, ast.Starred) for e in node.args)
 
 
 def site_in(event: Event, module: Module) -> Site:
@@ -253,6 +324,11 @@ def receiver(node: ast.AST) -> str:
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         return dotted(node.func.value)
     return ""
+
+
+def is_known_at(module: Module, call: ast.AST, at: ast.AST) -> bool:
+    """Whether the receiver of a method's call means the same at another place of the file."""
+    return isinstance(call, ast.Call) and in_reach(module, call.func, at)
 
 
 def first_argument(node: ast.AST) -> str:

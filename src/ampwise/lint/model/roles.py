@@ -17,7 +17,7 @@ from ampwise.lint.model.nodes import Index
 
 SCALER = re.compile(r"scaler", re.IGNORECASE)
 OPTIMIZER = re.compile(
-    r"(^|[_.])(opt|optim|optimi[sz]ers?)(?=$|[_.\d\[A-Z])|optimi[sz]er", re.IGNORECASE
+    r"(^|[_.])(opt|optim|optimi[sz]er)s?(?=$|[_.\d\[]|(?-i:[A-Z]))|optimi[sz]er", re.IGNORECASE
 )
 SCHEDULER = re.compile(r"sched|warm_?up|lr_?decay", re.IGNORECASE)
 NETWORK = re.compile(
@@ -28,9 +28,13 @@ NETWORK = re.compile(
 NO_NETWORK = re.compile(
     r"(builder|factory|fn|func|names?|class|cls|config|cfg|path|dir|file|args|types?|params|output|outputs|id)$"
 )
+MAKER = re.compile(r"(build|create|get|make|load|init|setup|set_up|prepare|define|new)_")
+"""Beginnings of functions that make networks, and are none."""
 LOSS = re.compile(
     r"(criteri(on|a)|loss|(^|_)crit(_|$)|objective|(^|_)(bce|ce|mse|nll|l1|kl)(_|$))", re.IGNORECASE
 )
+HANDLES = re.compile(r"(reduce|log|record|print|update|scale|gather|add|write|plot|mean|sum)")
+"""Beginnings of functions that do something with losses, and compute none."""
 LOADER = re.compile(
     r"load(er)?s?(_|$|\d)|dataload|(^|_)(dl|dataset|batches|data)(_|$)|train_(iter|gen|data)",
     re.IGNORECASE,
@@ -81,6 +85,20 @@ def dotted(node: ast.AST) -> str:
             case _:
                 return ""
     return ""
+
+
+def leaves(body: list[ast.stmt]) -> bool:
+    """Whether a block ends by leaving what is around it."""
+    if not body:
+        return False
+    last = body[-1]
+    if isinstance(last, ast.Return | ast.Raise | ast.Break | ast.Continue):
+        return True
+    return (
+        isinstance(last, ast.Expr)
+        and isinstance(last.value, ast.Call)
+        and (dotted(last.value.func) in ("exit", "quit", "sys.exit", "os._exit"))
+    )
 
 
 def _half_sums(index: Index) -> Iterator[ast.Assign]:
@@ -179,7 +197,7 @@ class Roles:
     def is_network(self, text: str) -> bool:
         """Whether a path is used as a network is."""
         last = text.rpartition(".")[2].partition("[")[0]
-        if LOSS.search(last) or NO_NETWORK.search(last):
+        if LOSS.search(last) or NO_NETWORK.search(last) or MAKER.match(last):
             return False
         used = self.methods.get(text, set())
         return bool({"train", "eval"} & used and used & NETWORK_METHODS) or bool(

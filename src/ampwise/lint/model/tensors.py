@@ -101,7 +101,7 @@ def apply(
         inputs=tuple(inputs),
         node=node,
         forward=any(each.forward for each in tensors),
-        host=bool(tensors) and all(each.host for each in tensors),
+        host=bool(tensors) and all(each.host or _is_as_loaded(each) for each in tensors),
         of=tensors[0].of if tensors else None,
     )
     if operation in KEEPS and tensors:
@@ -111,6 +111,11 @@ def apply(
         machine.emit(Loss, node, operation, tuple(inputs))
     machine.emit(Op, node, operation, tuple(inputs), dict(arguments or {}), result)
     return result
+
+
+def _is_as_loaded(tensor: Tensor) -> bool:
+    """Whether it is a batch that nobody has moved to the device."""
+    return tensor.data and not tensor.moved
 
 
 def _keep(result: Tensor, tensors: Sequence[Tensor]) -> None:

@@ -13,19 +13,21 @@ from ampwise.lint.model.events import (
     Clip,
     Clock,
     Grad,
+    Loss,
     Made,
     Managed,
     Save,
     Synchronize,
 )
 from ampwise.lint.model.nodes import Node
-from ampwise.lint.model.roles import LOADER, LOSS
+from ampwise.lint.model.roles import HANDLES, LOADER, LOSS
 from ampwise.lint.model.values import (
     FALSE,
     NONE,
     TRUE,
     Const,
     DictValue,
+    Function,
     Gradient,
     Instance,
     ListValue,
@@ -224,7 +226,17 @@ def _wrapper(machine: Machine, node: ast.Call, path: str, a: Arguments) -> Value
     lower = any(each is not None and key_of(each) not in OFF for each in given)
     wrapper = Wrapper(path, lower)
     machine.emit(Made, node, wrapper)
+    if path.startswith("ignite.engine.") and a.positional:
+        _walk_each_batch(machine, node, a.positional[0])
     return wrapper
+
+
+def _walk_each_batch(machine: Machine, node: ast.Call, function: Value) -> None:
+    """``Engine(update)``: a function that is called with each batch."""
+    if isinstance(function, Function):
+        with machine.repeated(node):
+            batch = Tensor(key=f"batch@{node.lineno}", data=True)
+            machine.call(function, Arguments([Unknown("engine", "given"), batch]), node)
 
 
 TENSORS = {"torch.Tensor", "torch.nn.Parameter", "torch.autograd.Variable"}
@@ -270,6 +282,8 @@ def apply_layer(machine: Machine, node: ast.Call, layer: Model, a: Arguments) ->
     else:
         operation = name.lower()
     result = tensors.apply(machine, node, operation, inputs)
+    given = [each for each in inputs if isinstance(each, Tensor)]
+    result.host = bool(given) and all(each.host for each in given)  # where its weights are
     return (
         ListValue([result, machine.unknown(node)])
         if name in ("LSTM", "GRU", "RNN", "MultiheadAttention")
@@ -348,12 +362,15 @@ def _other(machine: Machine, node: ast.Call, path: str, a: Arguments) -> Value:
     if library.CLIP_NAME.match(last):
         return _clip(machine, node, path, a)
     methods.given_away(machine, node, last, a)
+    methods.note_norm(machine, node, last, a)
     flat = tensors.flatten(a.values)
     if methods.SHOWS.match(last) or path.startswith(("wandb.", "logging.", "mlflow.")):
         waits = not path.startswith(("wandb.", "mlflow."))
         tensors.shown_all(machine, node, a.values, waits=waits)
         return machine.unknown(node, "called")
     if any(isinstance(each, Tensor) for each in flat) and not last[:1].isupper():
+        if LOSS.search(last) and not HANDLES.match(last):
+            machine.emit(Loss, node, last, tuple(a.values))
         return unknown_of_tensors(machine, node, last, a)
     if (returned := methods.walk_callbacks(machine, node, a)) is not None:
         return returned
@@ -372,6 +389,7 @@ def unknown_of_tensors(machine: Machine, node: ast.Call, name: str, a: Arguments
         scaled=scaled,
         loss=bool(LOSS.search(name)),
         data=all(each.data for each in flat) and not LOSS.search(name),
+        moved=True,  # for all that is known
         host=host,
         of=flat[0].of,
         node=node,

@@ -26,7 +26,8 @@ the harm.
 
 ## Fix safety
 Safe: `--fix` puts `unscale_` before the clip and removes a later one. `step` does not unscale a
-second time, so only the clip changes. Clipping written by hand is reported and not fixed.
+second time, so only the clip changes. Clipping written by hand is reported and not fixed, and so is
+what several scalers, a closure or other arguments of a step are involved in.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from ampwise.lint.model.queries import (
     edit,
     first_argument,
     is_real,
+    is_simple,
     receiver,
     same_owner,
     site_in,
@@ -127,6 +129,7 @@ def _edits(trace: Trace, index: int, clip: Clip, step: ScalerStep, call: str) ->
     module = clip.module
     if (
         clip.by_hand
+        or not is_simple(trace)
         or module is not step.module
         or clip.context.functions != step.context.functions
     ):

@@ -32,10 +32,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampwise.lint.model.analysis import Analysis
+from ampwise.lint.model.analysis import Analysis, Trace
 from ampwise.lint.model.events import Backward, GradientRead, ScalerStep, Unscale, ZeroGrad
 from ampwise.lint.model.nodes import Node, lines_of
-from ampwise.lint.model.queries import first_argument, is_real, receiver, site_in, statement_edit
+from ampwise.lint.model.queries import (
+    first_argument,
+    is_real,
+    is_simple,
+    receiver,
+    site_in,
+    statement_edit,
+)
 from ampwise.lint.rule import Mistake, rule
 
 
@@ -53,17 +60,20 @@ def check(code: Analysis) -> Iterator[Mistake]:
                 case GradientRead() if scaled is not None:
                     read.append(event)
                 case Unscale() | ScalerStep():
-                    yield from (_mistake(each, event) for each in read)
+                    yield from (_mistake(trace, each, event) for each in read)
                     scaled, read = None, []
                 case _:
                     pass
 
 
-def _mistake(read: GradientRead, step: ScalerStep | Unscale) -> Mistake:
+def _mistake(trace: Trace, read: GradientRead, step: ScalerStep | Unscale) -> Mistake:
     scaler, optimizer = receiver(step.node) or "scaler", first_argument(step.node) or "optimizer"
     call = f"{scaler}.unscale_({optimizer})"
     site = site_in(read, step.module)
     inline = site.module is step.module and site.functions == step.context.functions
+    around = {each.node for each in read.context.loops}
+    # What a loop over optimizers calls one is not known before it.
+    inline &= is_simple(trace) and {each.node for each in step.context.loops} <= around
     before = _outermost(read) if site.node is read.node else site.node
     edits = (statement_edit("before", site.module, before, call),) if inline else ()
     what = "edited" if read.is_edit else "read"

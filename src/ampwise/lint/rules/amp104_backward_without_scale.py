@@ -26,7 +26,8 @@ already, since nothing kept them above 6e-8.
 
 ## Fix safety
 Safe: `--fix` writes `scaler.scale(loss).backward()`, with the scaler of the step behind it.
-Nothing else in the step changes, and a disabled scaler returns the loss as it is.
+Nothing else in the step changes, and a disabled scaler returns the loss as it is. No edit with
+several scalers or a closure, and where the scaler has another name at the backward.
 """
 
 from __future__ import annotations
@@ -36,7 +37,14 @@ from collections.abc import Iterator
 
 from ampwise.lint.model.analysis import Analysis, Trace
 from ampwise.lint.model.events import Backward, OptimizerStep, ScalerStep, ZeroGrad
-from ampwise.lint.model.queries import edit, is_real, is_unscaled, receiver
+from ampwise.lint.model.queries import (
+    edit,
+    is_known_at,
+    is_real,
+    is_simple,
+    is_unscaled,
+    receiver,
+)
 from ampwise.lint.rule import Mistake, rule
 
 
@@ -47,15 +55,17 @@ def check(code: Analysis) -> Iterator[Mistake]:
             if isinstance(event, Backward) and is_unscaled(event):
                 step = _step_behind(trace, index)
                 if step is not None:
-                    yield _mistake(event, step)
+                    yield _mistake(trace, event, step)
 
 
 def _step_behind(trace: Trace, index: int) -> ScalerStep | None:
     """The scaler's step that uses the gradients of a backward, if one does."""
+    pending = _pending(trace, index)
     for event in trace.events[index + 1 :]:
         match event:
-            case ScalerStep():
-                return event
+            case ScalerStep(scaler=scaler):
+                # With several scalers, steps on gradients of before need not be on these, too.
+                return None if len(pending) > 1 and id(scaler) in pending else event
             case OptimizerStep() | ZeroGrad():
                 return None
             case Backward(scaled=scaled) if is_real(scaled):
@@ -67,12 +77,28 @@ def _step_behind(trace: Trace, index: int) -> ScalerStep | None:
     return None
 
 
-def _mistake(event: Backward, step: ScalerStep) -> Mistake:
+def _pending(trace: Trace, index: int) -> set[int]:
+    """Scalers of the backward passes before one that nobody has stepped on yet, by ``id``."""
+    found: set[int] = set()
+    for event in trace.events[:index]:
+        match event:
+            case Backward(scaled=scaled) if is_real(scaled):
+                found.add(id(scaled))
+            case ScalerStep(scaler=scaler):
+                found.discard(id(scaler))
+            case _:
+                pass
+    return found
+
+
+def _mistake(trace: Trace, event: Backward, step: ScalerStep) -> Mistake:
     scaler = receiver(step.node) or "scaler"
     edits = ()
     node = event.node
     if (
-        event.module is step.module
+        is_simple(trace)
+        and event.module is step.module
+        and is_known_at(step.module, step.node, node)
         and isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
     ):

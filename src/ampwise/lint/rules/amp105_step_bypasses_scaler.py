@@ -23,7 +23,8 @@ skip.
 
 ## Fix safety
 Safe: `--fix` writes `scaler.step(optimizer)`, with `scaler.update()` behind it where there is
-none, or removes the call where the scaler steps already.
+none, or removes the call where the scaler steps already. No edit with several scalers, or where a
+step is given a closure.
 """
 
 from __future__ import annotations
@@ -31,9 +32,18 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from ampwise.lint.findings import Edit
 from ampwise.lint.model.analysis import Analysis, Trace
 from ampwise.lint.model.events import Backward, OptimizerStep, ScalerStep, Update, ZeroGrad
-from ampwise.lint.model.queries import edit, is_real, receiver, statement_edit
+from ampwise.lint.model.places import alone
+from ampwise.lint.model.queries import (
+    edit,
+    is_known_at,
+    is_real,
+    is_simple,
+    receiver,
+    statement_edit,
+)
 from ampwise.lint.model.values import Scaler
 from ampwise.lint.rule import Mistake, rule
 
@@ -72,15 +82,7 @@ def _mistake(trace: Trace, step: OptimizerStep, backward: Backward) -> Mistake:
     twice = any(
         isinstance(each, ScalerStep) and each.optimizer is step.optimizer for each in trace.events
     )
-    edits = ()
-    if step.module is backward.module:
-        edits = (
-            (statement_edit("remove", step.module, step.node),)
-            if twice
-            else (edit("replace", step.node, f"{scaler}.step({optimizer})"),)
-        )
-        if not twice and not trace.of(Update):
-            edits = (*edits, statement_edit("after", step.module, step.node, f"{scaler}.update()"))
+    edits = _edits(trace, step, backward, f"{scaler}.step({optimizer})", twice)
     harm = (
         "the optimizer steps a second time, without the check for inf and NaN"
         if twice
@@ -95,10 +97,33 @@ def _mistake(trace: Trace, step: OptimizerStep, backward: Backward) -> Mistake:
     )
 
 
-def _name(backward: Backward) -> str:
+def _edits(
+    trace: Trace, step: OptimizerStep, backward: Backward, call: str, twice: bool
+) -> tuple[Edit, ...]:
+    """Step through the scaler, which has to have its name there, or only through the scaler."""
+    module, node = step.module, step.node
+    if not is_simple(trace) or module is not backward.module:
+        return ()
+    if twice:
+        return (statement_edit("remove", module, node),) if alone(module, node) else ()
+    scaling = _scaling(backward)
+    if scaling is None or not is_known_at(module, scaling, node):
+        return ()
+    update = statement_edit("after", module, node, f"{receiver(scaling)}.update()")
+    return (edit("replace", node, call), *([] if trace.of(Update) else [update]))
+
+
+def _scaling(backward: Backward) -> ast.expr | None:
+    """``scaler.scale(loss)``, whose backward it is."""
     node = backward.node
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        found = receiver(node.func.value)
-        if found and isinstance(backward.scaled, Scaler):
-            return found
-    return "scaler"
+    return (
+        node.func.value
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        else None
+    )
+
+
+def _name(backward: Backward) -> str:
+    scaling = _scaling(backward)
+    found = receiver(scaling) if scaling is not None else ""
+    return found if found and isinstance(backward.scaled, Scaler) else "scaler"

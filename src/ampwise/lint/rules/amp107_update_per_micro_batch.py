@@ -36,7 +36,7 @@ from collections.abc import Iterator
 
 from ampwise.lint.model.analysis import Analysis, Trace
 from ampwise.lint.model.events import Backward, Event, ScalerStep, Unscale, Update, ZeroGrad
-from ampwise.lint.model.queries import is_managed, is_real, statement_edit
+from ampwise.lint.model.queries import is_managed, is_real, is_simple, statement_edit
 from ampwise.lint.model.values import Tensor
 from ampwise.lint.rule import Mistake, rule
 
@@ -70,7 +70,7 @@ def _updates(trace: Trace) -> Iterator[Mistake]:
 def _unpaired(trace: Trace, update: Update) -> Iterator[Mistake]:
     later = _step_later(trace, update)
     if later is not None:
-        yield _update_mistake(update, later)
+        yield _update_mistake(trace, update, later)
     elif update.context.loops and not trace.of(ScalerStep):
         yield Mistake(
             update.node,
@@ -96,9 +96,9 @@ def _step_later(trace: Trace, update: Update) -> ScalerStep | None:
     )
 
 
-def _update_mistake(update: Update, step: ScalerStep) -> Mistake:
+def _update_mistake(trace: Trace, update: Update, step: ScalerStep) -> Mistake:
     edits = ()
-    if update.module is step.module:
+    if update.module is step.module and is_simple(trace):
         edits = (
             statement_edit("remove", update.module, update.node),
             statement_edit("after", step.module, step.node, update.module.text_of(update.node)),

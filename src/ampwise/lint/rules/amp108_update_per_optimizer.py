@@ -5,22 +5,21 @@ Reports all but the last `scaler.update()` of an iteration that steps several op
 one scaler. Several scalers with one update each are right.
 
 ## Why is this bad
-Update after optimizer A, and when A overflowed, the scale is halved before B is unscaled: B's
-gradients were multiplied by 65536 and are divided by 32768, so B moves twice as far (measured:
-0.2 instead of 0.1). The growth interval of 2000 steps also counts every iteration twice.
+Both backward passes before the first update: when A overflows, the scale is halved before B is
+unscaled. B's gradients were multiplied by 65536 and are divided by 32768, so B moves twice as far
+(measured: 0.2 instead of 0.1). Where B's backward comes behind that update, only the growth
+interval of 2000 steps is off, as every iteration counts twice: that is reported as info.
 
 ## Example
-    scaler.scale(loss_d).backward()
+    scaler.scale(loss_d + loss_g).backward()
     scaler.step(opt_d)
     scaler.update()
-    scaler.scale(loss_g).backward()
     scaler.step(opt_g)
     scaler.update()
 
 ## Use instead
-    scaler.scale(loss_d).backward()
+    scaler.scale(loss_d + loss_g).backward()
     scaler.step(opt_d)
-    scaler.scale(loss_g).backward()
     scaler.step(opt_g)
     scaler.update()
 
@@ -35,9 +34,17 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from ampwise.lint.model.analysis import Analysis, Trace
-from ampwise.lint.model.events import ScalerStep, Update
-from ampwise.lint.model.queries import statement_edit
+from ampwise.lint.model.events import Backward, ScalerStep, Update
+from ampwise.lint.model.queries import is_simple, statement_edit
 from ampwise.lint.rule import Mistake, rule
+
+UNFIT = (
+    "when one overflows, the next is unscaled by a scale its gradients were not multiplied with, "
+    "and steps too far"
+)
+COUNTED = (
+    "the growth interval counts each iteration as often, so the scale grows sooner than it should"
+)
 
 
 @rule("AMP108", "update-per-optimizer", "error", fix="unsafe")
@@ -46,7 +53,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
         for updates in _by_iteration(trace).values():
             for earlier, later in pairwise(updates):
                 if _stepped_between(trace, earlier, later):
-                    yield _mistake(earlier, later)
+                    yield _mistake(trace, earlier, later)
 
 
 def _by_iteration(trace: Trace) -> dict[tuple[int, int], list[Update]]:
@@ -73,12 +80,23 @@ def _stepped_between(trace: Trace, earlier: Update, later: Update) -> bool:
     return bool(before and between) and any(each is not before[-1] for each in between)
 
 
-def _mistake(earlier: Update, later: Update) -> Mistake:
+def _is_rescaled(trace: Trace, earlier: Update, later: Update) -> bool:
+    """Whether a backward between the two is scaled by what the first one left."""
+    first, second = trace.events.index(earlier), trace.events.index(later)
+    return any(
+        isinstance(each, Backward) and each.scaled is later.scaler
+        for each in trace.events[first:second]
+    )
+
+
+def _mistake(trace: Trace, earlier: Update, later: Update) -> Mistake:
+    edits = (statement_edit("remove", earlier.module, earlier.node),) if is_simple(trace) else ()
+    rescaled = _is_rescaled(trace, earlier, later)
     return Mistake(
         earlier.node,
         earlier.module,
-        "update() runs once per optimizer: when one overflows, the next is unscaled by a scale its "
-        "gradients were not multiplied with, and the growth interval counts double; call update() "
-        f"once an iteration, as in line {later.node.lineno}",
-        (statement_edit("remove", earlier.module, earlier.node),),
+        f"update() runs once per optimizer: {COUNTED if rescaled else UNFIT}; call update() once "
+        f"an iteration, as in line {later.node.lineno}",
+        edits,
+        severity="info" if rescaled else None,
     )

@@ -76,6 +76,10 @@ def _is_plain_sum(trace: Trace, backward: Backward, step: ScalerStep | Optimizer
         return False
     if loss.divided and not isinstance(loss.divisor, Const):
         return False
+    if isinstance(loss.factor, Const) and loss.factor.value == 0:
+        return False  # there to give unused parameters a gradient
+    if loss.op == "dot" or _is_one(trace, backward, step):
+        return False  # a gradient that was kept of the whole batch; a window of one
     if loss.divided and isinstance(loss.divisor, Const):
         value = loss.divisor.value
         if not isinstance(value, int | float) or value not in (1, 2, 3):
@@ -86,6 +90,20 @@ def _is_plain_sum(trace: Trace, backward: Backward, step: ScalerStep | Optimizer
         return False
     # Gradients that are zeroed on each micro-batch do not add up.
     return not any(zeroed_with(trace, backward))
+
+
+ONE = {"Gt 1)": False, "Eq 1)": True, "LtE 1)": True, "GtE 2)": False, "Lt 2)": True}
+"""Comparisons of the number of micro-batches, and how they turn out where that is one."""
+
+
+def _is_one(trace: Trace, backward: Backward, step: ScalerStep | OptimizerStep) -> bool:
+    """Whether a branch that this path takes is for windows of one micro-batch."""
+    count = _count(backward, step).rpartition(".")[2]
+    return bool(count) and any(
+        count in key and key.endswith(end) and taken is expected
+        for key, taken in trace.decided.items()
+        for end, expected in ONE.items()
+    )
 
 
 def _sees_whole_batch(loop: Node) -> bool:
@@ -101,7 +119,22 @@ def _sees_whole_batch(loop: Node) -> bool:
         for each in cuts
         if isinstance(each, ast.Slice) and isinstance(each.lower, ast.BinOp)
     }
-    return bool(over) and over in uppers & lowers
+    return (bool(over) and over in uppers & lowers) or _replaces_in_batch(loop)
+
+
+def _replaces_in_batch(loop: Node) -> bool:
+    """``kept[i] = new`` and ``cat(kept)``: the same, in place."""
+    stored = {
+        dotted(each.value)
+        for each in ast.walk(loop)
+        if isinstance(each, ast.Subscript) and isinstance(each.ctx, ast.Store)
+    }
+    return any(
+        isinstance(each, ast.Call)
+        and dotted(each.func).rpartition(".")[2] in ("cat", "stack", "concat")
+        and dotted(each.args[0] if each.args else each) in stored - {""}
+        for each in ast.walk(loop)
+    )
 
 
 def _is_nested(backward: Backward, step: ScalerStep | OptimizerStep) -> bool:

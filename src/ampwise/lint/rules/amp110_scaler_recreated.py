@@ -28,6 +28,7 @@ scaler made in a function that is called in a loop has to be handed in: that is 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from ampwise.lint.findings import Edit
@@ -44,7 +45,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
         made = {
             id(each.value): each
             for each in trace.of(Made)
-            if isinstance(each.value, Scaler) and each.context.loops
+            if isinstance(each.value, Scaler) and (each.context.loops or _is_each_epoch(each))
         }
         for step in trace.of(ScalerStep):
             event = made.get(id(step.scaler))
@@ -52,20 +53,39 @@ def check(code: Analysis) -> Iterator[Mistake]:
                 continue
             if not step.optimizer.path and "#" in step.optimizer.key:
                 continue  # made by a function nobody showed us, who knows how often
+            if not event.context.loops:
+                if not step.optimizer.path:  # handed in: it lives longer than the scaler
+                    yield _mistake(event)
+                continue
             inner = id(event.context.loops[-1].node)
             # A loop that makes a new optimizer too (folds, trials) starts a new training.
             if inner not in step.optimizer.loops:
-                yield Mistake(
-                    event.node,
-                    event.module,
-                    "a new GradScaler is made in the training loop: each starts again at 65,536, "
-                    "skips steps until the scale fits, and never grows; make one before the loop",
-                    _edits(event),
-                )
+                yield _mistake(event)
+
+
+EPOCH = re.compile(r"epoch|(^|_)(train|training)_step$")
+
+
+def _is_each_epoch(event: Made) -> bool:
+    """Whether it is made in a function that somebody else calls for each epoch or step."""
+    name = event.context.functions[-1].rpartition(".")[2] if event.context.functions else ""
+    return bool(EPOCH.search(name)) and len(event.context.functions) == 1
+
+
+def _mistake(event: Made) -> Mistake:
+    return Mistake(
+        event.node,
+        event.module,
+        "a new GradScaler is made in the training loop: each starts again at 65,536, skips steps "
+        "until the scale fits, and never grows; make one before the loop",
+        _edits(event),
+    )
 
 
 def _edits(event: Made) -> tuple[Edit, ...]:
     """Move the statement before the loop it stands in."""
+    if not event.context.loops:
+        return ()  # to be handed in
     statement = event.module.statement_of(event.node)
     loop = event.context.loops[-1].node
     if not isinstance(loop, ast.For | ast.While) or statement not in loop.body:

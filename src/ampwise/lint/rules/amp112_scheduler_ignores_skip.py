@@ -2,8 +2,8 @@
 
 ## What it does
 Reports a per-step `scheduler.step()` beside `scaler.step`, with no regard to skipped steps.
-Silent for schedules per epoch, for those that are given a metric, and under a condition on the
-scale.
+Silent for schedules per epoch, for those that are given a metric, under a condition on the
+scale, and for what is called a schedule of something else than the learning rate.
 
 ## Why is this bad
 A skipped step changes no parameter, but the schedule moves on. From 65536 down to a scale that
@@ -35,15 +35,17 @@ has fallen to 0 falls no further, so a skip is not seen there.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
 from ampwise.lint.findings import Edit
+from ampwise.lint.model import library
 from ampwise.lint.model.analysis import Analysis, Trace
 from ampwise.lint.model.events import ScalerStep, SchedulerStep, Update
 from ampwise.lint.model.places import alone, block_of, names, scope_of, with_comment, wrap
-from ampwise.lint.model.queries import edit, receiver
+from ampwise.lint.model.queries import edit, is_simple, receiver
 from ampwise.lint.model.roles import dotted
 from ampwise.lint.model.values import Scheduler
 from ampwise.lint.project import Module
@@ -53,14 +55,10 @@ from ampwise.lint.rule import Mistake, rule
 @rule("AMP112", "scheduler-ignores-skip", "info", fix="unsafe")
 def check(code: Analysis) -> Iterator[Mistake]:
     for trace in code.traces:
-        steps = [each for each in trace.of(ScalerStep) if each.context.loops]
         for event in trace.of(SchedulerStep):
-            if event.has_argument or not event.context.loops or _asks(event):
+            if event.has_argument or _asks(event) or not isinstance(event.scheduler, Scheduler):
                 continue
-            loop = event.context.loops[-1]
-            if any(each.context.loops[-1].serial == loop.serial for each in steps) and isinstance(
-                event.scheduler, Scheduler
-            ):
+            if _is_beside_step(trace, event) and _is_of_learning_rate(event):
                 yield Mistake(
                     event.node,
                     event.module,
@@ -69,6 +67,36 @@ def check(code: Analysis) -> Iterator[Mistake]:
                     "(before = scaler.get_scale(); ...; if scaler.get_scale() >= before)",
                     mend=partial(_edits, event, trace),
                 )
+
+
+OTHER = re.compile(
+    r"wd|weight_decay|moment|ema|beta|kl|temp|tau|noise|mask|prun|drop|sampl|teacher|curric|aug|loss|gamma"
+    r"|spars|prof",
+    re.IGNORECASE,
+)
+"""What else is scheduled: of these nothing is known, and a skipped step may well count."""
+
+
+def _is_of_learning_rate(event: SchedulerStep) -> bool:
+    """Whether it schedules the learning rate, by its class or its name."""
+    assert isinstance(event.scheduler, Scheduler)
+    name = receiver(event.node).rpartition(".")[2]
+    known = library.is_scheduler(event.scheduler.path)
+    return known or "lr" in name or not OTHER.search(name)
+
+
+def _is_beside_step(trace: Trace, event: SchedulerStep) -> bool:
+    """Whether it runs as often as a scaler's step: in one loop, or in a function that makes one."""
+    return any(_is_as_often(event, each) for each in trace.of(ScalerStep))
+
+
+def _is_as_often(event: SchedulerStep, step: ScalerStep) -> bool:
+    mine, around = event.context.loops, step.context.loops
+    same = [e.serial for e in mine[: len(around)]] == [e.serial for e in around]
+    # Between them a loop over schedulers may stand, but none over batches.
+    within = same and not any(each.over_data for each in mine[len(around) :])
+    names = event.context.functions[-1:]
+    return within and (bool(around) or (bool(names) and names == step.context.functions[-1:]))
 
 
 def _asks(event: SchedulerStep) -> bool:
@@ -84,7 +112,7 @@ def _edits(event: SchedulerStep, trace: Trace) -> tuple[Edit, ...]:
     module, node = event.module, event.node
     statement = alone(module, node)
     same = [each for each in trace.of(ScalerStep) if each.module is module]
-    if statement is None or not same:
+    if statement is None or not same or not is_simple(trace):
         return ()
     block = block_of(module, module.statement_of(same[0].node))
     steps, updates = _among(block, trace, ScalerStep), _among(block, trace, Update)

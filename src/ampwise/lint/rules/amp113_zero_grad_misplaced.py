@@ -2,7 +2,8 @@
 
 ## What it does
 Reports gradients that are zeroed between backward and step, zeroed on every micro-batch of an
-accumulation window, or never zeroed at all.
+accumulation window, or never zeroed at all; also those of one of several networks that share a
+step, between its backward and that step.
 
 ## Why is this bad
 Zeroed before the step, there is nothing to apply: AssertionError "No inf checks were recorded
@@ -35,15 +36,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ampwise.lint.model.analysis import Analysis, Trace
-from ampwise.lint.model.events import Backward, Event, OptimizerStep, ScalerStep, ZeroGrad
+from ampwise.lint.model.events import (
+    Backward,
+    Event,
+    Forward,
+    OptimizerStep,
+    ScalerStep,
+    ZeroGrad,
+)
 from ampwise.lint.model.queries import (
     accumulates,
     is_managed,
+    owners,
     same_owner,
     uses_amp,
     zeroed_with,
 )
-from ampwise.lint.model.values import Optimizer, Parameter
+from ampwise.lint.model.tensors import origins
+from ampwise.lint.model.values import Instance, Model, Optimizer, Parameter, Tensor, key_of
 from ampwise.lint.rule import Mistake, rule
 
 
@@ -57,6 +67,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
         if is_managed(trace):
             return
         yield from _before_step(trace)
+        yield from _lost(trace)
         yield from _inside_window(trace)
         for step in trace.events:
             if isinstance(step, ScalerStep | OptimizerStep) and _is_plain(trace, step):
@@ -112,6 +123,70 @@ def _before_step(trace: Trace) -> Iterator[Mistake]:
                 "gradients are zeroed between backward and step: the step applies nothing (with a "
                 "scaler it raises: no inf checks); zero them before backward or behind the step",
             )
+
+
+def _lost(trace: Trace) -> Iterator[Mistake]:
+    """One of several networks' gradients, zeroed between its backward and the shared step."""
+    for index, event in enumerate(trace.events):
+        if not isinstance(event, ZeroGrad) or not isinstance(event.of, Model | Instance):
+            continue
+        key = key_of(event.of)
+        outputs = _outputs(trace, event, key)
+        later = _until_step(trace, index)
+        step = later[-1] if later else None
+        if not outputs or not isinstance(step, ScalerStep | OptimizerStep):
+            continue
+        before = [e for e in _since_step(trace, index) if _is_of(e, outputs)]
+        others = [each for each in later if isinstance(each, Backward)]
+        if (
+            before
+            and others
+            and key in owners(step.optimizer)
+            and not any(_is_of(each, outputs) for each in others)
+        ):
+            yield Mistake(
+                event.node,
+                event.module,
+                "the gradients of this network are zeroed between its backward and the step it "
+                "shares with others: it never trains; zero them before the first backward",
+            )
+
+
+def _outputs(trace: Trace, zero: ZeroGrad, key: str) -> set[int]:
+    """The calls of a network in an iteration, by ``id``."""
+    loops = zero.context.loops[-1:]
+    return {
+        id(each.node)
+        for each in trace.of(Forward)
+        if key_of(each.model) == key and each.context.loops[-1:] == loops != ()
+    }
+
+
+def _since_step(trace: Trace, index: int) -> list[Event]:
+    """What happened since the last step."""
+    found: list[Event] = []
+    for event in reversed(trace.events[:index]):
+        if isinstance(event, ScalerStep | OptimizerStep):
+            break
+        found.append(event)
+    return found
+
+
+def _until_step(trace: Trace, index: int) -> list[Event]:
+    """What happens up to the next step, that included."""
+    found: list[Event] = []
+    for event in trace.events[index + 1 :]:
+        found.append(event)
+        if isinstance(event, ScalerStep | OptimizerStep):
+            break
+    return found
+
+
+def _is_of(event: Event, outputs: set[int]) -> bool:
+    """Whether a backward goes through one of these calls."""
+    if not isinstance(event, Backward) or not isinstance(event.tensor, Tensor):
+        return False
+    return any(id(each.node) in outputs for each in origins(event.tensor))
 
 
 def _same(zero: ZeroGrad, step: ScalerStep | OptimizerStep) -> bool:

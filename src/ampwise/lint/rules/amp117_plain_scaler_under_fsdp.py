@@ -56,7 +56,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
 
 def _mistake(scaler: Scaler, has_torch: bool) -> Mistake:
     edits = ()
-    if isinstance(scaler.node, ast.Call) and has_torch:
+    if isinstance(scaler.node, ast.Call) and has_torch and not scaler.node.args[1:]:
         new = "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler"
         edits = (edit("replace", scaler.node.func, new),)
     return Mistake(

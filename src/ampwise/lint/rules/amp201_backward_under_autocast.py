@@ -23,17 +23,19 @@ as not recommended.
     scaler.step(optimizer)
 
 ## Fix safety
-Safe: `--fix` moves backward and what follows it out of the `with` block. A region that a
-decorator or a caller enters is reported and not fixed.
+Safe: `--fix` moves backward and what follows it out of the `with` block, where that enters nothing
+but autocast. A region that a decorator or a caller enters is reported and not fixed.
 """
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 
 from ampwise.lint.model.analysis import Analysis
 from ampwise.lint.model.events import Backward
 from ampwise.lint.model.queries import statement_edit
+from ampwise.lint.model.values import Region
 from ampwise.lint.rule import Mistake, rule
 
 
@@ -44,8 +46,8 @@ def check(code: Analysis) -> Iterator[Mistake]:
             region = event.context.region
             if region is None:
                 continue
-            inside = region.module is event.module and region.node.lineno < event.node.lineno
-            edits = (statement_edit("out", event.module, event.node),) if inside else ()
+            alone = _stands_directly_in(event, region)
+            edits = (statement_edit("out", event.module, event.node),) if alone else ()
             yield Mistake(
                 event.node,
                 event.module,
@@ -54,3 +56,14 @@ def check(code: Analysis) -> Iterator[Mistake]:
                 "behind the with block",
                 edits,
             )
+
+
+def _stands_directly_in(event: Backward, region: Region) -> bool:
+    """Whether it stands in a ``with`` block of autocast only: not of ``no_sync()`` as well."""
+    block = event.module.parents.get(id(event.module.statement_of(event.node)))
+    if not isinstance(block, ast.With) or len(block.items) != 1:
+        return False
+    entered = block.items[0].context_expr
+    return region.module is event.module and (
+        entered is region.node or not isinstance(entered, ast.Call)
+    )

@@ -35,6 +35,7 @@ from collections.abc import Iterator
 from ampwise.lint.findings import Edit
 from ampwise.lint.model.analysis import Analysis
 from ampwise.lint.model.events import Backward, Loss
+from ampwise.lint.model.library import LOSS_FUNCTIONS
 from ampwise.lint.model.places import grouped
 from ampwise.lint.model.queries import edit, is_given
 from ampwise.lint.model.tensors import flatten, is_low
@@ -48,8 +49,10 @@ def check(code: Analysis) -> Iterator[Mistake]:
         if not trace.of(Backward) and not any(map(is_given, trace.events)):
             continue
         for event in trace.of(Loss):
-            if event.context.regions or event.context.no_grad:
+            if event.context.region is not None or event.context.no_grad:
                 continue
+            if event.context.regions and event.path not in LOSS_FUNCTIONS:
+                continue  # a function that is called with autocast switched off may cast by itself
             half = next((each for each in flatten(event.inputs) if _is_half(each)), None)
             if half is not None:
                 yield Mistake(

@@ -2,8 +2,9 @@
 
 ## What it does
 Reports what copies a value to the host on every step of a mixed-precision training loop:
-`.item()`, `.cpu()`, `float(loss)`, `print(loss)`, `get_scale()`. Silent under a condition such
-as `step % 100 == 0`.
+`.item()`, `.cpu()`, `float(loss)`, `print(loss)`, `get_scale()`; one finding for each loop and
+kind, with all lines. Silent under a condition such as `step % 100 == 0` or `step == 0`, and in
+branches that leave the loop.
 
 ## Why is this bad
 The host waits until the device has done all that is queued, and the device then waits until the
@@ -33,16 +34,17 @@ expects one, and how often to report, only the author knows.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
-from functools import partial
+from dataclasses import dataclass
 
 from ampwise.lint.findings import Edit
-from ampwise.lint.model.analysis import Analysis
+from ampwise.lint.model.analysis import Analysis, Trace
 from ampwise.lint.model.events import HostSync, SchedulerStep
 from ampwise.lint.model.places import block_of, functions_of, loads, stores
-from ampwise.lint.model.queries import edit, is_hot, step_loops, uses_amp
+from ampwise.lint.model.queries import Steps, edit, is_always, is_hot, step_loops, uses_amp
 from ampwise.lint.model.roles import dotted
-from ampwise.lint.model.values import Tensor
+from ampwise.lint.model.values import Tensor, Unknown
 from ampwise.lint.rule import Mistake, rule
 
 
@@ -53,21 +55,65 @@ def check(code: Analysis) -> Iterator[Mistake]:
     loops = step_loops(code)
     schedules = [each for trace in code.traces for each in trace.of(SchedulerStep)]
     waits = {each.context.functions for each in schedules if _asks_scale(each)}
+    found: dict[tuple[object, ...], dict[int, _Place]] = {}
+    edits: dict[int, tuple[Edit, ...]] = {}
     for trace in code.traces:
         for event in trace.of(HostSync):
             if event.how == "get_scale" and event.context.functions in waits:
                 continue  # the price of a schedule that waits for skipped steps: AMP112
             # Of what another file is given more has to be known.
             sure = event.module is code.module or isinstance(event.tensor, Tensor)
-            if sure and is_hot(event, loops, trace):
-                yield Mistake(
-                    event.node,
-                    event.module,
-                    f"{event.how} waits for the device on every step: the queue of kernels runs "
-                    "dry and the speed of lower precision is lost; keep the tensor (.detach()), "
-                    "and read it every so many steps",
-                    mend=partial(_edits, event),
-                )
+            if sure and not _is_on_host(event) and is_hot(event, loops, trace):
+                if id(event.node) not in edits:  # a search, once for each place
+                    edits[id(event.node)] = _edits(event)
+                place = _Place(event, is_always(event, loops), edits[id(event.node)])
+                if not event.module.source.ignores(event.node.lineno, "AMP301"):
+                    key = (_loop(event, loops, trace), event.how, bool(place.edits))
+                    found.setdefault(key, {}).setdefault(id(event.node), place)
+    for places in found.values():
+        yield _mistake(sorted(places.values(), key=lambda each: each.line))
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where the host waits."""
+
+    event: HostSync
+    always: bool
+    edits: tuple[Edit, ...]
+
+    @property
+    def line(self) -> int:
+        return self.event.node.lineno
+
+
+def _loop(event: HostSync, loops: Steps, trace: Trace) -> object:
+    """What makes places one finding: the loop over the steps, or the function that makes one."""
+    around = [each.node for each in event.context.loops if id(each.node) in loops.nodes]
+    return id(event.module), id(around[0]) if around else trace.root
+
+
+HOST = re.compile(r"\b(np|numpy|random|math|time|cfg|config|args)\b|[mM]eter")
+
+
+def _is_on_host(event: HostSync) -> bool:
+    """Whether something of which nothing else is known lies on the host, by where it comes from."""
+    return isinstance(event.tensor, Unknown) and bool(HOST.search(event.tensor.key))
+
+
+def _mistake(places: list[_Place]) -> Mistake:
+    first, *others = places
+    lines = sorted({each.line for each in others} - {first.line})
+    also = f" (also in line{'s' * (len(lines) > 1)} {', '.join(map(str, lines))})" if lines else ""
+    often = "on every step" if first.always else "on each step that comes here"
+    return Mistake(
+        first.event.node,
+        first.event.module,
+        f"{first.event.how} waits for the device {often}{also}: the queue of kernels runs dry and "
+        "the speed of lower precision is lost; keep the tensor (.detach()), and read it every so "
+        "many steps",
+        tuple(edit for each in places for edit in each.edits),
+    )
 
 
 def _asks_scale(event: SchedulerStep) -> bool:

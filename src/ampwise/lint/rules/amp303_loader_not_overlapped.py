@@ -3,7 +3,8 @@
 ## What it does
 Reports a `DataLoader(...)` without `num_workers` or without `pin_memory=True`, in files that
 train in mixed precision, and, where a loader pins memory, copies of batches without
-`non_blocking=True`. Silent for validation, and where arguments come from a variable.
+`non_blocking=True`. Silent for validation, for loaders of which only the length is asked or whose
+data is on the device, and where arguments come from a variable.
 
 ## Why is this bad
 With `num_workers=0`, the default, the training process makes each batch itself, between steps.
@@ -31,12 +32,14 @@ guarded main script on some systems; random augmentations draw other numbers.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import partial
 
 from ampwise.lint.findings import Edit
 from ampwise.lint.model.analysis import Analysis
 from ampwise.lint.model.events import Made, Moved
+from ampwise.lint.model.places import assignments, loads, names, scope_of
 from ampwise.lint.model.queries import edit, is_hot, step_loops, uses_amp
 from ampwise.lint.model.roles import EVALUATION, dotted
 from ampwise.lint.model.values import Const, Loader, Tensor
@@ -51,6 +54,8 @@ def check(code: Analysis) -> Iterator[Mistake]:
     for event in code.of(Made):
         loader = event.value
         if not isinstance(loader, Loader) or loader.opaque or _evaluates(event):
+            continue
+        if _is_only_counted(event) or _is_on_device(event):
             continue
         lacking = [name for name in ("num_workers", "pin_memory") if _is_off(loader, name)]
         if lacking:
@@ -101,9 +106,52 @@ def _copies(code: Analysis) -> Iterator[Moved]:
     for trace in code.traces:
         for event in trace.of(Moved):
             tensor = event.tensor
-            is_batch = isinstance(tensor, Tensor) and tensor.data
+            is_batch = isinstance(tensor, Tensor) and tensor.data and _is_loaded(tensor)
             if is_batch and not event.non_blocking and is_hot(event, loops, trace):
                 yield event
+
+
+LOADED = re.compile(r"Loader@|load|(^|[ ._])dl\b|prefetch")
+
+
+def _is_loaded(tensor: Tensor) -> bool:
+    """Whether a batch comes from a loader, not from whatever else a loop runs over."""
+    return bool(LOADED.search(tensor.key))
+
+
+def _is_only_counted(event: Made) -> bool:
+    """``steps = len(loader) * epochs``: nobody takes a batch of it."""
+    module = event.module
+    statement = module.statement_of(event.node)
+    target = statement.targets[0] if isinstance(statement, ast.Assign) else None
+    uses = loads(module.tree, dotted(target)) if target is not None and dotted(target) else []
+    around = [module.parents[id(each)] for each in uses]
+    return bool(uses) and all(
+        isinstance(each, ast.Call) and dotted(each.func) == "len" for each in around
+    )
+
+
+def _is_on_device(event: Made) -> bool:
+    """Whether what it loads is on the device already: ``TensorDataset(x.cuda(), y.cuda())``."""
+    first = event.node.args[:1] if isinstance(event.node, ast.Call) else []
+    if not first:
+        return False
+    scope = scope_of(event.module, event.node)
+    parts: list[ast.expr] = list(first)
+    for _ in range(2):  # a data set, and the tensors it is made of
+        read = {name for each in parts for name in names(each)}
+        parts += [e.value for name in read for e in assignments(scope, name) if e.value is not None]
+    return any(
+        isinstance(each, ast.Call)
+        and isinstance(each.func, ast.Attribute)
+        and (each.func.attr == "cuda" or (each.func.attr == "to" and _names_device(each)))
+        for part in parts
+        for each in ast.walk(part)
+    )
+
+
+def _names_device(call: ast.Call) -> bool:
+    return any("dev" in ast.unparse(each) or "cuda" in ast.unparse(each) for each in call.args)
 
 
 def _evaluates(event: Made) -> bool:

@@ -2,7 +2,8 @@
 
 ## What it does
 Reports a time taken in a training loop, around work on the device, with no synchronize, event
-or read value before the clock is read the second time.
+or read value before the clock is read the second time. `scaler.step` of an optimizer that is not
+fused reads found_inf, and so waits, too.
 
 ## Why is this bad
 Calls to CUDA return when work is queued. The difference is the time of queuing, not of
@@ -41,6 +42,7 @@ from ampwise.lint.model.events import (
     Synchronize,
 )
 from ampwise.lint.model.queries import step_loops, uses_amp
+from ampwise.lint.model.values import FALSE, Const, Optimizer, Value
 from ampwise.lint.rule import Mistake, rule
 
 
@@ -88,11 +90,21 @@ def _ends_at_work(events: list[Event]) -> bool:
         match event:
             case HostSync() | Synchronize():
                 return False
+            case ScalerStep(optimizer=optimizer) if _reads_found_inf(optimizer):
+                return False
             case Forward() | Backward() | ScalerStep() | OptimizerStep():
                 return True
             case _:
                 pass
     return False
+
+
+def _reads_found_inf(optimizer: Value | None) -> bool:
+    """Whether the scaler's step waits itself: for an optimizer that is not fused."""
+    if not isinstance(optimizer, Optimizer) or not optimizer.path.startswith("torch.optim."):
+        return False
+    fused = optimizer.arguments.get("fused", FALSE)
+    return "**" not in optimizer.arguments and isinstance(fused, Const) and not fused.value
 
 
 def _mistake(event: Event) -> Mistake:

@@ -24,7 +24,11 @@ cannot run on another.
 
 ## Fix safety
 Safe: `--fix` changes import and calls and names the device. The old classes derive from the new
-ones, so behaviour stays the same. Imports that bring other names along are left to the author.
+ones, so behaviour stays the same. Left to the author, with the reason: imports that bring other
+names along, names that are handed on (`ctx = autocast if amp else nullcontext`: whoever calls that
+would have to name the device) or bound twice, and arguments by `*`. What stands in a branch for
+other versions of torch (`except ImportError`, a check of the version) is right there: it is
+reported as info and never edited.
 """
 
 from __future__ import annotations
@@ -36,31 +40,36 @@ from ampwise.lint.findings import Edit
 from ampwise.lint.model.analysis import Analysis
 from ampwise.lint.model.imports import Imports, uses
 from ampwise.lint.model.nodes import Node
+from ampwise.lint.model.places import is_type, names_bound_by
 from ampwise.lint.model.queries import edit
 from ampwise.lint.model.roles import dotted
+from ampwise.lint.model.versions import is_for_versions
 from ampwise.lint.project import Module
 from ampwise.lint.rule import Mistake, rule
 
 OLD = {"torch.cuda.amp": "cuda", "torch.cpu.amp": "cpu"}
 HOMES = (*OLD, *(f"{old}.{each}" for old in OLD for each in ("autocast_mode", "grad_scaler")))
 NAMES = ("autocast", "GradScaler", "custom_fwd", "custom_bwd")
+ORDER = ("enabled", "dtype", "cache_enabled")
+"""Arguments of the old autocast, by position."""
+
+Edits = tuple[Edit, ...] | None
+"""What makes a use a right one of the new name; None where that is not known."""
 
 
 @rule("AMP401", "deprecated-cuda-amp", "warning", fix="safe")
 def check(code: Analysis) -> Iterator[Mistake]:
-    found = code.module.imports
+    module, found = code.module, code.module.imports
     for statement, names in found.statements:
         old = [each for each in names if _old_home(each)]
         if old:
-            edits = _import_edits(statement)
-            uses_too = _use_edits(code.module, statement) if edits else ()
-            yield _mistake(statement, code.module, old[0], (*edits, *uses_too))
-    for node, full in uses(code.module):
+            yield _mistake(statement, module, old[0], _import_edits(module, statement))
+    for node, full in uses(module):
         home = _old_home(full)
         if isinstance(node, ast.Name) or _from_alias(found, node):
             continue  # its import is reported
         if home and full != home:
-            yield _mistake(node, code.module, full, _path_edits(code.module, node, full))
+            yield _mistake(node, module, full, _path_edits(module, node, full))
 
 
 def _old_home(name: str) -> str:
@@ -69,82 +78,118 @@ def _old_home(name: str) -> str:
 
 def _from_alias(found: Imports, node: Node) -> bool:
     """Whether a use starts at an import that is reported itself: ``from torch.cuda import amp``."""
-    first = node
-    while isinstance(first, ast.Attribute):
-        first = first.value
-    return isinstance(first, ast.Name) and bool(_old_home(found.names.get(first.id, "")))
+    first = dotted(node).partition(".")[0]
+    return bool(_old_home(found.names.get(first, "")))
 
 
-def _mistake(node: Node, module: Module, name: str, edits: tuple[Edit, ...]) -> Mistake:
-    home = _old_home(name)
-    device, last = OLD[home], name.rpartition(".")[2]
-    new = {"autocast": "torch.amp.autocast", "GradScaler": "torch.amp.GradScaler"}.get(
-        last, f"torch.amp.{last}" if last in NAMES else "torch.amp"
-    )
-    how = (
-        f'{new}("{device}", ...)'
-        if last in ("autocast", "GradScaler")
-        else (
-            f'{new}(device_type="{device}")'
-            if last == "custom_fwd" or last == "custom_bwd"
-            else new
-        )
-    )
-    return Mistake(
-        node,
-        module,
-        f"{name} is deprecated: it warns on every call and goes away; use {how}",
-        edits,
-    )
+def _mistake(node: Node, module: Module, name: str, edits: Edits) -> Mistake:
+    told = f"{name} is deprecated: it warns on every call and goes away"
+    if is_for_versions(module, node):
+        told += "; here it is for another version of torch, which may need it"
+        return Mistake(node, module, told, severity="info")
+    told += f"; use {_instead(name)}"
+    if edits is None:
+        told += " (not done here: a use of it may be more than a call)"
+    return Mistake(node, module, told, edits or ())
 
 
-def _import_edits(statement: ast.Import | ast.ImportFrom) -> tuple[Edit, ...]:
-    """The same names from ``torch.amp``; nothing where other names come along."""
+def _instead(name: str) -> str:
+    device, last = OLD[_old_home(name)], name.rpartition(".")[2]
+    if last in ("autocast", "GradScaler"):
+        return f'torch.amp.{last}("{device}", ...)'
+    return f'torch.amp.{last}(device_type="{device}")' if last in NAMES else "torch.amp"
+
+
+# ---------------------------------------------------------------------- imports
+
+
+def _import_edits(module: Module, statement: ast.Import | ast.ImportFrom) -> Edits:
+    """The same names from ``torch.amp``, and the device in each call of them."""
+    text = _new_import(statement)
+    bound = {each.asname or each.name for each in statement.names}
+    if not text:
+        return ()
+    if not bound.isdisjoint(_bound_otherwise(module)):
+        return None
+    edits = [edit("replace", statement, text)]
+    for node, full in uses(module):
+        if dotted(node).partition(".")[0] in bound:
+            changed = _with_device(module, node, full)
+            if changed is None:
+                return None
+            edits += changed
+    only_handed_on = len(edits) == 1 and module.path.name == "__init__.py"
+    return None if only_handed_on else tuple(edits)
+
+
+def _new_import(statement: ast.Import | ast.ImportFrom) -> str:
+    """An import of the new names; empty where other names come along."""
     old = statement.names
     if isinstance(statement, ast.Import):
         if len(old) == 1 and old[0].asname and old[0].name in OLD:
-            return (edit("replace", statement, f"import torch.amp as {old[0].asname}"),)
-        return ()
+            return f"import torch.amp as {old[0].asname}"
+        return ""
     names = ", ".join(f"{e.name} as {e.asname}" if e.asname else e.name for e in old)
     if statement.module in HOMES and all(each.name in NAMES for each in old):
-        return (edit("replace", statement, f"from torch.amp import {names}"),)
+        return f"from torch.amp import {names}"
     if statement.module in ("torch.cuda", "torch.cpu") and [e.name for e in old] == ["amp"]:
-        return (edit("replace", statement, f"from torch import {names}"),)
-    return ()
+        return f"from torch import {names}"
+    return ""
 
 
-def _use_edits(module: Module, statement: ast.Import | ast.ImportFrom) -> tuple[Edit, ...]:
-    """The device that calls of what a statement imports must say."""
-    bound = {each.asname or each.name for each in statement.names}
-    edits: list[Edit] = []
-    for node, full in uses(module):
-        is_old = full.rpartition(".")[2] in NAMES and _old_home(full)
-        if is_old and dotted(node).partition(".")[0] in bound:
-            edits += _with_device(module, node, full)
-    return tuple(edits)
+def _bound_otherwise(module: Module) -> set[str]:
+    """Names that something else binds than an import that is to be changed, or that go out."""
+    found = names_bound_by(module.tree)
+    for statement, names in module.imports.statements:
+        is_old = all(map(_old_home, names)) and not is_for_versions(module, statement)
+        if not is_old:
+            found |= {each.asname or each.name for each in statement.names}
+    return found
 
 
-def _path_edits(module: Module, node: ast.Attribute | ast.Name, full: str) -> tuple[Edit, ...]:
+# ---------------------------------------------------------------------- uses
+
+
+def _path_edits(module: Module, node: ast.Attribute | ast.Name, full: str) -> Edits:
     last = full.rpartition(".")[2]
-    if last not in NAMES or full.count(".") != 3:
+    base = dotted(node).partition(".")[0]
+    if module.imports.names.get(base, base) != "torch":
         return ()
-    base = ast.unparse(node).partition(".")[0]
-    return (edit("replace", node, f"{base}.amp.{last}"), *_with_device(module, node, full))
+    changed = _with_device(module, node, full)
+    if changed is None:
+        return None
+    return (edit("replace", node, f"{base}.amp.{last}"), *changed)
 
 
-def _with_device(module: Module, node: Node, full: str) -> list[Edit]:
+def _with_device(module: Module, node: Node, full: str) -> Edits:
     """Name the device in a call, or make a bare decorator a call."""
-    device, last = OLD[_old_home(full)], full.rpartition(".")[2]
-    keyword = "device_type=" if last in ("custom_fwd", "custom_bwd") else ""
+    home, _, last = full.rpartition(".")
+    if last not in NAMES or home not in OLD:
+        return None
     parent = module.parents[id(node)]
-    text = f'{keyword}"{device}"'
     if isinstance(parent, ast.Call) and parent.func is node:
-        return [edit("argument", parent, text if keyword else f"0:{_shift(parent, last, text)}")]
+        return _in_call(parent, last, OLD[home])
     if isinstance(parent, ast.FunctionDef | ast.AsyncFunctionDef) and node in parent.decorator_list:
-        return [edit("decorate", node, f"({text})")]
-    return []
+        keyword = "device_type=" if last in ("custom_fwd", "custom_bwd") else ""
+        return (edit("decorate", node, f'({keyword}"{OLD[home]}")'),)
+    return () if is_type(module, node) else None
 
 
-def _shift(call: ast.Call, last: str, text: str) -> str:
-    """The device goes first; what was first there, ``enabled``, gets its name."""
-    return f"{text}|enabled" if last == "autocast" and call.args else text
+def _in_call(call: ast.Call, last: str, device: str) -> Edits:
+    given = {each.arg for each in call.keywords}
+    if last in ("custom_fwd", "custom_bwd"):
+        wanted = edit("argument", call, f'device_type="{device}"')
+        return () if "device_type" in given else (wanted,)
+    if ("device_type" if last == "autocast" else "device") in given:
+        return None if call.args else ()
+    match call.args:
+        case [ast.Constant(value=str(said)), *_]:  # meant for the new name already
+            return () if said.partition(":")[0] == device else None
+        case [*_, ast.Starred()] | [ast.Starred(), *_]:
+            return None
+        case _:
+            pass
+    shifted = ORDER[: len(call.args)] if last == "autocast" else ()
+    if given.intersection(shifted) or (last == "autocast" and len(call.args) > len(ORDER)):
+        return None
+    return (edit("argument", call, f'0:"{device}"' + f"|{','.join(shifted)}" * bool(shifted)),)

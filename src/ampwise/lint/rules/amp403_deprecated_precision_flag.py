@@ -75,7 +75,7 @@ def _call(code: Analysis, found: Imports, node: ast.Call) -> Iterator[Mistake]:
             elif keyword.arg in GONE:
                 yield _gone(code, keyword)
         elif full.startswith("transformers.") and last.endswith("TrainingArguments"):
-            if keyword.arg == "fp16" and value is True:
+            if keyword.arg == "fp16" and value is True and not _is_on_cpu(node):
                 yield Mistake(
                     keyword.value,
                     code.module,
@@ -91,6 +91,11 @@ def _call(code: Analysis, found: Imports, node: ast.Call) -> Iterator[Mistake]:
                 code.module,
                 "Accelerator(fp16=...) is gone: use mixed_precision='fp16' or 'bf16'",
             )
+
+
+def _is_on_cpu(call: ast.Call) -> bool:
+    """Whether it says that there is no GPU: AMP223."""
+    return any(each.arg in ("use_cpu", "no_cuda") for each in call.keywords)
 
 
 def _gone(code: Analysis, keyword: ast.keyword) -> Mistake:
