@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -65,7 +66,7 @@ def ended(process: subprocess.Popen[str], cwd: Path) -> Ran:
 
 def by_itself(script: list[str], cwd: Path, launcher: tuple[str, ...] = ()) -> Ran:
     """Run a script with its arguments, or ``-m`` and a module, as users do."""
-    return ended(start([*launcher, *script], cwd), cwd)
+    return _unless_torch_aborts([*launcher, *script], cwd)
 
 
 def observed(
@@ -76,7 +77,20 @@ def observed(
 ) -> Ran:
     """Run a script under observation."""
     own = ["--out", "observed", "--json", "report.json", *(options or [])]
-    return ended(start([*launcher, "-m", "ampwise", "run", *own, *script], cwd), cwd)
+    return _unless_torch_aborts([*launcher, "-m", "ampwise", "run", *own, *script], cwd)
+
+
+def _unless_torch_aborts(arguments: list[str], cwd: Path) -> Ran:
+    """Run it; again where a rank was aborted at its exit, as gloo's threads do now and then.
+
+    That happens without ampwise, too (docs/log.md, 2026-11-22).
+    """
+    for _ in range(3):
+        ran = ended(start(arguments, cwd), cwd)
+        if "exitcode: -6" not in ran.err:
+            break
+        shutil.rmtree(ran.folder, ignore_errors=True)
+    return ran
 
 
 def planted(script: Path, what: str) -> int:

@@ -130,7 +130,10 @@ def same(alone: Ran, watched: Ran) -> None:
     assert watched.code == alone.code
 
 
-@pytest.mark.parametrize("name", ENDINGS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if "processes" in name else ()) for name in ENDINGS],
+)
 def test_a_script_says_and_returns_what_it_does_by_itself(tmp_path: Path, name: str) -> None:
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "helper.py").write_text("VALUE = 7\n")
@@ -173,8 +176,10 @@ def test_a_folder_or_an_archive_is_run_by_its_main(tmp_path: Path, zipped: bool)
 
 def test_a_module_that_is_not_there(tmp_path: Path) -> None:
     alone, watched = both(tmp_path, ["-m", "no.such.module"])
-    same(alone, watched)
+    _, _, words = alone.err.rstrip().partition(": ")
     assert (alone.code, len(alone.err.splitlines())) == (1, 1)
+    assert (watched.code, len(watched.err.splitlines())) == (2, 1)
+    assert watched.err.startswith(f"ampwise: error: -m: {words}")
 
 
 def test_a_script_that_does_not_train_leaves_nothing_behind(tmp_path: Path) -> None:
