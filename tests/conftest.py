@@ -8,6 +8,7 @@ import shutil
 import tempfile
 
 import pytest
+import setuptools  # noqa: F401 - first: imported late, by inductor, it met Python's own distutils once
 import torch
 
 _CACHE = os.environ["AMPWISE_CACHE"] = tempfile.mkdtemp(prefix="ampwise-cache-")
