@@ -152,7 +152,7 @@ def test_the_report_says_what_observing_took(tmp_path):
 def test_what_is_done_aside_is_no_overhead(tmp_path, monkeypatch):
     """A diagnosis takes seconds, once."""
     from ampwise.observe.precision import Dtypes
-    from ampwise.observe.steps import Session
+    from ampwise.observe.session import Session
 
     sessions: list[Session] = []
     real = Session.__init__
@@ -167,7 +167,7 @@ def test_what_is_done_aside_is_no_overhead(tmp_path, monkeypatch):
             now[0] += 100
 
     monkeypatch.setattr(Dtypes, "attempted", attempted)
-    monkeypatch.setattr("ampwise.observe.steps.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("ampwise.observe.session.time.perf_counter", lambda: now[0])
     path = tmp_path / "script.py"
     path.write_text(SCRIPT.format(**PLAIN))
     took = observe(path).report.overhead

@@ -18,7 +18,7 @@ from torch.amp.autocast_mode import autocast
 from ampwise.lines import Line, users_line
 from ampwise.observe.patches import Patches
 from ampwise.observe.result import Asked, Region
-from ampwise.observe.steps import Session
+from ampwise.observe.session import Session
 
 _HALF = ("float16", "bfloat16")
 _ENABLED = 2
@@ -97,11 +97,12 @@ class Autocasts:
     def _enter(self, real: Any, region: Any) -> Any:
         if self._session.active:
             node: Any = torch._C._current_autograd_node()
+            line = None
             if node is None:  # checkpointing enters regions again in backward: nobody asks there
                 line = users_line()
                 self._entered[region.device, _name(region.fast_dtype), region._enabled, line] += 1
             self._session.tell(
-                "autocast_entered", region.device, region.fast_dtype, enabled=region._enabled
+                "autocast_entered", region.device, region.fast_dtype, line, enabled=region._enabled
             )
         if self.override is None or not region._enabled:
             return real(region)

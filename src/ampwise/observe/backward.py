@@ -10,7 +10,7 @@ from torch import Tensor
 from ampwise.lines import users_line
 from ampwise.observe.patches import Patches
 from ampwise.observe.scalers import Scalers
-from ampwise.observe.steps import Session
+from ampwise.observe.session import Session
 
 
 class Backwards:

@@ -175,7 +175,7 @@ class Calls:
         self._batch: Any = None
         self._bytes = 0
         self._known: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
-        self._open: tuple[Call, _Known, Callable[[], None] | None] | None = None
+        self._open: tuple[Call, Callable[[], None] | None] | None = None
 
     def batch(self, batch: Any) -> None:
         """A loader gave a batch."""
@@ -186,18 +186,20 @@ class Calls:
         self._open = None
         if not torch.is_grad_enabled() or _is_traced():
             return
-        if not self._takes_part(module, args, kwargs):
+        given = [each for _, each in leaves((args, kwargs))]
+        known = self._known.get(module)
+        if known is None:
+            known = self._known[module] = _Known(module)
+        if not self._takes_part(known, given):
             return
-        assert self.device is not None
-        known = self._known.setdefault(module, _Known())
         learned = known.learn(module)
-        self._open = (self._call(module, args, kwargs, known), known, learned)
+        self._open = (self._call(module, args, kwargs, given, known), learned)
 
     def end(self, output: Any) -> Call | None:
         """It returned; the call, if it is kept."""
         if self._open is None or output is None:
             return None
-        (call, _, learned), self._open = self._open, None
+        (call, learned), self._open = self._open, None
         if learned is not None:
             learned()
         assert self.device is not None
@@ -236,19 +238,18 @@ class Calls:
         device = self.device if self.draws else None
         return Pass(began=None if device is None else RandomState.now(device, host=False))
 
-    def _takes_part(self, module: nn.Module, args: Any, kwargs: Any) -> bool:
+    def _takes_part(self, known: _Known, given: Sequence[Tensor]) -> bool:
         """Whether a module trains, or is given what others have made; a transform does not."""
-        first = next(module.parameters(), None)
-        if first is not None and self.device is None:
-            self.device = first.device
         if self.device is None:
-            return False
-        given = (each for _, each in leaves((args, kwargs)))
-        return first is not None or any(each.requires_grad for each in given)
+            self.device = known.device
+        if known.device is not None:
+            return True
+        return self.device is not None and any(each.requires_grad for each in given)
 
-    def _call(self, module: nn.Module, args: Any, kwargs: Any, known: _Known) -> Call:
+    def _call(
+        self, module: nn.Module, args: Any, kwargs: Any, given: Sequence[Tensor], known: _Known
+    ) -> Call:
         assert self.device is not None
-        given = (each for _, each in leaves((args, kwargs)))
         return Call(
             module,
             args,
@@ -291,11 +292,15 @@ class _Known:
 
     Attributes
     ----------
+    device
+        Of its first parameter, when it was first called; None where it has none.
     draws
         Whether it may draw from Python's or NumPy's generators.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, module: nn.Module) -> None:
+        first = next(module.parameters(), None)
+        self.device = None if first is None else first.device
         self._drew = False
         self.modules: list[nn.Module] = []
         self.buffers: list[Tensor] = []

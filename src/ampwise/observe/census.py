@@ -21,7 +21,8 @@ from ampwise.numerics.places import Place, Places
 from ampwise.observe.listener import Listener
 from ampwise.observe.modules import Modules, bare
 from ampwise.observe.result import OddProduct, Ran
-from ampwise.observe.steps import Attempt, Session
+from ampwise.observe.session import Session
+from ampwise.observe.steps import Attempt
 
 _PRODUCTS = frozenset(
     ["mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "_grouped_mm", "_scaled_mm",

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from ampwise.observe.patches import Patches
-from ampwise.observe.steps import Session
+from ampwise.observe.session import Session
 
 
 class Checkpoints:

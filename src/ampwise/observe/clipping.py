@@ -11,7 +11,7 @@ from torch.nn.utils import clip_grad
 
 from ampwise.observe.patches import Patches
 from ampwise.observe.scalers import Scalers
-from ampwise.observe.steps import Session
+from ampwise.observe.session import Session
 
 _BY_NORM = ("clip_grad_norm_", "clip_grad_norm")
 _NAMES = (*_BY_NORM, "clip_grad_value_")

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ampwise.distributed.layout import is_up
+from ampwise.lines import Line
 from ampwise.numerics.examine import Examiner, Silent
 from ampwise.numerics.ranks import would_talk
 from ampwise.numerics.result import Diagnosis
@@ -38,8 +39,9 @@ from ampwise.observe.programs import Programs
 from ampwise.observe.replay import Observed, Recorded
 from ampwise.observe.result import NotObserved
 from ampwise.observe.script import Stopped
+from ampwise.observe.session import Session
 from ampwise.observe.spots import spots_here
-from ampwise.observe.steps import Attempt, Session, Step
+from ampwise.observe.steps import Attempt, Step
 from ampwise.observe.unknown import Seen, unknown
 from ampwise.step.modules import held_by
 from ampwise.step.recorder import finite
@@ -140,7 +142,9 @@ class Faults(Listener):
         """It returned."""
         self._programs.call_ends(self._calls.end(output), self._calls.device)
 
-    def autocast_entered(self, device: str, dtype: torch.dtype, *, enabled: bool) -> None:
+    def autocast_entered(
+        self, device: str, dtype: torch.dtype, line: Line, *, enabled: bool
+    ) -> None:
         """An autocast region begins."""
         known = self._calls.device
         half = dtype in (torch.float16, torch.bfloat16)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-    from torch.amp.grad_scaler import GradScaler
-    from torch.optim import Optimizer
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
 
-    from ampwise.observe.steps import Attempt, Step
+from ampwise.lines import Line
+from ampwise.observe.steps import Attempt, Step
 
 
 class Listener:
@@ -27,8 +28,10 @@ class Listener:
     def call_ends(self, module: nn.Module, output: Any) -> None:
         """It returned; None where it raised."""
 
-    def autocast_entered(self, device: str, dtype: torch_dtype, *, enabled: bool) -> None:
-        """An autocast region begins."""
+    def autocast_entered(
+        self, device: str, dtype: torch.dtype, line: Line, *, enabled: bool
+    ) -> None:
+        """An autocast region begins, on this line of the user's."""
 
     def scaler_made(self, scaler: GradScaler) -> None:
         """A live scaler was made."""
@@ -68,6 +71,3 @@ class Listener:
 
     def step_ends(self, step: Step) -> None:
         """All updates of an iteration were made or skipped."""
-
-
-torch_dtype = Any

@@ -9,7 +9,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ampwise.data import leaves
 from ampwise.observe.patches import Patches
-from ampwise.observe.steps import Session
+from ampwise.observe.session import Session
 
 
 class Loaders:

@@ -19,8 +19,10 @@ from ampwise.lines import NOWHERE, Line, users_line
 from ampwise.observe.listener import Listener
 from ampwise.observe.modules import bare, name_of
 from ampwise.observe.result import Finding, Precision, ScaleSeen, Severity, Skip
-from ampwise.observe.scalers import Scalers, is_unscaled, parameters_of
-from ampwise.observe.steps import Attempt, Session
+from ampwise.observe.scalers import Scalers, is_unscaled
+from ampwise.observe.session import Session
+from ampwise.observe.steps import Attempt
+from ampwise.step.modules import held_by
 from ampwise.words import counted
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -68,27 +70,32 @@ class Misuse(Listener):
 
     # -- autocast ----------------------------------------------------------------------------------
 
-    def autocast_entered(self, device: str, dtype: Any, *, enabled: bool) -> None:
+    def autocast_entered(
+        self, device: str, dtype: torch.dtype, line: Line, *, enabled: bool
+    ) -> None:
         """Note what a call enters; and float16, in training."""
         if enabled and self._entered is not None:
             self._entered.add(_name(dtype))
         if enabled and dtype is torch.float16 and torch.is_grad_enabled():
-            self._half_at = users_line()
+            self._half_at = line
 
     def call_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Under which autocast is it called?"""
+        """Under which autocast is it called, the first time?"""
+        self._entered = None
+        if (id(bare(module)), torch.is_grad_enabled()) in self._calls:
+            return
         self._entered = {_name(torch.get_autocast_dtype(each)) for each in _devices(args, kwargs)}
 
     def call_ends(self, module: nn.Module, output: Any) -> None:
         """Keep what there was of the first call in training, and of the first in evaluation."""
         entered, self._entered = self._entered, None
-        trains = torch.is_grad_enabled()
-        inside = bare(module)
-        key = (id(inside), trains)
-        if key in self._calls or entered is None or output is None or trains != inside.training:
+        if entered is None or output is None:
+            return
+        trains, inside = torch.is_grad_enabled(), bare(module)
+        if trains != inside.training:
             return
         self._names[id(inside)] = name_of(module)
-        self._calls[key] = _Forward(frozenset(entered), users_line())
+        self._calls[id(inside), trains] = _Forward(frozenset(entered), users_line())
 
     def backward_begins(self, loss: Tensor | None, scaler: GradScaler | None) -> None:
         """Is autocast still on?"""
@@ -125,7 +132,6 @@ class Misuse(Listener):
 
     def scaler_steps(self, scaler: GradScaler, optimizer: Optimizer) -> None:
         """With gradients that it scaled?"""
-        self._stepped_at = users_line()
         self._owner(scaler, optimizer)
         segment = self._session.segment
         if segment.plain and not segment.scaled:
@@ -153,7 +159,7 @@ class Misuse(Listener):
         segment = self._session.segment
         if by_scaler or not segment.scaled or segment.plain:
             return
-        factor = self._scalers.factor(parameters_of(optimizer))
+        factor = self._scalers.factor(held_by([optimizer]))
         how = "without its check for inf and NaN" if factor is None else "with scaled gradients"
         self._note(
             "AMP105", "error",
@@ -174,6 +180,8 @@ class Misuse(Listener):
     def attempted(self, attempt: Attempt) -> None:
         """In float16, and unscaled?"""
         self._updated_at = attempt.line
+        if attempt.scale is not None:
+            self._stepped_at = attempt.line
         half_at, self._half_at = self._half_at, None
         segment = self._session.step.segments[-1]
         scaled = attempt.scale is not None or segment.scaled or segment.by_hand
@@ -282,7 +290,7 @@ class Misuse(Listener):
         if id(optimizer) in self._looked:
             return
         self._looked.add(id(optimizer))
-        dtypes = {each.dtype for each in parameters_of(optimizer)} & set(_HALF)
+        dtypes = {each.dtype for each in held_by([optimizer])} & set(_HALF)
         if dtypes:
             names = " and ".join(sorted(map(_name, dtypes)))
             self._note(

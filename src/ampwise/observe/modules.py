@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from ampwise.observe.patches import Patches, unseen
-from ampwise.observe.steps import Session
+from ampwise.observe.session import Session
 
 Around = Callable[[Callable[..., Any], nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 

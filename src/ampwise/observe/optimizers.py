@@ -16,7 +16,9 @@ from torch.optim.optimizer import (
 from ampwise.lines import users_line
 from ampwise.observe.patches import Patches
 from ampwise.observe.scalers import Scalers
-from ampwise.observe.steps import Attempt, Session
+from ampwise.observe.session import Session
+from ampwise.observe.steps import Attempt
+from ampwise.step.modules import held_by
 
 
 class Optimizers:
@@ -74,8 +76,8 @@ class Optimizers:
 
 def gradients_of(optimizer: Optimizer) -> list[Tensor]:
     """All dense gradients; of sharded ones, this rank's part."""
-    found = (each.grad for group in optimizer.param_groups for each in group["params"])
-    held = (getattr(each, "_local_tensor", each) for each in found if each is not None)
+    found = (each.grad for each in held_by([optimizer]) if each.grad is not None)
+    held = (getattr(each, "_local_tensor", each) for each in found)
     return [each for each in held if each.layout is torch.strided]
 
 
@@ -83,8 +85,7 @@ def norm_of(gradients: Sequence[Tensor]) -> Tensor | None:
     """Global L2 norm, at least in float32, on the device of the first; None without gradients."""
     if not gradients:
         return None
-    device = gradients[0].device
-    norms: list[Tensor] = []
+    device, norms = gradients[0].device, list[Tensor]()
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for each in gradients:
         kinds.setdefault((each.device, each.dtype), []).append(each)

@@ -17,8 +17,9 @@ from ampwise.observe.census import Census
 from ampwise.observe.listener import Listener
 from ampwise.observe.optimizers import gradients_of
 from ampwise.observe.result import Asked, Precision
-from ampwise.observe.scalers import Scalers, parameters_of
+from ampwise.observe.scalers import Scalers
 from ampwise.observe.steps import Attempt
+from ampwise.step.modules import held_by
 
 _HALF = ("float16", "bfloat16")
 _BY_NAME = {"fp16": "float16", "bf16": "bfloat16"}
@@ -45,7 +46,7 @@ class Dtypes(Listener):
         if key not in self._looked:
             self._looked.add(key)
             self.line = self.line if self.line.file else attempt.line
-            self.parameters += _counted(parameters_of(optimizer))
+            self.parameters += _counted(held_by([optimizer]))
             self.gradients += _counted(gradients_of(optimizer))
         if key not in self._with_state and optimizer.state:
             self._with_state.add(key)

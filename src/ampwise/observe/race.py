@@ -40,12 +40,14 @@ from ampwise.bench.race import (
 )
 from ampwise.bench.trial import HOPELESS
 from ampwise.errors import UsageError
+from ampwise.lines import Line
 from ampwise.observe.autocast import Autocasts
 from ampwise.observe.listener import Listener
 from ampwise.observe.modules import Modules
 from ampwise.observe.result import Raced
 from ampwise.observe.script import Ending, Stopped
-from ampwise.observe.steps import Session, Step
+from ampwise.observe.session import Session
+from ampwise.observe.steps import Step
 from ampwise.policy import PRESETS, Policy
 from ampwise.step.precision import Float32Mode, raised
 from ampwise.words import counted
@@ -182,7 +184,9 @@ class Racing(Listener):
         self._inside.enter_context(self._autocasts.overridden(_dtype(policy)))
         self._modules.around = self._call
 
-    def autocast_entered(self, device: str, dtype: Any, *, enabled: bool) -> None:
+    def autocast_entered(
+        self, device: str, dtype: torch.dtype, line: Line, *, enabled: bool
+    ) -> None:
         """The script sees to autocast itself."""
         if enabled and torch.is_grad_enabled():
             self._by_script = True

@@ -11,8 +11,8 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,8 @@ from ampwise.observe.optimizers import gradients_of, norm_of
 from ampwise.observe.result import ScaleSeen, Skip
 from ampwise.observe.scalers import Scalers
 from ampwise.observe.schedules import Schedules
-from ampwise.observe.steps import Attempt, Session, Step
+from ampwise.observe.session import Session
+from ampwise.observe.steps import Attempt, Step
 from ampwise.telemetry import names
 from ampwise.telemetry.ring import Ring, StepRecord
 
@@ -76,7 +77,6 @@ class Records(Listener):
         sink: Callable[[int, Mapping[str, names.Metric]], None],
     ) -> None:
         self.steps = 0
-        self.samples = 0
         self.waited_s = 0.0
         self.losses: list[float] = []
         self._session, self._scalers, self._schedules, self._sink = (
@@ -147,32 +147,24 @@ class Records(Listener):
             self._one(record, self._ended.popleft())
 
     def _one(self, record: StepRecord, ended: _Ended) -> None:
-        step, skipped = ended.step, record.skipped
-        # Without a scaler that guards, a step with gradients that are not finite is made all the
-        # same.
-        normed = any(each.norm is not None for each in step.attempts)
-        found = skipped or (normed and not math.isfinite(record.grad_norm))
-        if skipped:
+        step = ended.step
+        if record.skipped:
             self._skips.append((step.number, ended.moved))
         elif ended.moved is not None:
             self._moves[0] += 1
             self._moves[1] += ended.moved
-        self._note_scale(record, step)
+        if step.scaled:
+            self._note_scale(record)
         self.losses = [*self.losses[:1], record.loss]
-        samples = sum(each.samples for each in step.segments)
-        waited = sum(each.waited_s for each in step.segments)
-        self.samples += samples
-        self.waited_s += waited
-        self._micro_batches.append(step.micro_batches)
+        line = _line(record, ended, len(self._skips))
+        self.waited_s += line[names.WAITED_S]
+        self._micro_batches.append(line[names.MICRO_BATCHES])
         if not step.watched and step.number > _WARM_UP:
-            self._times.append(step.seconds)
+            self._times.append(line[names.STEP_S])
             self._spent.append(step.spent_s)
-        record = replace(record, step=step.number, found_inf=found, skipped_total=len(self._skips))
-        self._sink(step.number, _line(record, ended, samples, waited))
+        self._sink(step.number, line)
 
-    def _note_scale(self, record: StepRecord, step: Step) -> None:
-        if all(each.scale is None for each in step.attempts):
-            return
+    def _note_scale(self, record: StepRecord) -> None:
         before, scale = self._scale, record.loss_scale
         self._scale = ScaleSeen(
             first=scale if before is None else before.first,
@@ -256,30 +248,30 @@ def _one_of(values: list[Tensor], none: Tensor, together: Callable[[Tensor], Ten
     return together(torch.stack(values))
 
 
-def _line(
-    record: StepRecord, ended: _Ended, samples: int, waited: float
-) -> dict[str, names.Metric]:
+def _line(record: StepRecord, ended: _Ended, skipped_total: int) -> dict[str, Any]:
     """A step's metrics by name."""
     step = ended.step
-    scaled = any(each.scale is not None for each in step.attempts)
-    line: dict[str, names.Metric] = {
+    seconds, samples = step.seconds, step.samples
+    # Without a scaler that guards, a step with gradients that are not finite is made all the same.
+    normed = any(each.norm is not None for each in step.attempts)
+    line: dict[str, Any] = {
         names.LOSS: record.loss,
         names.LR: record.lr,
         names.LOSS_SCALE: record.loss_scale,
         names.GRAD_NORM: record.grad_norm,
-        names.FOUND_INF: record.found_inf,
+        names.FOUND_INF: record.skipped or (normed and not math.isfinite(record.grad_norm)),
         names.SKIPPED: record.skipped,
-        names.SKIPPED_TOTAL: record.skipped_total,
-        names.STEP_S: step.seconds,
-        names.WAITED_S: waited,
+        names.SKIPPED_TOTAL: skipped_total,
+        names.STEP_S: seconds,
+        names.WAITED_S: step.waited_s,
         names.MICRO_BATCHES: step.micro_batches,
         names.SAMPLES: samples,
     }
-    if scaled:
+    if step.scaled:
         line[names.SCALE_GROWTHS] = record.scale_growths
         line[names.SCALE_BACKOFFS] = record.scale_backoffs
     if ended.moved is not None:
         line[names.SCHEDULE_MOVED] = ended.moved
-    if samples and step.seconds > 0:
-        line[names.SAMPLES_PER_S] = samples / step.seconds
+    if samples and seconds > 0:
+        line[names.SAMPLES_PER_S] = samples / seconds
     return line

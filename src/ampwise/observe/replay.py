@@ -21,6 +21,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from ampwise.data import leaves
+from ampwise.distributed.layout import unwrapped
 from ampwise.observe.autocast import Autocasts
 from ampwise.observe.calls import Call, Pass
 from ampwise.observe.tape import Program, Values, run_call
@@ -81,7 +82,7 @@ class Observed:
         if programs is not None:
             for index, program in enumerate(programs):
                 called += program.earlier(recorded.before(index))
-        self._called = list(dict.fromkeys(_bare(call.module) for call in called))
+        self._called = list(dict.fromkeys(unwrapped(call.module) for call in called))
         trained = [each for each in self._called if next(each.parameters(), None) is not None]
         self.models: Sequence[nn.Module] = trained
         self.optimizers = (recorded.optimizer,)
@@ -313,12 +314,6 @@ def _batch_of(of: Pass, constants: Sequence[Tensor]) -> Any:
     if by_name and {id(each) for each in by_name.values()} >= taken.keys():
         return by_name
     return tuple(taken.values())
-
-
-def _bare(module: nn.Module) -> nn.Module:
-    """A module out of DDP."""
-    wrapped = isinstance(module, nn.parallel.DistributedDataParallel)
-    return module.module if wrapped else module
 
 
 def policy_of(recorded: Recorded) -> Policy:

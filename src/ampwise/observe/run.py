@@ -25,7 +25,8 @@ from ampwise.observe.result import NotObserved, Overhead, Raced, RunReport
 from ampwise.observe.scalers import Scalers
 from ampwise.observe.schedules import Schedules
 from ampwise.observe.script import Ending, Stopped, Target, run
-from ampwise.observe.steps import Session, Step
+from ampwise.observe.session import Session
+from ampwise.observe.steps import Step
 from ampwise.policy import Policy
 from ampwise.telemetry.environment import environment
 from ampwise.telemetry.names import Metric

@@ -20,7 +20,9 @@ from torch.optim import Optimizer
 from ampwise.lines import Line, users_line
 from ampwise.observe.patches import Patches
 from ampwise.observe.result import Asked
-from ampwise.observe.steps import Attempt, Session
+from ampwise.observe.session import Session
+from ampwise.observe.steps import Attempt
+from ampwise.step.modules import held_by
 
 
 @dataclass
@@ -105,7 +107,7 @@ class Scalers:
     def _unscale(self, real: Any, scaler: GradScaler, optimizer: Any) -> None:
         if self.session.active and scaler._enabled:
             self.session.tell("unscaled", scaler, inner(optimizer))
-            self._true |= {id(each) for each in parameters_of(inner(optimizer))}
+            self._true |= {id(each) for each in held_by([inner(optimizer)])}
         real(scaler, optimizer)
 
     def _step(self, real: Any, scaler: GradScaler, optimizer: Any, *args: Any, **kw: Any) -> Any:
@@ -138,11 +140,6 @@ class Scalers:
         if self.session.active:
             self.session.tell("loaded", scaler)
         return real(scaler, *args, **kwargs)
-
-
-def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """All of an optimizer's."""
-    return [each for group in optimizer.param_groups for each in group["params"]]
 
 
 def inner(optimizer: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 from torch.optim import lr_scheduler
 
 from ampwise.observe.patches import Patches
-from ampwise.observe.steps import Session
+from ampwise.observe.session import Session
 
 
 class Schedules:

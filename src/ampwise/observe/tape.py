@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ampwise.data import leaves
 from ampwise.data.move import changed
+from ampwise.distributed.layout import unwrapped
 from ampwise.observe.calls import Autocast, Call, Pass
 from ampwise.observe.spots import Spots, call_from, callers_spots
 
@@ -451,8 +452,5 @@ def run_call(call: Call, values: Values, passed: dict[str, Tensor], device: torc
 
     args, kwargs = changed((call.args, call.kwargs), instead)
     call.rewind(device)
-    module = call.module
-    if isinstance(module, nn.parallel.DistributedDataParallel):
-        module = module.module
     with call.autocast.again():
-        return call_from(call.spots, module, args, kwargs)
+        return call_from(call.spots, unwrapped(call.module), args, kwargs)
