@@ -3,13 +3,16 @@
 One process a script. The hooks are put into torch and taken out again in turns of a few steps, so
 that both arms train the same model side by side, whatever else the machine does; what counts are
 paired ratios and differences of neighbouring turns. Times are of the thread's processor, and so
-free of what other processes take; `wall` is beside them.
+free of what other processes take; `wall` is beside them. The C library's allocator is told to keep
+what it has: page faults, which move with every allocation, would drown the rest.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -101,6 +104,10 @@ SCRIPTS: dict[str, tuple[Callable[[], Step], int]] = {
 """Each script's step, and the steps of a turn."""
 
 
+KEEP = {name: str(2 * 10**9) for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")}
+"""Environment under which freed memory stays with the process, from its start."""
+
+
 class Switch:
     """Observation that can be put in and taken out while training."""
 
@@ -126,6 +133,7 @@ def measure(make: Callable[[], Step], steps: int, rounds: int) -> dict[str, Any]
         for name in ("alone", "observed") if number % 2 else ("observed", "alone"):
             if name == "observed":
                 switch.on()
+            step()  # the first one after a switch looks up again what the interpreter had cached
             began, wall_began = time.thread_time(), time.perf_counter()
             for _ in range(steps):
                 step()
@@ -150,6 +158,8 @@ def main() -> None:
     parser.add_argument("--only", default="")
     parser.add_argument("--save", action="store_true")
     args = parser.parse_args()
+    if not KEEP.items() <= os.environ.items():
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | KEEP)
     torch.set_num_threads(1)
     results: dict[str, Any] = {}
     for name, (make, steps) in SCRIPTS.items():

@@ -32,6 +32,8 @@ _MOST_HELD = 1 << 30
 """Calls in a pass, and bytes of the arguments of several, that are held."""
 _MOST_BYTES = 64 << 20
 """Of gradients that are kept, and of buffers that are copied."""
+_FEW_BYTES = 64 << 10
+"""Of gradients that are kept where losses are known as functions; more would be felt."""
 
 
 class Autocast(NamedTuple):
@@ -163,6 +165,8 @@ class Calls:
         16-bit dtype of the last autocast region since the last update that was on.
     draws
         Whether the script may draw random numbers outside of modules.
+    losses_known
+        Whether how losses are computed is known: gradients that come from them are then had again.
     """
 
     def __init__(self) -> None:
@@ -172,6 +176,7 @@ class Calls:
         self.device: torch.device | None = None
         self.entered: torch.dtype | None = None
         self.draws = True
+        self.losses_known = False
         self._batch: Any = None
         self._bytes = 0
         self._known: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
@@ -265,7 +270,7 @@ class Calls:
     def _listen(self, path: str, tensor: Tensor) -> Incoming:
         """Keep the gradient that will come into an output, if there is room."""
         kept, size = Incoming(path), tensor.numel() * tensor.element_size()
-        if self._bytes + size > _MOST_BYTES:
+        if self._bytes + size > (_FEW_BYTES if self.losses_known else _MOST_BYTES):
             return kept
         self._bytes += size
         index = tensor.output_nr

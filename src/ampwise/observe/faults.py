@@ -181,12 +181,12 @@ class Faults(Listener):
             self._bad(attempt.optimizer, float(attempt.scale), self._session.step.number)
         self._looked = False
         self._programs.updated(attempt.optimizer, self._calls.passes)
-        self._calls.draws = self._programs.draws
+        self._calls.draws, self._calls.losses_known = self._programs.draws, self._programs.known
         self._calls.updated()
         if self._again:
             self._again = False
             self._programs.look_again()
-            self._calls.draws = True
+            self._calls.draws, self._calls.losses_known = True, False
 
     def step_ends(self, step: Step) -> None:
         """What came before it is not needed any more."""

@@ -36,6 +36,7 @@ class Programs:
         self._again = False
         self._known: dict[tuple[int, int], Program] = {}
         self._draws = False
+        self._missed = False
 
     @property
     def why_not(self) -> str:
@@ -48,6 +49,11 @@ class Programs:
     def draws(self) -> bool:
         """Whether a script may draw random numbers outside of modules."""
         return self._draws or self._looks
+
+    @property
+    def known(self) -> bool:
+        """Whether all losses that were looked at are known, and no more are looked at."""
+        return bool(self._known) and not self._missed and not self._looks
 
     def call_begins(self) -> None:
         """A module is about to run, under no mode of ours."""
@@ -86,6 +92,7 @@ class Programs:
         """An update was made or skipped, after some passes."""
         self._updates[id(optimizer)] += 1
         for position, each in enumerate(passes):
+            self._missed |= self._tape is not None and each.program is None
             if each.program is not None:
                 self._known[id(optimizer), position] = each.program
                 self._draws |= each.program.draws
