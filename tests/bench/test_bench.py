@@ -454,6 +454,16 @@ def test_verdict_keeps_fp32_where_it_is_not_and_says_why():
     assert any("Activations are 70% of fp32's peak" in each for each in said)
 
 
+def test_verdict_says_once_what_is_true_of_several_precisions():
+    fp16 = precision(0.1, 0.26)
+    fp16.name = "fp16"
+    said = verdict(report_of(fp16, precision(0.4, 0.25)), Thresholds())
+    assert [each for each in said if "only if memory" in each] == [
+        "fp16 saves 26%, bf16 saves 25% of the peak memory: worth it only if memory, not time, is "
+        "what limits you."
+    ]
+
+
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])
 def test_verdict_never_picks_a_fast_precision_that_diverged(loss):
     fast = precision(2.0, 0.3, loss_after=loss)

@@ -13,7 +13,7 @@ _WORTH_SAVING = 0.05
 _WORTH_PADDING = 1.2
 _TINY_STEP_MS = 3.0
 _LOADER_SHARE = 0.2
-_ONLY_FOR_MEMORY = ": worth it only if memory, not time, is what limits you."
+_ONLY_FOR_MEMORY = "worth it only if memory, not time, is what limits you."
 
 
 def verdict(report: BenchReport, thresholds: Thresholds) -> list[str]:
@@ -130,10 +130,8 @@ def _memory(baseline: PrecisionResult, measured: list[PrecisionResult]) -> list[
     """Where the speed says no but memory is saved; and where the memory goes."""
     slower = [each for each in measured if each.speedup and each.speedup.high < 1]
     saving = [each for each in slower if (each.memory_reduction or 0) > 0.05]
-    said = [
-        f"{each.name} saves {each.memory_reduction:.0%} of the peak memory{_ONLY_FOR_MEMORY}"
-        for each in saving
-    ]
+    shares = [f"{each.name} saves {each.memory_reduction:.0%}" for each in saving]
+    said = [f"{', '.join(shares)} of the peak memory: {_ONLY_FOR_MEMORY}"] if shares else []
     if baseline.peak_memory_bytes and baseline.memory:
         share = baseline.memory["activations"] / baseline.peak_memory_bytes
         if share < 0.8:
