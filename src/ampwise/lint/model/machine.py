@@ -455,6 +455,8 @@ class Machine:
         match value:
             case ListValue(items=items) if len(items) == len(targets) and not starred:
                 return list(items)
+            case ListValue() if not starred:  # Python raises: nothing of it is known
+                return [self.unknown(each, "called", dotted(each)) for each in targets]
             case Tensor():
                 return [value.but(key=f"{value.key}[{i}]") for i in range(len(targets))]
             case _:
