@@ -866,8 +866,9 @@ def _definitions(body: list[ast.stmt]) -> list[ast.stmt]:
 
 
 def _is_lost(before: Value | None, value: Value) -> bool:
-    """Whether something made in sight would be replaced by something unknown, on some path."""
-    return isinstance(value, Unknown) and isinstance(
+    """Whether something made in sight would be replaced by nothing that is known."""
+    nothing = isinstance(value, Unknown) or (isinstance(value, Const) and value.value is None)
+    return nothing and isinstance(
         before, Optimizer | Scaler | Model | Instance | Scheduler | Loader
     )
 

@@ -80,7 +80,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
     if not saved and code.any(Save):
         return
     for event in code.of(StateDict):
-        if event.loads and isinstance(event.of, Optimizer):
+        if event.loads and isinstance(event.of, Optimizer) and not _loads_scaler(event.module):
             yield Mistake(
                 event.node,
                 event.module,
@@ -88,6 +88,14 @@ def check(code: Analysis) -> Iterator[Mistake]:
                 "scale 65,536 and skips steps until it fits; load the scaler's state too",
                 mend=partial(_load_edits, code, event),
             )
+
+
+def _loads_scaler(module: Module) -> bool:
+    """Whether a file loads a scaler's state on some path, which need not have been walked."""
+    return any(
+        "load_state_dict" in used and module.roles.of(name) == "scaler"
+        for name, used in list(module.roles.methods.items())
+    )
 
 
 def _is_wrapper(event: Made) -> bool:
