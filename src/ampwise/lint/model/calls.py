@@ -13,6 +13,7 @@ from ampwise.lint.model.events import (
     Backward,
     Forward,
     Loss,
+    Made,
     Managed,
     OptimizerStep,
     ScalerStep,
@@ -53,6 +54,7 @@ NETWORK_METHODS = {
     "type", "clip_grad_norm_", "modules", "named_modules", "children", "named_children", "buffers",
     "named_buffers",
 }  # fmt: skip
+SCALER_METHODS = ("scale", "unscale_", "step", "update")
 STEP_EVENTS = (Backward, ScalerStep, OptimizerStep, Update, Unscale, ZeroGrad, Managed)
 
 
@@ -290,9 +292,15 @@ def is_step_wrapper(class_: Class) -> bool:
 
 def _construct(machine: Machine, node: ast.Call, class_: Class, a: Arguments) -> Value:
     ancestors = class_.ancestors()
+    base = next((each for each in ancestors[1:] if each in library.SCALERS), None)
+    if base is not None:
+        return _construct_scaler(machine, node, class_, base, a)
     wraps = is_step_wrapper(class_) or any(library.WRAPPERS.match(e) for e in ancestors[1:])
     if wraps and not any("Module" in each for each in ancestors):
-        return Wrapper(class_.node.name)
+        has_state = "__call__" in class_.attributes and "state_dict" in class_.attributes
+        wrapper = Wrapper(class_.node.name, has_state=has_state)
+        machine.emit(Made, node, wrapper)
+        return wrapper
     if any(library.is_optimizer(each) or each == "torch.optim.Optimizer" for each in ancestors[1:]):
         return torch_calls.make_optimizer(machine, node, class_.node.name, a)
     if any("torch.optim.lr_scheduler." in each for each in ancestors[1:]):
@@ -302,6 +310,16 @@ def _construct(machine: Machine, node: ast.Call, class_: Class, a: Arguments) ->
     made = Instance(class_)
     initialise(machine, made, a, node)
     return made
+
+
+def _construct_scaler(
+    machine: Machine, node: ast.Call, class_: Class, base: str, a: Arguments
+) -> Value:
+    """An object of a class derived from torch's scaler `base`: a scaler, as that is one."""
+    if class_.lookup("__init__") is not None:  # its parameters stand in an order of their own
+        a = Arguments(named=a.named, open=a.open)
+    own = any(class_.lookup(each) is not None for each in SCALER_METHODS)
+    return torch_calls.make_scaler(machine, node, base, a, opaque=own)
 
 
 def initialise(machine: Machine, made: Instance, a: Arguments, node: Node) -> None:

@@ -157,13 +157,6 @@ class Grad(Event):
 
 
 @dataclass(eq=False, slots=True)
-class Unscaled(Event):
-    """A gradient that ``autograd.grad`` gave of something scaled was divided by the scale."""
-
-    result: Tensor
-
-
-@dataclass(eq=False, slots=True)
 class Clip(Event):
     """Gradients are clipped."""
 

@@ -401,7 +401,7 @@ def compare(machine: Machine, node: Node, left: Value, op: ast.cmpop, right: Val
             return TRUE if known else FALSE
     if any(isinstance(each, Tensor) and not each.host for each in (left, right)):
         return tensors.apply(machine, node, "eq", (left, right))
-    periodic = is_periodic([left, right]) or _is_boundary(left, right)
+    periodic = is_periodic([left, right]) or _is_boundary(left, right) or _waits(left, right)
     name = type(op).__name__
     return Unknown(
         f"({key_of(left)} {name} {key_of(right)})",
@@ -428,6 +428,15 @@ def _equality(machine: Machine, node: Node, left: Value, right: Value) -> Value 
             return TRUE if same else FALSE
         case _:
             return None
+
+
+def _waits(*values: Value) -> bool:
+    """Whether a comparison asks how much time has gone by."""
+    return any(
+        isinstance(each, Unknown)
+        and (each.clock is not None or (each.op == "sub" and _waits(*each.operands)))
+        for each in values
+    )
 
 
 def _is_boundary(left: Value, right: Value) -> bool:

@@ -137,6 +137,12 @@ DTYPES = {
 for _type, _dtype in (("HalfTensor", "float16"), ("BFloat16Tensor", "bfloat16")):
     DTYPES[f"torch.cuda.{_type}"] = DTYPES[f"torch.{_type}"] = _dtype
 
+SAME_NETWORK = {
+    "torch.compile", "torch.jit.script", "torch.jit.trace",
+    "torch.nn.SyncBatchNorm.convert_sync_batchnorm",
+}  # fmt: skip
+"""Functions that give back the network they are given, changed inside."""
+
 DDP = re.compile(r"(^|\.)(DistributedDataParallel|DDP)$")
 DP = re.compile(r"(^|\.)DataParallel$")
 FSDP = re.compile(r"(^|\.)(FullyShardedDataParallel|FSDP)$")

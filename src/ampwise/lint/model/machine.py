@@ -455,6 +455,8 @@ class Machine:
         match value:
             case ListValue(items=items) if len(items) == len(targets) and not starred:
                 return list(items)
+            case ListValue() if not starred:  # Python raises: nothing of it is known
+                return [self.unknown(each, "called", dotted(each)) for each in targets]
             case Tensor():
                 return [value.but(key=f"{value.key}[{i}]") for i in range(len(targets))]
             case _:
@@ -864,8 +866,9 @@ def _definitions(body: list[ast.stmt]) -> list[ast.stmt]:
 
 
 def _is_lost(before: Value | None, value: Value) -> bool:
-    """Whether something made in sight would be replaced by something unknown, on some path."""
-    return isinstance(value, Unknown) and isinstance(
+    """Whether something made in sight would be replaced by nothing that is known."""
+    nothing = isinstance(value, Unknown) or (isinstance(value, Const) and value.value is None)
+    return nothing and isinstance(
         before, Optimizer | Scaler | Model | Instance | Scheduler | Loader
     )
 

@@ -174,6 +174,9 @@ def _scaler(machine: Machine, node: ast.Call, scaler: Scaler, name: str, a: Argu
             return scaler.enabled
         case "state_dict" | "load_state_dict":
             return _state(machine, node, scaler, name)
+        case _ if a.count and not name.startswith(("_", "set_")):  # a derived class's own
+            machine.emit(Managed, node, scaler.key)
+            return result
         case _:
             return result
 
@@ -240,6 +243,8 @@ def _wrapper(machine: Machine, node: ast.Call, owner: Wrapper, name: str, a: Arg
             machine.emit(Save, node, what, what if isinstance(what, DictValue) else None)
         case "log" | "print":
             tensors.shown_all(machine, node, a.values, waits=False)
+        case "state_dict" | "load_state_dict" if owner.has_state:
+            return _state(machine, node, owner, name)
         case _:
             pass
     return machine.unknown(node, "called", f"{owner.path}.{name}()")
@@ -470,7 +475,7 @@ def _sequence(machine: Machine, node: ast.Call, owner: ListValue, name: str, a: 
         value = a.positional[0]
         if isinstance(value, Tensor) and value.host:
             machine.emit(Report, node, value, "list", True)
-        if not isinstance(value, Const):
+        if not isinstance(value, Const) and not tensors.holds(value, owner):
             owner.items = [*owner.items[:8], value]
     return NONE
 

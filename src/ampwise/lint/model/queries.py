@@ -17,6 +17,7 @@ from ampwise.lint.model.events import (
     Event,
     Made,
     Managed,
+    Op,
     OptimizerStep,
     ScalerStep,
     Site,
@@ -27,7 +28,9 @@ from ampwise.lint.model.events import (
 from ampwise.lint.model.nodes import Node, span
 from ampwise.lint.model.places import in_reach
 from ampwise.lint.model.roles import dotted, leaves
+from ampwise.lint.model.tensors import is_low, origins
 from ampwise.lint.model.values import (
+    Const,
     DictValue,
     ListValue,
     Optimizer,
@@ -273,6 +276,49 @@ def _skipped_to(event: Event, step: Event) -> bool:
     """The step is reached in a later iteration than the backward: a ``continue`` went before."""
     loop, other = event.context.loops[-1], step.context.loops[-1]
     return loop.node is other.node and loop.serial != other.serial
+
+
+BY_HAND = {
+    "exp", "expm1", "log", "log10", "log1p", "log2", "log_softmax", "logsumexp", "pow", "softmax",
+    "softplus", "square",
+}  # fmt: skip
+"""Operations that losses are written with, and that autocast runs in float32."""
+
+
+def losses_by_hand(trace: Trace) -> Iterator[Op]:
+    """Each operation outside autocast of a loss that is no function, on a half output."""
+    found = [
+        each
+        for each in trace.of(Op)
+        if each.path in BY_HAND
+        and each.context.region is None
+        and not each.context.no_grad
+        and is_half_output(next(iter(each.inputs), None))
+        and not _is_root(each)
+    ]
+    if not found:
+        return
+    losses = [each.tensor for each in trace.of(Backward)]
+    parts = {id(each) for each in origins(*losses)}
+    yield from (each for each in found if id(each.result) in parts)
+
+
+def is_half_output(value: object) -> bool:
+    """Whether something is what a network in autocast returned, or made of it, in 16 bits."""
+    return (
+        isinstance(value, Tensor)
+        and value.forward
+        and value.region is not None
+        and value.region.enabled
+        and is_low(value.dtype)
+    )
+
+
+def _is_root(event: Op) -> bool:
+    """``x ** 0.5``, which makes what overflows smaller."""
+    power = event.inputs[1] if len(event.inputs) > 1 else None
+    number = power.value if event.path == "pow" and isinstance(power, Const) else None
+    return isinstance(number, int | float) and abs(number) <= 1
 
 
 def is_simple(trace: Trace) -> bool:

@@ -140,9 +140,22 @@ def flatten(values: Sequence[Value]) -> list[Value]:
     return flat
 
 
-def origins(tensor: Tensor) -> Iterator[Tensor]:
-    """A tensor, and all those it was computed of."""
-    waiting: list[Value] = [tensor]
+def holds(value: Value, inner: ListValue) -> bool:
+    """Whether a list is in a value, or is that value."""
+    waiting, seen = [value], set[int]()
+    while waiting:
+        each = waiting.pop()
+        if each is inner:
+            return True
+        if isinstance(each, ListValue) and id(each) not in seen:
+            seen.add(id(each))
+            waiting += each.items
+    return False
+
+
+def origins(*tensors: Value) -> Iterator[Tensor]:
+    """Some tensors, and all those they were computed of."""
+    waiting = list(tensors)
     seen: set[int] = set()
     while waiting:
         each = waiting.pop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -67,7 +68,10 @@ def _maker(path: str) -> _Make:
 # ---------------------------------------------------------------------- mixed precision
 
 
-def _scaler(machine: Machine, node: ast.Call, path: str, a: Arguments) -> Value:
+def make_scaler(
+    machine: Machine, node: ast.Call, path: str, a: Arguments, *, opaque: bool = False
+) -> Value:
+    """A scaler of the class `path`; `opaque`: its methods are not torch's."""
     new = path in ("torch.amp.GradScaler", "torch.GradScaler")
     device = a.get(0, "device") if new else Const("cpu" if ".cpu." in path else "cuda")
     enabled = a.get(5 if new else 4, "enabled")
@@ -79,6 +83,7 @@ def _scaler(machine: Machine, node: ast.Call, path: str, a: Arguments) -> Value:
         _place(machine, node, "scaler"),
         path,
         device or Const("cuda"),
+        opaque,
     )
     machine.emit(Made, node, scaler)
     return scaler
@@ -224,7 +229,7 @@ def _clock(machine: Machine, node: ast.Call, path: str, a: Arguments) -> Value:
 def _wrapper(machine: Machine, node: ast.Call, path: str, a: Arguments) -> Value:
     given = [a.named.get(each) for each in ("precision", "mixed_precision", "fp16", "bf16")]
     lower = any(each is not None and key_of(each) not in OFF for each in given)
-    wrapper = Wrapper(path, lower)
+    wrapper = Wrapper(path, lower, has_state=path.endswith(".NativeScaler"))
     machine.emit(Made, node, wrapper)
     if path.startswith("ignite.engine.") and a.positional:
         _walk_each_batch(machine, node, a.positional[0])
@@ -330,8 +335,19 @@ def _operation(machine: Machine, node: ast.Call, path: str, a: Arguments) -> Val
     return tensors.apply(machine, node, name, inputs, a.named)
 
 
+def _distribution(machine: Machine, node: ast.Call, path: str, a: Arguments) -> Value:
+    """A distribution; of Python's numbers it draws on the host."""
+    made = tensors.apply(machine, node, library.operation(path), a.values, a.named)
+    made.host = made.host or not any(isinstance(e, Tensor) for e in tensors.flatten(a.values))
+    return made
+
+
 def _compiled(machine: Machine, node: ast.Call, path: str, a: Arguments) -> Value:
     return a.first("model", "module") or machine.unknown(node, "called")
+
+
+def _auto_optimizer(machine: Machine, node: ast.Call, path: str, a: Arguments) -> Value:
+    return a.first("optimizer") or machine.unknown(node, "called")
 
 
 def _device(machine: Machine, node: ast.Call, path: str, a: Arguments) -> Value:
@@ -377,10 +393,16 @@ def _other(machine: Machine, node: ast.Call, path: str, a: Arguments) -> Value:
     return machine.unknown(node, "called", path)
 
 
+TO_HOST = re.compile(r"(to|2)_?(python_)?(float|np|numpy|item)$", re.IGNORECASE)
+"""Functions that make a number or an array of a tensor, by their names."""
+
+
 def unknown_of_tensors(machine: Machine, node: ast.Call, name: str, a: Arguments) -> Value:
     """What a function nobody showed us makes of tensors."""
     flat = [each for each in tensors.flatten(a.values) if isinstance(each, Tensor)]
     host = all(each.host for each in flat)
+    if not host and TO_HOST.search(name):
+        return tensors.read(machine, node, next(e for e in flat if not e.host), name)
     scaled = Unknown(name, "called") if "scale" in name.lower() else None
     return Tensor(
         key=_place(machine, node, name),
@@ -498,7 +520,7 @@ def _place(machine: Machine, node: Node, what: str) -> str:
 _Test = Callable[[str], bool]
 _Make = Callable[["Machine", ast.Call, str, Arguments], Value]
 _KINDS: list[tuple[_Test, _Make]] = [
-    (lambda p: p in library.SCALERS, _scaler),
+    (lambda p: p in library.SCALERS, make_scaler),
     (lambda p: p in library.AUTOCASTS, _autocast),
     (lambda p: p in library.NO_GRAD, _no_grad),
     (lambda p: p in library.ENABLE_GRAD, _enable_grad),
@@ -520,8 +542,10 @@ _KINDS: list[tuple[_Test, _Make]] = [
     (lambda p: p == "torch.autograd.grad", _grad),
     (lambda p: p in ("torch.cuda.synchronize", "torch.cuda.empty_cache"), _synchronize),
     (lambda p: p in library.CLOCKS, _clock),
-    (lambda p: p in ("torch.compile", "torch.jit.script", "torch.jit.trace"), _compiled),
+    (lambda p: p in library.SAME_NETWORK, _compiled),
     (lambda p: p == "torch.device", _device),
+    (lambda p: p.startswith("torch.distributions."), _distribution),
+    (lambda p: p == "ignite.distributed.auto_optim", _auto_optimizer),
     (lambda p: p == "functools.partial", _partial),
     (lambda p: p.endswith(("is_available", "is_bf16_supported")), _available),
     (lambda p: p.rpartition(".")[2] in ("tqdm", "trange", "track"), _tqdm),

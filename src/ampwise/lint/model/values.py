@@ -229,6 +229,8 @@ class Wrapper(Value):
     path: str
     lower: bool = False
     """It was told to use a lower precision."""
+    has_state: bool = False
+    """Its ``state_dict`` is that of a gradient scaler."""
 
 
 @dataclass(eq=False, slots=True)

@@ -39,7 +39,7 @@ from functools import partial
 
 from ampwise.lint.findings import Edit
 from ampwise.lint.model.analysis import Analysis
-from ampwise.lint.model.events import Backward, Save, ScalerStep, StateDict
+from ampwise.lint.model.events import Backward, Made, Save, ScalerStep, StateDict
 from ampwise.lint.model.nodes import Node
 from ampwise.lint.model.places import (
     alone,
@@ -60,6 +60,7 @@ from ampwise.lint.model.values import (
     Scheduler,
     Unknown,
     Value,
+    Wrapper,
 )
 from ampwise.lint.project import Module
 from ampwise.lint.rule import Mistake, rule
@@ -67,9 +68,9 @@ from ampwise.lint.rule import Mistake, rule
 
 @rule("AMP111", "scaler-not-checkpointed", "warning", fix="unsafe")
 def check(code: Analysis) -> Iterator[Mistake]:
-    if not code.any(Backward, lambda e: is_real(e.scaled)):
+    if not code.any(Backward, lambda e: is_real(e.scaled)) and not code.any(Made, _is_wrapper):
         return
-    states = [each for each in code.of(StateDict) if isinstance(each.of, Scaler)]
+    states = [each for each in code.of(StateDict) if isinstance(each.of, Scaler | Wrapper)]
     saved = any(not each.loads for each in states)
     lacking = _saves_without(code, saved)
     for save in lacking:
@@ -79,7 +80,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
     if not saved and code.any(Save):
         return
     for event in code.of(StateDict):
-        if event.loads and isinstance(event.of, Optimizer):
+        if event.loads and isinstance(event.of, Optimizer) and not _loads_scaler(event.module):
             yield Mistake(
                 event.node,
                 event.module,
@@ -87,6 +88,19 @@ def check(code: Analysis) -> Iterator[Mistake]:
                 "scale 65,536 and skips steps until it fits; load the scaler's state too",
                 mend=partial(_load_edits, code, event),
             )
+
+
+def _loads_scaler(module: Module) -> bool:
+    """Whether a file loads a scaler's state on some path, which need not have been walked."""
+    return any(
+        "load_state_dict" in used and module.roles.of(name) == "scaler"
+        for name, used in list(module.roles.methods.items())
+    )
+
+
+def _is_wrapper(event: Made) -> bool:
+    """Whether a wrapper is made that has a scaler's state to save."""
+    return isinstance(event.value, Wrapper) and event.value.has_state
 
 
 def _saves_without(code: Analysis, saved: bool) -> list[Save]:
@@ -234,7 +248,9 @@ def _mappings(outer: DictValue) -> Iterator[DictValue]:
 def _names(mapping: DictValue, kind: type[Value]) -> bool:
     """Whether one mapping has the state, or a scaler's by its key."""
     states = [each.of if isinstance(each, Parameters) else each for each in mapping.items.values()]
-    if any(isinstance(each, kind) for each in states):
+    if any(
+        isinstance(each, kind) or (kind is Scaler and isinstance(each, Wrapper)) for each in states
+    ):
         return True
     keys = [key.lower() for key in mapping.items if isinstance(key, str)]
     return kind is Scaler and any("scaler" in key or key == "amp" for key in keys)

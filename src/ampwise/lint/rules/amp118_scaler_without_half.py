@@ -2,7 +2,8 @@
 
 ## What it does
 Reports an enabled scaler whose losses come from a training in which nothing runs in autocast or in
-16 bits: neither the file nor one it imports has a word of it.
+16 bits: neither the file nor one it imports has a word of it. Silent where the network comes from
+a file that was not given, which may enter autocast in its forward.
 
 ## Why is this bad
 Loss scaling keeps gradients of float16 from vanishing. In float32 it only costs: a pass over all
@@ -35,9 +36,9 @@ import re
 from collections.abc import Iterator
 
 from ampwise.lint.model.analysis import Analysis
-from ampwise.lint.model.events import Backward, ScalerStep
+from ampwise.lint.model.events import Backward, Forward, ScalerStep
 from ampwise.lint.model.queries import is_managed
-from ampwise.lint.model.values import Scaler
+from ampwise.lint.model.values import Instance, Model, Scaler, Value, key_of
 from ampwise.lint.rule import Mistake, rule
 
 HALF = re.compile(r"autocast|\bhalf\b|float16|fp_?16|bf16|HalfTensor|precision", re.IGNORECASE)
@@ -60,10 +61,26 @@ def check(code: Analysis) -> Iterator[Mistake]:
         )
 
 
+SEEN = ("torch.", "torchvision.", "timm.", "transformers.")
+"""Libraries whose networks leave autocast to who calls them."""
+
+
+def _is_unseen(network: Value) -> bool:
+    """Whether a network was made by code that was not given."""
+    if isinstance(network, Model) and network.wrapped and network.inner is not None:
+        return _is_unseen(network.inner)
+    if isinstance(network, Instance) or (isinstance(network, Model) and network.path):
+        return False
+    maker, at, _ = key_of(network).partition("@")
+    return bool(at) and not maker.startswith(SEEN)
+
+
 def _scalers(code: Analysis) -> Iterator[Scaler]:
     """Scalers made in sight that scale a loss on a path on which they step."""
     for trace in code.traces:
         if is_managed(trace) or not trace.of(ScalerStep):
+            continue
+        if any(_is_unseen(each.model) for each in trace.of(Forward)):
             continue
         for event in trace.of(Backward):
             given = isinstance(event.node, ast.Call) and event.node.args  # a gradient, not a loss

@@ -2,7 +2,8 @@
 
 ## What it does
 Reports a loss computed outside autocast on the 16-bit output of a network that ran inside it,
-with no `.float()` in between.
+with no `.float()` in between; also one that is written by hand (the KL divergence of a VAE, `p *
+(p.log() - q.log())`), and inside `autocast(enabled=False)`, which by itself casts nothing up.
 
 ## Why is this bad
 Inside autocast losses run in float32; outside they take the dtype of their inputs. In float16,
@@ -33,13 +34,13 @@ import ast
 from collections.abc import Iterator
 
 from ampwise.lint.findings import Edit
-from ampwise.lint.model.analysis import Analysis
+from ampwise.lint.model.analysis import Analysis, Trace
 from ampwise.lint.model.events import Backward, Loss
 from ampwise.lint.model.library import LOSS_FUNCTIONS
 from ampwise.lint.model.places import grouped
-from ampwise.lint.model.queries import edit, is_given
-from ampwise.lint.model.tensors import flatten, is_low
-from ampwise.lint.model.values import Tensor, Value
+from ampwise.lint.model.queries import edit, is_given, is_half_output, losses_by_hand
+from ampwise.lint.model.tensors import flatten
+from ampwise.lint.model.values import Value
 from ampwise.lint.rule import Mistake, rule
 
 
@@ -53,7 +54,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
                 continue
             if event.context.regions and event.path not in LOSS_FUNCTIONS:
                 continue  # a function that is called with autocast switched off may cast by itself
-            half = next((each for each in flatten(event.inputs) if _is_half(each)), None)
+            half = next((each for each in flatten(event.inputs) if is_half_output(each)), None)
             if half is not None:
                 yield Mistake(
                     event.node,
@@ -63,6 +64,23 @@ def check(code: Analysis) -> Iterator[Mistake]:
                     "precision; compute the loss inside autocast, or on output.float()",
                     _edits(event, half),
                 )
+        yield from _by_hand(trace)
+
+
+def _by_hand(trace: Trace) -> Iterator[Mistake]:
+    """A loss written as an expression, once a statement."""
+    seen: set[int] = set()
+    for event in losses_by_hand(trace):
+        statement = id(event.module.statement_of(event.node))
+        if statement not in seen:
+            seen.add(statement)
+            yield Mistake(
+                event.node,
+                event.module,
+                f"the network ran in autocast and {event.path} of its half-precision output runs "
+                "outside it, in half precision, as part of the loss; compute the loss inside "
+                "autocast, or on output.float()",
+            )
 
 
 def _edits(event: Loss, half: Value) -> tuple[Edit, ...]:
@@ -72,13 +90,3 @@ def _edits(event: Loss, half: Value) -> tuple[Edit, ...]:
         if value is half and not isinstance(node, ast.Starred):
             return (edit("replace", node, f"{grouped(event.module, node)}.float()"),)
     return ()
-
-
-def _is_half(value: object) -> bool:
-    return (
-        isinstance(value, Tensor)
-        and value.forward
-        and value.region is not None
-        and value.region.enabled
-        and is_low(value.dtype)
-    )

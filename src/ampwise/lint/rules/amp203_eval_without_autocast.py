@@ -62,9 +62,9 @@ def check(code: Analysis) -> Iterator[Mistake]:
         if isinstance(each.value, Model | Instance)
     }
     for trace in code.traces:
-        models = {key_of(each.model) for each in _trained(trace)}
+        models = {_network(each) for each in _trained(trace)}
         for event in trace.of(Forward):
-            same = (key_of(event.model) in models and _is_reached(trace, event)) or (
+            same = (_network(event) in models and _is_reached(trace, event)) or (
                 _name(event.node) in trained and not _is_another(event, trained, plain)
             )
             if event.context.functions in halved:
@@ -78,6 +78,14 @@ def check(code: Analysis) -> Iterator[Mistake]:
                     "time and memory; run it under the same autocast",
                     mend=partial(_edits, event, trace, all_trained),
                 )
+
+
+def _network(event: Forward) -> str:
+    """Tells networks apart: ``model.module`` is the one that a wrapper of torch holds."""
+    network = event.model
+    if isinstance(network, Model) and network.wrapped and network.inner is not None:
+        network = network.inner
+    return key_of(network)
 
 
 def _trained(trace: Trace) -> list[Forward]:
@@ -193,7 +201,7 @@ def _edits(event: Forward, trace: Trace, trained: list[Forward]) -> tuple[Edit, 
 
 
 def _is_same(trained: Forward, event: Forward) -> bool:
-    same = key_of(trained.model) == key_of(event.model)
+    same = _network(trained) == _network(event)
     return same or _name(trained.node) == _name(event.node)
 
 

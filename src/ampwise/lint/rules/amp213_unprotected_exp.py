@@ -3,7 +3,8 @@
 ## What it does
 Reports exp, pow, square, reciprocal and products of a tensor with itself that run in float16.
 Under CUDA autocast exp, pow, reciprocal and rsqrt are on the float32 list and not reported; `x
-* x` and `square` are not on it, and with autocast off nothing is cast.
+* x` and `square` are not on it, and with autocast off nothing is cast. Also `1 + x` of 16 bits from
+which `x.exp()` is taken away, as in the KL divergence of a VAE.
 
 ## Why is this bad
 In float16, 256 squared is inf, exp overflows above 11.09 and 1 / 1e-5 is inf; the square of
@@ -28,10 +29,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampwise.lint.model.analysis import Analysis
+from ampwise.lint.model.analysis import Analysis, Trace
 from ampwise.lint.model.events import Op
+from ampwise.lint.model.queries import losses_by_hand
 from ampwise.lint.model.tensors import is_low, origins
-from ampwise.lint.model.values import Const, Tensor, key_of
+from ampwise.lint.model.values import Const, Tensor, Value, key_of
 from ampwise.lint.rule import Mistake, rule
 
 GROWING = {"exp", "exp_", "pow", "pow_", "reciprocal", "square", "square_", "rsqrt", "expm1"}
@@ -40,8 +42,19 @@ GROWING = {"exp", "exp_", "pow", "pow_", "reciprocal", "square", "square_", "rsq
 @rule("AMP213", "unprotected-exp", "warning")
 def check(code: Analysis) -> Iterator[Mistake]:
     for trace in code.traces:
+        elsewhere = {id(each.node) for each in losses_by_hand(trace)}  # AMP202's
         for event in trace.of(Op):
-            if _overflows(event) and not _is_penalty(event):
+            if _cancels(event, trace):
+                yield Mistake(
+                    event.node,
+                    event.module,
+                    "1 plus a 16-bit number keeps 11 bits (8 in bfloat16), from which its exp is "
+                    "taken away again: near 0 the divergence is noise, and may be negative; cast "
+                    "up first (x.float())",
+                )
+            elif id(event.node) in elsewhere:
+                continue
+            elif _overflows(event) and not _is_penalty(event):
                 yield Mistake(
                     event.node,
                     event.module,
@@ -66,9 +79,39 @@ def _overflows(event: Op) -> bool:
     return event.path == "mul" and len(event.inputs) == 2 and _is_square(event)
 
 
+def _cancels(event: Op, trace: Trace) -> bool:
+    """``1 + x - mu ** 2 - x.exp()``: the sum is rounded to 16 bits, exp is not."""
+    if event.path != "add" or event.context.region is None or len(event.inputs) != 2:
+        return False
+    one, x = event.inputs if isinstance(event.inputs[0], Const) else reversed(event.inputs)
+    if not (isinstance(one, Const) and one.value == 1 and isinstance(x, Tensor)):
+        return False
+    if not (is_low(x.dtype) and isinstance(event.result, Tensor) and is_low(event.result.dtype)):
+        return False
+    statement = event.module.statement_of(event.node)
+    return any(
+        each.path == "exp"
+        and _is_same(each.inputs[0], x)
+        and event.module.holds(each.node)
+        and event.module.statement_of(each.node) is statement
+        for each in trace.of(Op)
+    )
+
+
 def _is_square(event: Op) -> bool:
-    one, other = event.inputs
-    return one is other or (bool(key_of(one)) and key_of(one) == key_of(other))
+    return _is_same(*event.inputs)
+
+
+def _is_same(one: Value, other: Value) -> bool:
+    """Whether two values are the same, or the same multiple of one."""
+    if one is other or (bool(key_of(one)) and key_of(one) == key_of(other)):
+        return True
+    return (
+        isinstance(one, Tensor)
+        and isinstance(other, Tensor)
+        and one.op == other.op == "mul"
+        and list(map(key_of, one.inputs)) == list(map(key_of, other.inputs))
+    )
 
 
 def _is_penalty(event: Op) -> bool:

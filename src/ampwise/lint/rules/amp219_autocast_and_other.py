@@ -24,10 +24,12 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import partial
 
 from ampwise.lint.model.analysis import Analysis
 from ampwise.lint.model.library import AUTOCASTS
 from ampwise.lint.model.queries import edit
+from ampwise.lint.project import Module
 from ampwise.lint.rule import Mistake, rule
 
 
@@ -36,12 +38,12 @@ def check(code: Analysis) -> Iterator[Mistake]:
     module = code.module
     for node in module.index.of(ast.BoolOp):
         around = module.parents[id(node)]
-        calls = [each for each in node.values if isinstance(each, ast.Call)]
         if not isinstance(around, ast.withitem) or not isinstance(node.op, ast.And):
             continue
-        entered = [module.imports.full(each.func) in AUTOCASTS for each in calls]
-        if not any(entered) or len(calls) != len(node.values):
-            continue
+        entered = [_is_autocast(module, each) for each in node.values]
+        others = all(isinstance(each, ast.Call) for each in node.values)
+        if not any(entered[:-1]) and not (entered[-1] and others):
+            continue  # what stands before an autocast may be a condition
         harm = (
             "the other one does nothing" if entered[-1] else "what is in the block runs in float32"
         )
@@ -50,5 +52,15 @@ def check(code: Analysis) -> Iterator[Mistake]:
             module,
             f"`and` of two context managers enters only the last one: {harm}; put a comma between "
             "them",
-            (edit("replace", node, ", ".join(map(module.text_of, calls))),),
+            (edit("replace", node, ", ".join(map(partial(_alone, module), node.values))),),
         )
+
+
+def _is_autocast(module: Module, node: ast.expr) -> bool:
+    return isinstance(node, ast.Call) and module.imports.full(node.func) in AUTOCASTS
+
+
+def _alone(module: Module, node: ast.expr) -> str:
+    """An operand as it may stand between commas."""
+    text = module.text_of(node)
+    return text if isinstance(node, ast.Call | ast.Name | ast.Attribute) else f"({text})"
