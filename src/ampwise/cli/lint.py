@@ -15,8 +15,8 @@ from ampwise.cli.output import say, tell, tell_json
 from ampwise.errors import EXIT_GATE, EXIT_OK, EXIT_USAGE, UsageError, nearest
 
 if TYPE_CHECKING:
-    from ampwise.lint.findings import LintReport
-    from ampwise.lint.settings import Settings
+    from ampwise_lint.findings import LintReport
+    from ampwise_lint.settings import Settings
 
 Format = Literal["text", "json", "github", "sarif"]
 Many = tyro.conf.UseAppendAction
@@ -80,8 +80,8 @@ class Options(Shared):
 
 def run(options: Options) -> int:
     """Check, mend, report; the exit code."""
-    from ampwise.lint import baseline
-    from ampwise.lint.settings import load_settings
+    from ampwise_lint import baseline
+    from ampwise_lint.settings import load_settings
 
     if options.explain is not None:
         return _explain(options.explain)
@@ -120,8 +120,8 @@ def _first_folder(paths: tuple[Path, ...]) -> Path:
 def _checked(options: Options, paths: tuple[Path, ...], settings: Settings) -> LintReport:
     """Check the files, mend them where asked, and check them again."""
     from ampwise.cli.progress import Line
-    from ampwise.lint.engine import find, lint
-    from ampwise.lint.fix import fix_files
+    from ampwise_lint.engine import find, lint
+    from ampwise_lint.fix import fix_files
 
     machine_reads = options.json == "-" or options.format != "text"
     line = Line(quiet=options.quiet or machine_reads)
@@ -172,8 +172,8 @@ def _report(options: Options, report: LintReport) -> None:
 
 def _explain(word: str) -> int:
     """Print a rule's documentation."""
-    from ampwise.lint.rule import all_rules
     from ampwise.report.lint import explain
+    from ampwise_lint.rule import all_rules
 
     rules = all_rules()
     found = next((e for e in rules.values() if word.upper() == e.code or word == e.name), None)

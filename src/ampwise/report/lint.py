@@ -15,11 +15,11 @@ from rich.text import Text
 
 import ampwise
 from ampwise import neutral
-from ampwise.lint.findings import Finding, LintReport
-from ampwise.lint.rule import Rule, all_rules
 from ampwise.report.console import Console
 from ampwise.report.page import page
 from ampwise.words import counted
+from ampwise_lint.findings import Finding, LintReport
+from ampwise_lint.rule import Rule, all_rules
 
 STYLES = {"error": "bold red", "warning": "bold yellow", "info": "bold blue"}
 SARIF_LEVELS = {"error": "error", "warning": "warning", "info": "note"}
