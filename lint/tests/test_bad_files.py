@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from ampwise.cli.main import main
 from ampwise_lint import engine
 from ampwise_lint.engine import lint
 from ampwise_lint.fix import fix_files
+from ampwise_lint.main import main
 from ampwise_lint.settings import Settings
 from test_source import BAD, cell, notebook
 
@@ -71,8 +71,8 @@ def test_bad_files_are_named_and_the_others_are_checked(tmp_path, jobs):
 def test_a_name_that_is_not_utf_8_can_be_shown(form, capsysbinary):
     Path(os.fsdecode(b"name\xff.py")).write_text(BAD)
     Path("train.py").write_text(BAD)
-    assert main(["lint", "--format", form, "--html", "o.html", "--write-baseline", "b.json"]) == 2
-    assert main(["lint", "--format", form, "--html", "o.html"]) == 1
+    assert main(["--format", form, "--html", "o.html", "--write-baseline", "b.json"]) == 2
+    assert main(["--format", form, "--html", "o.html"]) == 1
     capsysbinary.readouterr().out.decode()
     assert "name\\xff.py" in Path("o.html").read_text(encoding="utf-8")
 
@@ -198,7 +198,7 @@ def test_what_was_not_read_is_no_clean_bill(capsys, names, code, last):
     Path("script").write_text(BAD)
     Path("script.cgi").write_text("#!/usr/bin/env python3\n" + BAD)
     for extra in ([], ["--statistics"]):
-        assert main(["lint", *names, *extra]) == code
+        assert main([*names, *extra]) == code
         said = capsys.readouterr().out.splitlines()
         assert said[-1] == last
         for name in {"notes.txt", "syntax.py"} & set(names):
@@ -206,7 +206,7 @@ def test_what_was_not_read_is_no_clean_bill(capsys, names, code, last):
 
 
 def test_help_says_the_exit_codes(capsys):
-    assert main(["lint", "--help"]) == 0
+    assert main(["--help"]) == 0
     assert "2 no findings, but a file could not" in " ".join(capsys.readouterr().out.split())
 
 
@@ -219,7 +219,7 @@ def test_a_link_stays_a_link_and_its_target_is_mended(tmp_path):
     target.write_text(BAD)
     link = tmp_path / "train.py"
     link.symlink_to(Path("real", "code.py"))
-    assert main(["lint", "--fix", "train.py"]) == 0
+    assert main(["--fix", "train.py"]) == 0
     assert os.readlink(link) == "real/code.py"
     assert target.read_text() == FIXED
     assert [each.name for each in target.parent.iterdir()] == ["code.py"]
@@ -230,7 +230,7 @@ def test_fix_keeps_the_mode(mode):
     file = Path("train.py")
     file.write_text(BAD)
     file.chmod(mode)
-    assert main(["lint", "--fix"]) == 0
+    assert main(["--fix"]) == 0
     assert file.stat().st_mode & 0o7777 == mode
     assert file.read_text() == FIXED
 
@@ -240,7 +240,7 @@ def test_fix_keeps_the_owner():
     file = Path("train.py")
     file.write_text(BAD)
     os.chown(file, 65534, 65534)
-    assert main(["lint", "--fix"]) == 0
+    assert main(["--fix"]) == 0
     assert (file.stat().st_uid, file.stat().st_gid) == (65534, 65534)
 
 
@@ -258,7 +258,7 @@ def test_fix_keeps_the_owner():
 def test_fix_keeps_bytes_around_what_it_mends(head, encoding, ends):
     file = Path("train.py")
     file.write_bytes((head + BAD).replace("\n", ends).encode(encoding))
-    assert main(["lint", "--fix"]) == 0
+    assert main(["--fix"]) == 0
     assert file.read_bytes() == (head + FIXED).replace("\n", ends).encode(encoding)
 
 
@@ -268,7 +268,7 @@ def test_fix_keeps_mixed_line_ends_and_a_missing_last_one():
     mixed = "".join(f"{line}{end}" for line, end in zip(lines, itertools.cycle(["\n", "\r\n"])))
     file.write_bytes(mixed.removesuffix("\n").encode())
     before = file.read_bytes().splitlines(keepends=True)
-    assert main(["lint", "--fix"]) == 0
+    assert main(["--fix"]) == 0
     after = file.read_bytes().splitlines(keepends=True)
     (new,) = [index for index, line in enumerate(after) if b"unscale_" in line]
     assert after[:new] + after[new + 1 :] == before
@@ -287,7 +287,7 @@ def test_a_file_that_cannot_be_written_does_not_keep_others_from_being_mended(mo
         write(path, content)
 
     monkeypatch.setattr(fix, "atomic_write", guarded)
-    assert main(["lint", "--fix"]) == 1
+    assert main(["--fix"]) == 1
     assert capsys.readouterr().err == "ampwise: error: cannot write a.py: Permission denied\n"
     assert (Path("a.py").read_text(), Path("b.py").read_text()) == (BAD, FIXED)
 
@@ -300,7 +300,7 @@ def test_the_page_has_all_findings_and_escapes_what_it_quotes(capsys):
     Path("broken.py").write_text("x = <b>")
     book = notebook([cell("# T", "markdown"), cell(BAD)])
     Path("book.ipynb").write_text(book)
-    assert main(["lint", "--html", "found.html"]) == 1
+    assert main(["--html", "found.html"]) == 1
     assert capsys.readouterr().err == "wrote found.html\n"
     page = Path("found.html").read_text(encoding="utf-8")
     assert "<h1>2 of 3 files: 2 errors; --fix mends 2; 1 not read</h1>" in page
@@ -312,7 +312,7 @@ def test_the_page_has_all_findings_and_escapes_what_it_quotes(capsys):
     assert "scaler.unscale_(optimizer) before clipping" in page
     assert page.count("Fix: --fix makes it.") == 2
     assert '<td class="why">broken.py</td><td class="why">syntax error in line 1' in page
-    assert main(["lint", "--html", "found.html", "--json", "-"]) == 1
+    assert main(["--html", "found.html", "--json", "-"]) == 1
     said = capsys.readouterr()
     assert said.err == "replaced found.html\n"
     assert json.loads(said.out)["files"] == 3
@@ -320,7 +320,7 @@ def test_the_page_has_all_findings_and_escapes_what_it_quotes(capsys):
 
 def test_the_page_of_clean_code():
     Path("train.py").write_text(FIXED)
-    assert main(["lint", "--html", "found.html"]) == 0
+    assert main(["--html", "found.html"]) == 0
     page = Path("found.html").read_text(encoding="utf-8")
     assert "<h1>1 file: no findings</h1>" in page
     assert "<h2>" not in page

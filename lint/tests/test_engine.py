@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from ampwise.errors import UsageError
 from ampwise_lint import baseline
+from ampwise_lint.base.errors import UsageError
 from ampwise_lint.engine import lint
 from ampwise_lint.findings import LintReport
 from ampwise_lint.model import analysis
@@ -234,8 +234,8 @@ def test_nothing_is_executed_and_torch_is_not_imported(tmp_path):
     )
     (tmp_path / "conftest.py").write_text("raise SystemExit(4)\n")
     script = (
-        "import sys; from ampwise.cli.main import main;"
-        f"code = main(['lint', {str(tmp_path)!r}, '--jobs', '1']);"
+        "import sys; from ampwise_lint.main import main;"
+        f"code = main([{str(tmp_path)!r}, '--jobs', '1']);"
         "heavy = {'torch', 'numpy', 'scipy', 'matplotlib'} & set(sys.modules);"
         "print(heavy or 'light'); sys.exit(code)"
     )

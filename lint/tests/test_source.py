@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from ampwise.errors import UsageError
+from ampwise_lint.base.errors import UsageError
 from ampwise_lint.engine import check_file, find, lint
 from ampwise_lint.project import Project
 from ampwise_lint.settings import Settings

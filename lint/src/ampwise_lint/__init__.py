@@ -7,3 +7,5 @@
 loop, what happens in which order: `model.events`. Rules read those events. Nothing in this package
 imports torch or executes what it reads.
 """
+
+__version__ = "0.1.0"

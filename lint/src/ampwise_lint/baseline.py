@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ampwise.errors import UsageError
+from ampwise_lint.base.errors import UsageError
 from ampwise_lint.findings import Finding, LintReport
 from ampwise_lint.settings import Settings
 

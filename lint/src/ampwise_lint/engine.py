@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 
-from ampwise.errors import UsageError, kind_and_words
+from ampwise_lint.base.errors import UsageError, kind_and_words
 from ampwise_lint.cache import Cache
 from ampwise_lint.findings import Edit, Finding, LintReport, Skipped
 from ampwise_lint.model.analysis import Analysis, analyse

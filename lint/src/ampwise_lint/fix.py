@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
 
-from ampwise.telemetry.files import atomic_write
+from ampwise_lint.base.files import atomic_write
 from ampwise_lint.engine import Checked, check_module, shown
 from ampwise_lint.findings import Finding, LintReport, Safety, Skipped
 from ampwise_lint.notebook import Notebook, notebook

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import ampwise
+from ampwise_lint import __version__
 from ampwise_lint.engine import Checked, check_module
 from ampwise_lint.project import Project
 from ampwise_lint.source import Source
@@ -20,7 +20,7 @@ class Plugin:
     """What flake8 makes for each file."""
 
     name = "ampwise"
-    version = ampwise.__version__
+    version = __version__
 
     def __init__(self, tree: ast.Module, filename: str, lines: list[str]) -> None:
         self._source = Source(Path(filename).absolute(), "".join(lines), tree=tree)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ampwise.errors import UsageError, nearest
+from ampwise_lint.base.errors import UsageError, nearest
 from ampwise_lint.findings import Finding
 from ampwise_lint.rule import all_rules
 

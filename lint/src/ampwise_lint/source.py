@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ampwise.errors import in_one_line
+from ampwise_lint.base.errors import in_one_line
 
 SUFFIXES = (".py", ".pyw", ".ipynb")
 """Of what is checked in folders. A file that is named may also have none, as scripts do."""

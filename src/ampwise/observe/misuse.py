@@ -21,7 +21,7 @@ from ampwise.observe.modules import bare, name_of
 from ampwise.observe.result import Finding, Precision, ScaleSeen, Severity, Skip
 from ampwise.observe.scalers import Scalers, is_unscaled, parameters_of
 from ampwise.observe.steps import Attempt, Session
-from ampwise.words import counted
+from ampwise_lint.base.words import counted
 
 _HALF = (torch.float16, torch.bfloat16)
 _COLLAPSED = 1.0

@@ -48,7 +48,7 @@ from ampwise.observe.script import Ending, Stopped
 from ampwise.observe.steps import Session, Step
 from ampwise.policy import PRESETS, Policy
 from ampwise.step.precision import Float32Mode, raised
-from ampwise.words import counted
+from ampwise_lint.base.words import counted
 
 MAX_ROUNDS = 200
 BUDGET_S = 120.0

@@ -13,11 +13,11 @@ from rich import console as rich_console
 from rich.markdown import Markdown
 from rich.text import Text
 
-import ampwise
-from ampwise import neutral
-from ampwise.report.console import Console
-from ampwise.report.page import page
-from ampwise.words import counted
+from ampwise_lint import __version__
+from ampwise_lint.base import neutral
+from ampwise_lint.base.console import Console
+from ampwise_lint.base.page import pages
+from ampwise_lint.base.words import counted
 from ampwise_lint.findings import Finding, LintReport
 from ampwise_lint.rule import Rule, all_rules
 
@@ -159,11 +159,11 @@ def explain(rule: Rule, console: Any = None) -> None:
 def to_html(report: LintReport) -> str:
     """The findings as a page, file by file, each with its line of the source."""
     rules = all_rules()
-    return page(
-        "lint.html",
+    template = pages("ampwise_lint").get_template("lint.html")
+    return template.render(
         report=report,
         headline=headline(report),
-        version=ampwise.__version__,
+        version=__version__,
         counts=[(rules[code], count) for code, count in report.statistics.most_common()],
         files=[(path, list(each)) for path, each in groupby(report.findings, lambda e: e.path)],
         css={"error": "fail", "warning": "open", "info": "soft"},
@@ -194,7 +194,7 @@ def to_sarif(report: LintReport) -> dict[str, Any]:
                 "tool": {
                     "driver": {
                         "name": "ampwise",
-                        "version": ampwise.__version__,
+                        "version": __version__,
                         "rules": [_sarif_rule(rules[code]) for code in used],
                     }
                 },

@@ -1,93 +1,48 @@
-"""``ampwise lint``: find mixed-precision mistakes in code, and mend what can be mended safely."""
+"""What ``ampwise-lint`` and ``ampwise lint`` do: check, mend where asked, report."""
 
 from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
 
-import tyro
+from ampwise_lint import baseline
+from ampwise_lint.base.errors import EXIT_GATE, EXIT_OK, EXIT_USAGE, UsageError, nearest
+from ampwise_lint.base.output import say, tell, tell_json
+from ampwise_lint.base.page import pages
+from ampwise_lint.base.progress import Line
+from ampwise_lint.base.results import check_target, write_json, write_report
+from ampwise_lint.engine import find, lint
+from ampwise_lint.findings import LintReport
+from ampwise_lint.fix import fix_files
+from ampwise_lint.options import Options, parse
+from ampwise_lint.rule import all_rules
+from ampwise_lint.settings import Settings, load_settings
 
-from ampwise.cli.options import Shared, check_target, write_json, write_report
-from ampwise.cli.output import say, tell, tell_json
-from ampwise.errors import EXIT_GATE, EXIT_OK, EXIT_USAGE, UsageError, nearest
 
-if TYPE_CHECKING:
-    from ampwise_lint.findings import LintReport
-    from ampwise_lint.settings import Settings
+def command(arguments: Sequence[str], program: str) -> int:
+    """Run a command line of `program`; the exit code.
 
-Format = Literal["text", "json", "github", "sarif"]
-Many = tyro.conf.UseAppendAction
-
-
-@dataclass
-class Options(Shared):
-    """Find mixed-precision mistakes in Python files, folders and notebooks. Executes nothing.
-
-    Exit codes: 0 all files read and nothing found; 1 findings; 2 no findings, but a file could not
-    be read or parsed, or there was none.
+    Raises
+    ------
+    UsageError
+        For whatever cannot be done as it was asked for.
     """
-
-    paths: Annotated[
-        tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="[PATH ...]")
-    ] = ()
-    """Files and folders to check; default: this folder."""
-
-    fix: bool = False
-    """Mend in place what can be mended without changing what correct code does."""
-
-    unsafe_fixes: bool = False
-    """Mend, with --fix or alone, also where behaviour may change."""
-
-    format: Format = "text"
-    """How to report: text, json, github (annotations of a pull request), sarif."""
-
-    html: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Write the findings as a page to this file, too."""
-
-    statistics: bool = False
-    """Show how often each rule fired instead of the findings."""
-
-    explain: str | None = None
-    """Show what a rule means (its code or name), and nothing else."""
-
-    select: Annotated[tuple[str, ...], Many, tyro.conf.arg(metavar="CODES")] = ()
-    """Report only these rules: codes, their beginnings (AMP1) or names; may be repeated."""
-
-    ignore: Annotated[tuple[str, ...], Many, tyro.conf.arg(metavar="CODES")] = ()
-    """Do not report these rules; may be repeated."""
-
-    exclude: Annotated[tuple[str, ...], Many, tyro.conf.arg(metavar="PATTERN")] = ()
-    """Do not read files and folders that fit this pattern; may be repeated."""
-
-    baseline: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Report only what this file of known findings does not hold."""
-
-    write_baseline: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Write all findings to this file as known, and succeed."""
-
-    jobs: int = 0
-    """Processes to check files in; 0: one for each CPU."""
-
-    no_cache: bool = False
-    """Check files anew that have not changed since they were checked."""
-
-    quiet: bool = False
-    """No progress and no summary, only the findings."""
+    options = parse(arguments, program)
+    return EXIT_OK if options is None else run(options)
 
 
 def run(options: Options) -> int:
     """Check, mend, report; the exit code."""
-    from ampwise_lint import baseline
-    from ampwise_lint.settings import load_settings
-
     if options.explain is not None:
         return _explain(options.explain)
     if options.jobs < 0:
         raise UsageError(f"jobs: expected 0 or more, got {options.jobs}")
+    check_target("json", options.json)
     check_target("html", options.html)
+    if options.html is not None:
+        pages("ampwise_lint")  # what is missing for a page is said before the work
     paths = options.paths or (Path(),)
     settings = load_settings(_first_folder(paths)).with_flags(
         options.select, options.ignore, options.exclude, options.baseline
@@ -103,7 +58,7 @@ def run(options: Options) -> int:
         baseline.drop_known(report, settings, settings.baseline)
     _report(options, report)
     if options.html is not None:
-        from ampwise.report.lint import to_html
+        from ampwise_lint.report import to_html
 
         write_report(to_html(report), options.html)
     write_json(json.dumps(report.to_json(), indent=2), options.json)
@@ -112,17 +67,13 @@ def run(options: Options) -> int:
     return EXIT_USAGE if report.skipped else EXIT_OK
 
 
-def _first_folder(paths: tuple[Path, ...]) -> Path:
+def _first_folder(paths: Sequence[Path]) -> Path:
     first = paths[0]
     return first if os.path.isdir(first) else first.parent  # noqa: PTH112 - a name of any length
 
 
-def _checked(options: Options, paths: tuple[Path, ...], settings: Settings) -> LintReport:
+def _checked(options: Options, paths: Sequence[Path], settings: Settings) -> LintReport:
     """Check the files, mend them where asked, and check them again."""
-    from ampwise.cli.progress import Line
-    from ampwise_lint.engine import find, lint
-    from ampwise_lint.fix import fix_files
-
     machine_reads = options.json == "-" or options.format != "text"
     line = Line(quiet=options.quiet or machine_reads)
 
@@ -154,7 +105,7 @@ def _checked(options: Options, paths: tuple[Path, ...], settings: Settings) -> L
 
 
 def _report(options: Options, report: LintReport) -> None:
-    from ampwise.report import lint as shown
+    from ampwise_lint import report as shown
 
     if options.json == "-":
         return
@@ -172,8 +123,7 @@ def _report(options: Options, report: LintReport) -> None:
 
 def _explain(word: str) -> int:
     """Print a rule's documentation."""
-    from ampwise.report.lint import explain
-    from ampwise_lint.rule import all_rules
+    from ampwise_lint.report import explain
 
     rules = all_rules()
     found = next((e for e in rules.values() if word.upper() == e.code or word == e.name), None)

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Generator
 from typing import Any, TextIO
 
-from ampwise import neutral
+from ampwise_lint.base import neutral
 
 
 def tell(*lines: str, err: bool = False) -> None:

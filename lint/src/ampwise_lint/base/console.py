@@ -2,7 +2,7 @@
 
 Rich reads markup, emoji codes and highlights in strings, and passes escape sequences on; names and
 source lines from outside must not get at any of it. So this console takes strings as they are, and
-renders every `Text` as a line (see `ampwise.neutral`). A line break is made by printing twice.
+renders every `Text` as a line (see `neutral`). A line break is made by printing twice.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rich.console import ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Span, Text
 
-from ampwise import neutral
+from ampwise_lint.base import neutral
 
 
 class Console(rich_console.Console):  # noqa: TID251 - the one place
