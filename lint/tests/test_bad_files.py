@@ -69,6 +69,7 @@ def test_bad_files_are_named_and_the_others_are_checked(tmp_path, jobs):
 
 @pytest.mark.parametrize("form", ["text", "json", "github", "sarif"])
 def test_a_name_that_is_not_utf_8_can_be_shown(form, capsysbinary):
+    pytest.importorskip("jinja2")
     Path(os.fsdecode(b"name\xff.py")).write_text(BAD)
     Path("train.py").write_text(BAD)
     assert main(["--format", form, "--html", "o.html", "--write-baseline", "b.json"]) == 2
@@ -296,6 +297,7 @@ def test_a_file_that_cannot_be_written_does_not_keep_others_from_being_mended(mo
 
 
 def test_the_page_has_all_findings_and_escapes_what_it_quotes(capsys):
+    pytest.importorskip("jinja2")
     Path("a&b.py").write_text(BAD.replace("1.0)", "1.0)  # <script>alert('x')</script>"))
     Path("broken.py").write_text("x = <b>")
     book = notebook([cell("# T", "markdown"), cell(BAD)])
@@ -319,6 +321,7 @@ def test_the_page_has_all_findings_and_escapes_what_it_quotes(capsys):
 
 
 def test_the_page_of_clean_code():
+    pytest.importorskip("jinja2")
     Path("train.py").write_text(FIXED)
     assert main(["--html", "found.html"]) == 0
     page = Path("found.html").read_text(encoding="utf-8")

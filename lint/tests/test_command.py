@@ -227,14 +227,6 @@ def test_a_page_without_jinja2_names_the_extra_before_the_work(file, capsys, mon
     assert not (file.parent / "page.html").exists()
 
 
-def test_page(file, capsys):
-    pytest.importorskip("jinja2")
-    assert main(["--html", "page.html"]) == 1
-    page = (file.parent / "page.html").read_text()
-    assert page.startswith("<!DOCTYPE html>")
-    assert "clip_grad_norm_(model.parameters(), 1.0)" in page
-
-
 def test_baseline(file, capsys):
     assert main(["--write-baseline", "known.json"]) == 0
     assert main(["--baseline", "known.json"]) == 0
