@@ -14,13 +14,13 @@ TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
 
-setup: $(STAMP)  ## Make .venv with ampwise, trackers, peers and the developers' tools
+setup: $(STAMP)  ## Make .venv with ampwise, the linter, trackers, peers and the developers' tools
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml lint/pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "ampwise needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version). Try: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,digits,trackers,peers]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ./lint --editable '.[dev,digits,trackers,peers]'
 	@touch $@
 
 demo: setup  ## Run the main job on real data: every precision side by side (< 6 minutes)
@@ -49,12 +49,14 @@ format: setup  ## Format the sources
 bench: setup  ## Run the side-by-side benchmarks; results go to benchmarks/results
 	for file in benchmarks/[a-z]*.py; do $(BIN)/python $$file || exit 1; done
 
+gpu-check: export PYTHONPATH := src:lint/src
 gpu-check:  ## CUDA tests and GPU benchmarks, with this machine's own Python and torch
-	PYTHONPATH=src $(PYTHON) -m pytest -m gpu tests/gpu -p no:cacheprovider
-	for file in guard step charlm memory diagnose; do PYTHONPATH=src $(PYTHON) benchmarks/$$file.py || exit 1; done
+	$(PYTHON) -m pytest -m gpu tests/gpu -p no:cacheprovider
+	for file in guard step charlm memory diagnose; do $(PYTHON) benchmarks/$$file.py || exit 1; done
 
-wheel: setup  ## Build the wheel into dist/
+wheel: setup  ## Build the wheels, of ampwise and of the linter, into dist/
 	$(BIN)/python -m build --wheel --no-isolation
+	$(BIN)/python -m build --wheel --no-isolation --outdir dist lint
 
 clean:  ## Remove what the targets made
 	rm -rf $(VENV) dist build .pytest_cache .ruff_cache

@@ -1,10 +1,10 @@
 """What an install of ampwise brings beside torch: packages and their sizes, core and extras.
 
-ampwise's own wheel is built and installed without its dependencies into a folder, and that is
-measured. What it depends on is followed through the metadata of the packages installed here, as pip
-would (markers included), and a package's size is that of the files its RECORD lists, byte code that
-pip compiled among them. What torch itself needs, and what it needs that ampwise names too, is
-torch's. An extra counts what it adds to the core.
+ampwise's own wheels, the linter's among them, are built and installed without their dependencies
+into a folder, and that is measured. What it depends on is followed through the metadata of the
+packages installed here, as pip would (markers included), and a package's size is that of the files
+its RECORD lists, byte code that pip compiled among them. What torch itself needs, and what it needs
+that ampwise names too, is torch's. An extra counts what it adds to the core.
 """
 
 from __future__ import annotations
@@ -52,16 +52,20 @@ def size_bytes(name: str) -> int:
 
 
 def own_size_bytes() -> tuple[int, int]:
-    """ampwise's own wheel, and what it takes installed."""
+    """ampwise's own two wheels, and what they take installed."""
     with tempfile.TemporaryDirectory() as folder:
         pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
         build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", folder, str(ROOT)]
-        subprocess.run(build, check=True)
-        (wheel,) = Path(folder).glob("*.whl")
+        subprocess.run([*build, str(ROOT / "lint")], check=True)
+        wheels = list(Path(folder).glob("*.whl"))
         target = Path(folder) / "installed"
-        subprocess.run([*pip, "install", "--no-deps", "-t", str(target), str(wheel)], check=True)
+        subprocess.run([*pip, "install", "--no-deps", "-t", str(target), *wheels], check=True)
         files = [each for each in target.rglob("*") if each.is_file()]
-        return wheel.stat().st_size, sum(each.stat().st_size for each in files)
+        return _bytes(wheels), _bytes(files)
+
+
+def _bytes(files: Iterable[Path]) -> int:
+    return sum(each.stat().st_size for each in files)
 
 
 def listed(names: Iterable[str]) -> dict[str, float]:
@@ -72,7 +76,7 @@ def listed(names: Iterable[str]) -> dict[str, float]:
 
 def main() -> None:
     of_torch = closure(["torch"])
-    core = closure(PROJECT["dependencies"])
+    core = closure(PROJECT["dependencies"]) - {"ampwise-lint"}
     wheel, installed = own_size_bytes()
     arms = {"core": listed(core - of_torch)}
     for name in EXTRAS:

@@ -96,7 +96,9 @@ def test_a_copy_is_completed_by_name(environment, made, origin):
 def test_a_tree_that_is_installed_in_place_stays_there(environment, made):
     made({"url": "file:///home/me/my%20code", "dir_info": {"editable": True}})
     program(environment, "pip")
-    assert installation.extra_command("wandb") == "pip install -e '/home/me/my code[wandb]'"
+    assert installation.extra_command("wandb") == (
+        "pip install -e '/home/me/my code/lint' -e '/home/me/my code[wandb]'"
+    )
 
 
 def test_a_tree_that_is_not_installed(environment, monkeypatch):
@@ -105,7 +107,7 @@ def test_a_tree_that_is_not_installed(environment, monkeypatch):
 
     monkeypatch.setattr(importlib.metadata, "distribution", missing)
     program(environment, "pip")
-    assert installation.extra_command("wandb") == f"pip install -e '{TREE}[wandb]'"
+    assert installation.extra_command("wandb") == f"pip install -e {TREE}/lint -e '{TREE}[wandb]'"
     assert (TREE / "pyproject.toml").exists()
 
 

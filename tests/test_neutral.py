@@ -18,19 +18,19 @@ from hypothesis import strategies as st
 from rich.table import Table
 from rich.text import Text
 
-from ampwise import neutral
 from ampwise.cli import main as frame
 from ampwise.cli.main import main
-from ampwise.cli.output import Output, tell, tell_json
-from ampwise.cli.progress import Line
 from ampwise.errors import DivergedRanksError, UsageError, in_one_line
-from ampwise.lint.findings import Finding, LintReport, Skipped
-from ampwise.report import lint as lint_report
-from ampwise.report.console import Console
 from ampwise.report.page import cell, prose, table
 from ampwise.report.table import new_table
 from ampwise.step.warn import warn_user
 from ampwise.training.changes import refusal
+from ampwise_lint import report as lint_report
+from ampwise_lint.base import neutral
+from ampwise_lint.base.console import Console
+from ampwise_lint.base.output import Output, tell, tell_json
+from ampwise_lint.base.progress import Line
+from ampwise_lint.findings import Finding, LintReport, Skipped
 
 ACTS = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"

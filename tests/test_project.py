@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import json
+import os
 import re
 import subprocess
 import sys
@@ -11,8 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
+from packaging.requirements import Requirement
 
 import ampwise
+import ampwise_lint
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -51,6 +57,7 @@ def test_an_unknown_name_is_an_attribute_error():
 def test_the_version_is_said_once_and_the_changelog_knows_it():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["version"] == ampwise.__version__
+    assert f"ampwise-lint=={ampwise_lint.__version__}" in project["dependencies"]
     assert f"## {ampwise.__version__}" in (ROOT / "CHANGELOG.md").read_text()
 
 
@@ -63,6 +70,7 @@ def test_the_version_is_said_once_and_the_changelog_knows_it():
         "from ampwise.cli.main import main; main(['bench', '--help'])",
         "from ampwise.cli.main import main; main(['train', '--help'])",
         "from ampwise.cli.main import main; main(['advise', '--help'])",
+        "from ampwise.cli.main import main; main(['lint', '--help'])",
         "from ampwise.cli.main import main; assert main(['bench', '--steps', 'x']) == 2",
     ],
 )
@@ -113,22 +121,25 @@ def test_commands_in_the_readme_are_the_commands():
 
     table = README.partition("## Commands")[2].partition("\n## ")[0]
     assert set(re.findall(r"^\| `ampwise (\w+)", table, re.MULTILINE)) == set(COMMANDS)
-    for name in COMMANDS:
+    for name in set(COMMANDS) - {"lint"}:
         assert (Path(ampwise.__file__).parent / "cli" / f"{name}.py").exists()
 
 
 def test_pins_cover_the_declared_dependencies():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"]
-    wanted = project["dependencies"] + extras["dev"]
-    for extra in ("digits", "mlflow", "peers", "tensorboard", "wandb"):
-        wanted += extras[extra]
+    wanted: list[str] = []
+    for folder in (ROOT, ROOT / "lint"):
+        project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+        wanted += project["dependencies"]
+        for extra in project["optional-dependencies"].values():
+            wanted += extra
     pins = dict(
         line.split("==")
         for line in (ROOT / "constraints.txt").read_text().splitlines()
         if not line.startswith("#")
     )
     for requirement in wanted:
+        if requirement.startswith("ampwise"):  # ours, from this tree
+            continue
         name, _, least = requirement.partition(">=")
         assert _numbers(pins[name]) >= _numbers(least), requirement
 
@@ -157,21 +168,96 @@ def test_make_lists_every_target():
         assert re.search(rf"^  make {target} +\S", said, re.MULTILINE), target
 
 
-def test_the_wheel_has_the_package_its_types_and_the_command(tmp_path):
+@pytest.mark.parametrize(
+    ("package", "folder", "command"),
+    [
+        (ampwise, ROOT, "ampwise = ampwise.cli.main:main"),
+        (ampwise_lint, ROOT / "lint", "ampwise-lint = ampwise_lint.main:main"),
+    ],
+    ids=["ampwise", "ampwise-lint"],
+)
+def test_the_wheel_has_the_package_its_types_and_the_command(tmp_path, package, folder, command):
     pytest.importorskip("build")
     subprocess.run(
-        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "-o", tmp_path, ROOT],
+        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "-o", tmp_path, folder],
         check=True,
         capture_output=True,
     )
     (wheel,) = tmp_path.glob("*.whl")
+    name = package.__name__
     with zipfile.ZipFile(wheel) as content:
         names = set(content.namelist())
-        info = f"ampwise-{ampwise.__version__}.dist-info"
+        info = f"{name}-{package.__version__}.dist-info"
         points = content.read(f"{info}/entry_points.txt").decode()
-    package = Path(ampwise.__file__).parent
-    for file in package.rglob("*.py"):
-        assert f"ampwise/{file.relative_to(package).as_posix()}" in names
-    assert {"ampwise/py.typed", f"{info}/licenses/LICENSE"} <= names
-    assert not [name for name in names if name.startswith(("tests", "benchmarks"))]
-    assert "ampwise = ampwise.cli.main:main" in points
+    home = Path(package.__file__).parent
+    for file in (*home.rglob("*.py"), *home.rglob("*.html")):
+        assert f"{name}/{file.relative_to(home).as_posix()}" in names
+    assert {f"{name}/py.typed", f"{info}/licenses/LICENSE"} <= names
+    assert not [each for each in names if not each.startswith((f"{name}/", info))]
+    assert command in points
+
+
+def test_the_hook_names_all_that_the_linter_needs():
+    """pre-commit installs ampwise itself, so dependencies, torch among them, are left out."""
+    (hook,) = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())
+    first, linter, *named = hook["additional_dependencies"]
+    assert (hook["language"], first, linter) == ("python", "--no-deps", "./lint")
+    project = tomllib.loads((ROOT / "lint" / "pyproject.toml").read_text())["project"]
+    needed, waiting = set[str](), list(project["dependencies"])
+    while waiting:
+        each = Requirement(waiting.pop())
+        if each.name.lower() not in needed and (each.marker is None or each.marker.evaluate()):
+            needed.add(each.name.lower())
+            waiting += importlib.metadata.requires(each.name) or []
+    assert {Requirement(each).name for each in named} == needed
+    assert set(project["dependencies"]) <= set(named)
+    assert hook["entry"].split()[0] in project["scripts"]
+
+
+def test_the_action_keeps_the_findings_and_the_exit_code(tmp_path):
+    """Its step ``Check``, as GitHub runs it; nothing from outside is put into a script."""
+    action = yaml.safe_load((ROOT / "lint" / "action.yml").read_text())
+    scripts = {
+        each["name"]: each.get("run", "") for each in action["runs"]["steps"] if "name" in each
+    }
+    assert "${{" not in "".join(scripts.values())
+    (tmp_path / "train.py").write_text("import torch\ntorch.cuda.amp.GradScaler()\n")
+    command = tmp_path / "ampwise-lint" / "bin" / "ampwise-lint"
+    command.parent.mkdir(parents=True)
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m ampwise_lint "$@"\n')
+    command.chmod(0o755)
+    for arguments, code in (("train.py --select AMP4", "1"), ("--select AMP2 .", "0"), ("no", "2")):
+        told = tmp_path / "told"
+        told.write_text("")
+        environment = {
+            **os.environ, "RUNNER_TEMP": str(tmp_path), "GITHUB_OUTPUT": str(told),
+            "ARGUMENTS": arguments,
+        }  # fmt: skip
+        subprocess.run(
+            ["bash", "-e", "-o", "pipefail", "-c", scripts["Check"]],
+            env=environment, cwd=tmp_path, check=True, capture_output=True,
+        )  # fmt: skip
+        outputs = dict(line.split("=", 1) for line in told.read_text().splitlines())
+        assert outputs["code"] == code
+        assert ("sarif" in outputs) == (code != "2")
+        if code != "2":
+            log = json.loads(Path(outputs["sarif"]).read_text())
+            assert bool(log["runs"][0]["results"]) == (code == "1")
+        done = subprocess.run(["bash", "-c", scripts["Result"]], env={"CODE": outputs["code"]})
+        assert done.returncode == int(code)
+
+
+def test_the_task_for_vs_code_understands_what_the_linter_says(tmp_path):
+    blocks = re.findall(r"```json\n(.*?)```", (ROOT / "docs" / "lint.md").read_text(), re.DOTALL)
+    (task,) = json.loads(blocks[0])["tasks"]
+    (tmp_path / "train.py").write_text("import torch\ntorch.cuda.amp.GradScaler()\n")
+    said = subprocess.run(
+        [sys.executable, "-m", "ampwise_lint", *task["args"]],
+        cwd=tmp_path, capture_output=True, text=True,
+    ).stdout  # fmt: skip
+    pattern = task["problemMatcher"]["pattern"]
+    found = re.match(pattern["regexp"], said)
+    assert found
+    parts = [found[pattern[each]] for each in ("severity", "file", "line", "column", "code")]
+    assert parts == ["warning", "train.py", "2", "1", "AMP401"]
+    assert found[pattern["message"]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ampwise.words import counted
+from ampwise_lint.base.words import counted
 
 
 @pytest.mark.parametrize(

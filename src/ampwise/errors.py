@@ -15,37 +15,53 @@
 
 The message of each is one line: what is wrong, where, what was expected, what to do. Where several
 settings are wrong at once, each has a line of its own.
-This module imports next to nothing, so that linting and ``--help`` never load torch.
+The trunk of the tree is the linter's, which does without the rest (`ampwise_lint.base.errors`).
+This module imports next to nothing, so that ``--help`` never loads torch.
 """
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 
-from ampwise import neutral
+from ampwise_lint.base.errors import (
+    EXIT_GATE,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_RUN,
+    EXIT_USAGE,
+    AmpwiseError,
+    MissingExtraError,
+    UsageError,
+    explained,
+    in_one_line,
+    kind_and_words,
+    nearest,
+)
 
-EXIT_OK = 0
-EXIT_GATE = 1
-EXIT_USAGE = 2
-EXIT_RUN = 3
-EXIT_INTERRUPTED = 130
-
-
-class AmpwiseError(Exception):
-    """Base of all deliberate errors; `exit_code` is what the command line returns.
-
-    Each argument is a line of the message, whatever names from outside are in it.
-    """
-
-    exit_code = EXIT_USAGE
-
-    def __str__(self) -> str:
-        return "\n".join(neutral.line(str(each)) for each in self.args)
-
-
-class UsageError(AmpwiseError):
-    """The request cannot be carried out as written."""
+__all__ = [
+    "EXIT_GATE",
+    "EXIT_INTERRUPTED",
+    "EXIT_OK",
+    "EXIT_RUN",
+    "EXIT_USAGE",
+    "AmpwiseError",
+    "CheckpointError",
+    "DivergedRanksError",
+    "GateError",
+    "InactivePolicyError",
+    "LostRankError",
+    "MissingExtraError",
+    "PolicyError",
+    "RunError",
+    "SkippedStepsError",
+    "TaskError",
+    "UsageError",
+    "explained",
+    "in_one_line",
+    "is_out_of_memory",
+    "kind_and_words",
+    "nearest",
+]
 
 
 class PolicyError(UsageError, ValueError):
@@ -58,10 +74,6 @@ class TaskError(UsageError):
 
 class CheckpointError(UsageError):
     """A checkpoint that is missing, damaged, or belongs to something else."""
-
-
-class MissingExtraError(UsageError, ImportError):
-    """An optional dependency that is not installed; the message names the extra."""
 
 
 class GateError(AmpwiseError):
@@ -110,23 +122,6 @@ class LostRankError(RunError):
 
 class InactivePolicyError(RunError):
     """``strict``: the asked precision did not take part in the computation."""
-
-
-def nearest(word: str, legal: Iterable[str]) -> str:
-    """``"; did you mean 'bf16'?"`` when a legal word is close to `word`, else ``""``."""
-    close = difflib.get_close_matches(word, list(legal), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
-
-
-def in_one_line(error: BaseException) -> str:
-    """What an error says, in a line of at most 300 characters; its kind if it says nothing."""
-    return neutral.line(" ".join(str(error).split())[:300]) or type(error).__name__
-
-
-def kind_and_words(error: BaseException) -> str:
-    """The kind of an error, and what it says, in one line."""
-    kind, words = type(error).__name__, in_one_line(error)
-    return kind if words == kind else f"{kind}: {words}"
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -22,7 +22,9 @@ from urllib.request import url2pathname
 def extra_command(extra: str) -> str:
     """The command for a shell that installs an extra of ampwise into this Python."""
     tree = _tree_in_place()
-    words = [f"ampwise[{extra}]"] if tree is None else ["-e", f"{tree}[{extra}]"]
+    # The linter, which ampwise needs, is of the same tree.
+    in_place = ["-e", f"{tree}/lint", "-e", f"{tree}[{extra}]"]
+    words = in_place if tree is not None else [f"ampwise[{extra}]"]
     return shlex.join([*_installer(), *words])
 
 

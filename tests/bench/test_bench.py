@@ -390,7 +390,7 @@ def test_the_terminal_rendering_fits_80_columns(report):
     import io
 
     from ampwise.report.bench import render
-    from ampwise.report.console import Console
+    from ampwise_lint.base.console import Console
 
     out = io.StringIO()
     render(report, Console(file=out, width=80))

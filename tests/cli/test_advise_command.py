@@ -18,7 +18,7 @@ from ampwise.cli.advise import Options, run
 from ampwise.errors import UsageError
 from ampwise.policy import FP16_ON_CPU, Resolution, decide
 from ampwise.report.advise import render
-from ampwise.report.console import Console
+from ampwise_lint.base.console import Console
 
 AMX = hardware.cpu(frozenset({"amx_bf16", "avx512_fp16"}), "AVX512", "Intel Xeon 8488C")
 PLAIN = hardware.cpu(frozenset({"avx2"}), "AVX2", "A plain CPU")

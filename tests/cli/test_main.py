@@ -16,6 +16,7 @@ from ampwise import errors
 from ampwise.cli import main as frame
 from ampwise.cli.main import main
 from ampwise.cli.options import Common
+from ampwise_lint.main import main as linter
 
 
 @pytest.fixture
@@ -47,6 +48,18 @@ def test_help_lists_the_commands(capsys, arguments):
     assert main(arguments) == 0
     said = capsys.readouterr().out
     assert all(name in said for name in frame.COMMANDS)
+
+
+def test_lint_is_the_linters_own_command(tmp_path, capsys):
+    (tmp_path / "train.py").write_text("import torch\ntorch.cuda.amp.GradScaler()\n")
+    for arguments in (["."], ["--format", "sarif"], ["--statistics"], ["--formt", "json"]):
+        code = main(["lint", *arguments])
+        ours = capsys.readouterr()
+        assert code == linter(arguments)
+        theirs = capsys.readouterr()
+        assert (ours.out, ours.err) == (theirs.out, theirs.err)
+    assert main(["lint", "--help"]) == 0
+    assert capsys.readouterr().out.startswith("usage: ampwise lint [PATH ...] [OPTIONS]\n")
 
 
 def test_version(capsys):

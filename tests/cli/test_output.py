@@ -15,7 +15,7 @@ import pytest
 from ampwise.cli import main as frame
 from ampwise.cli.main import main
 from ampwise.cli.options import Common
-from ampwise.cli.output import Output
+from ampwise_lint.base.output import Output
 
 FULL = OSError(28, "No space left on device")
 GONE = BrokenPipeError(32, "Broken pipe")

@@ -15,9 +15,10 @@ import pytest
 import tyro
 
 from ampwise.cli.main import main
-from ampwise.cli.options import Common, Gate, positive, write_json
+from ampwise.cli.options import Common, Gate, positive
 from ampwise.cli.parsing import parse
 from ampwise.errors import UsageError
+from ampwise_lint.base.results import write_json
 
 
 @dataclass

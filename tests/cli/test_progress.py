@@ -8,8 +8,9 @@ import pytest
 
 from ampwise.bench.race import Race
 from ampwise.cli import progress
-from ampwise.cli.progress import BenchProgress, Line, TrainProgress
+from ampwise.cli.progress import BenchProgress, TrainProgress
 from ampwise.step import StepRecord
+from ampwise_lint.base.progress import Line
 
 NAMES = ("fp32", "fp32 (control)", "tf32", "fp16", "bf16", "bf16-master", "bf16-pure", "fp8")
 
@@ -38,7 +39,7 @@ def race(names) -> Race:
 
 @pytest.mark.parametrize("width", [40, 80, 300])
 def test_a_race_is_not_cut_in_the_middle_of_a_figure(monkeypatch, capsys, width):
-    monkeypatch.setattr(progress, "_columns", lambda: width)
+    monkeypatch.setattr("ampwise_lint.base.progress._columns", lambda: width)
     line = Line()
     line._terminal = True
     shown = BenchProgress(line)

@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from ampwise.cli.main import main
-from ampwise.cli.progress import Line
 from ampwise.policy import Policy, Resolution
+from ampwise_lint.base.progress import Line
 
 TASK = """
 import torch

@@ -343,7 +343,7 @@ def test_what_all_ranks_hold_is_written_once(ranks: Ranks, tmp_path: Path) -> No
 
 
 def _in_the_background(folder: Path, spread: Spread) -> tuple[Any, list[str], bool]:
-    from ampwise.telemetry import files
+    from ampwise_lint.base import files
 
     trained = made(spread, "fp16")
     train(trained, 0, 5)

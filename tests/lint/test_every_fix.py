@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from ampwise.lint.fix import fix_file
-from ampwise.lint.settings import Settings
-from ampwise.lint.source import UnreadableError, read
+from ampwise_lint.fix import fix_file
+from ampwise_lint.settings import Settings
+from ampwise_lint.source import UnreadableError, read
 from tests.lint.soundness import spoilt
 
-FIXTURES = sorted((Path(__file__).parent / "fixtures").rglob("*.py"))
+FIXTURES = sorted((Path(__file__).parents[2] / "lint" / "tests" / "fixtures").rglob("*.py"))
 FOLDER = os.environ.get("AMPWISE_LINT_FILES", "")
 PUBLIC = sorted(Path(FOLDER).rglob("*.py")) if FOLDER else []
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from ampwise.lint.engine import SECONDS, check_file
-from ampwise.lint.project import Project
+from ampwise_lint.engine import SECONDS, check_file
+from ampwise_lint.project import Project
 
-FIXTURES = sorted((Path(__file__).parent / "fixtures").rglob("*.py"))
+FIXTURES = sorted((Path(__file__).parents[2] / "lint" / "tests" / "fixtures").rglob("*.py"))
 TORCH = Path(torch.__file__).parent
 
 

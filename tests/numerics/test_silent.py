@@ -13,11 +13,11 @@ from torch import nn
 from ampwise.numerics.diagnose import diagnose
 from ampwise.numerics.result import percent
 from ampwise.numerics.shadow import shadow
-from ampwise.report.console import Console
 from ampwise.report.diagnosis import render, to_html
 from ampwise.step import TrainStep
 from ampwise.step.replay import Replay
 from ampwise.tasks import Task
+from ampwise_lint.base.console import Console
 from tests.numerics.cases import (
     CASES,
     LOOK_ALIKES,

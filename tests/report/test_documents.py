@@ -24,10 +24,10 @@ from ampwise.numerics.search import Tried, Tuned
 from ampwise.observe.result import RunReport
 from ampwise.report import stored
 from ampwise.report.compare import compare
-from ampwise.report.console import Console
 from ampwise.report.train import TrainedRun
 from ampwise.step import Activity
 from ampwise.training.config import TrainResult
+from ampwise_lint.base.console import Console
 from tests.report.observed import observed
 from tests.report.test_report import report
 from tests.report.test_scaling import scaling_report as scaled

@@ -24,10 +24,10 @@ from ampwise.errors import UsageError
 from ampwise.report import canvas
 from ampwise.report.bench import render
 from ampwise.report.compare import compare
-from ampwise.report.console import Console
 from ampwise.report.html import to_html
 from ampwise.report.markdown import to_markdown
 from ampwise.telemetry.environment import environment
+from ampwise_lint.base.console import Console
 
 PARTS = ("parameters", "optimizer state", "activations", "temporary")
 

@@ -10,10 +10,10 @@ import pytest
 from ampwise.cli.main import main
 from ampwise.numerics.result import Diagnosis, Fix, Origin
 from ampwise.observe.result import Asked, Finding, Overhead, Raced, Ran, RunReport, Skip
-from ampwise.report.console import Console
 from ampwise.report.observed import ObservedRun
 from ampwise.report.page import place
 from ampwise.report.run import render, to_html, to_markdown
+from ampwise_lint.base.console import Console
 from tests.report.observed import observed, precision
 from tests.report.test_report import Page
 from tests.test_neutral import HOSTILE, harmless

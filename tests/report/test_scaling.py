@@ -9,8 +9,8 @@ import pytest
 from ampwise.bench.scaling_report import Scaled, ScalingReport
 from ampwise.bench.stats import Interval
 from ampwise.errors import UsageError
-from ampwise.report.console import Console
 from ampwise.report.scaling import render, to_html, to_markdown
+from ampwise_lint.base.console import Console
 from tests.report.test_report import HOSTILE, Page
 
 

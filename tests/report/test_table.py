@@ -7,9 +7,9 @@ import io
 import pytest
 
 from ampwise.report.canvas import log_scale, svg
-from ampwise.report.console import Console
 from ampwise.report.page import size
 from ampwise.report.table import new_table
+from ampwise_lint.base.console import Console
 
 NAME = "[car] acc$\\frac$[/b] :smile:"
 

@@ -25,7 +25,7 @@ from ampwise.telemetry.run import read_steps
 from ampwise.training import checkpoint
 from ampwise.training.changes import differences, makeup
 from ampwise.training.loop import train
-from ampwise.words import counted
+from ampwise_lint.base.words import counted
 
 from .small import Silent, config
 

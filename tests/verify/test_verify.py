@@ -18,7 +18,6 @@ from ampwise.bench.run import BenchConfig
 from ampwise.cli.main import main
 from ampwise.cli.verify import gate_exit_code
 from ampwise.policy import PRESETS, Policy
-from ampwise.report.console import Console
 from ampwise.report.verify import decision, render
 from ampwise.step import LossScale
 from ampwise.step.buffers import BufferGuard
@@ -30,6 +29,7 @@ from ampwise.verify import checks, run
 from ampwise.verify.checks import CHECKS, Subject
 from ampwise.verify.result import Finding, Verification
 from ampwise.verify.run import VerifyConfig, verify
+from ampwise_lint.base.console import Console
 
 CPU = torch.device("cpu")
 MECHANISMS = [

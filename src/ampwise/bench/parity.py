@@ -43,7 +43,7 @@ from ampwise.policy import Policy
 from ampwise.tasks import Task
 from ampwise.tasks.checks import endless, higher_is_better
 from ampwise.tasks.seeding import seed_all
-from ampwise.words import counted
+from ampwise_lint.base.words import counted
 
 CURVE_POINTS = 200
 

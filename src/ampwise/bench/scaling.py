@@ -58,7 +58,7 @@ from ampwise.tasks import Task
 from ampwise.tasks.checks import first_batch, samples_in, trained_on
 from ampwise.tasks.seeding import seed_all
 from ampwise.telemetry.environment import environment
-from ampwise.words import counted
+from ampwise_lint.base.words import counted
 
 ALONE, APART = "alone", "apart"
 _BATCHES = 8

@@ -6,7 +6,7 @@ import math
 
 from ampwise.bench.requirements import Thresholds
 from ampwise.bench.result import BenchReport, PrecisionResult
-from ampwise.words import counted
+from ampwise_lint.base.words import counted
 
 _WORTH_A_SWITCH = 1.05
 _WORTH_SAVING = 0.05

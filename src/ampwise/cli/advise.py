@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from ampwise.cli.options import Shared, write_json
+from ampwise.cli.options import Shared
+from ampwise_lint.base.results import write_json
 
 
 @dataclass
@@ -27,7 +28,7 @@ def run(options: Options) -> int:
     from ampwise.advice import advise
     from ampwise.errors import EXIT_OK
     from ampwise.report.advise import render
-    from ampwise.report.console import Console
+    from ampwise_lint.base.console import Console
 
     report = advise(options.device, refresh=options.refresh)
     if options.json != "-":

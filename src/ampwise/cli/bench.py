@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ampwise.cli.options import Common, Gate, check_seeds, positive, saved_in, write_json
-from ampwise.cli.output import say, tell
+from ampwise.cli.options import Common, Gate, check_seeds, positive, saved_in
 from ampwise.distributed.launch import launch
 from ampwise.errors import EXIT_GATE, EXIT_INTERRUPTED, EXIT_OK, RunError, UsageError
+from ampwise_lint.base.output import say, tell
+from ampwise_lint.base.results import write_json
 
 if TYPE_CHECKING:
     import torch
@@ -144,7 +145,7 @@ def run(options: Options) -> int:
 def _finish(options: Options, folder: RunFolder, report: BenchReport) -> None:
     """Store a report, then show it, also when the disk is too full to store it."""
     from ampwise.report.bench import render
-    from ampwise.report.console import Console
+    from ampwise_lint.base.console import Console
 
     text = json.dumps(report.to_json(), indent=2, allow_nan=False)
     try:
@@ -160,7 +161,7 @@ def _finish(options: Options, folder: RunFolder, report: BenchReport) -> None:
 def _store(folder: RunFolder, text: str, report: BenchReport) -> list[Path]:
     """Write ``bench.json`` and ``report.html``; the files there are now."""
     from ampwise.report.html import to_html
-    from ampwise.telemetry.files import atomic_write_text
+    from ampwise_lint.base.files import atomic_write_text
 
     written = [folder.path / "bench.json"]
     try:

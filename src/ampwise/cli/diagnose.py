@@ -9,18 +9,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ampwise.cli.options import Common, positive, saved_in, write_json
-from ampwise.cli.output import tell
+from ampwise.cli.options import Common, positive, saved_in
 from ampwise.errors import EXIT_GATE, EXIT_OK
+from ampwise_lint.base.output import tell
+from ampwise_lint.base.results import write_json
 
 if TYPE_CHECKING:
-    from ampwise.cli.progress import Line
     from ampwise.distributed.watchdog import NoWatchdog
     from ampwise.numerics.examine import Progress
     from ampwise.numerics.result import Diagnosis
-    from ampwise.report.console import Console
     from ampwise.tasks import Task
     from ampwise.telemetry.run import RunFolder
+    from ampwise_lint.base.console import Console
+    from ampwise_lint.base.progress import Line
 
 
 @dataclass
@@ -86,9 +87,9 @@ def run(options: Options) -> int:
 
 def _led(task: Task, diagnosed: Callable[[Progress], Diagnosis], options: Options) -> Diagnosis:
     """Diagnose, show it and store it; with several processes, the first one does this."""
-    from ampwise.cli.progress import Line
-    from ampwise.report.console import Console
     from ampwise.telemetry.run import RunFolder
+    from ampwise_lint.base.console import Console
+    from ampwise_lint.base.progress import Line
 
     console = None if options.json == "-" else Console()
     line = Line(quiet=options.quiet)
@@ -120,7 +121,7 @@ def _led(task: Task, diagnosed: Callable[[Progress], Diagnosis], options: Option
 def store(found: Diagnosis, folder: RunFolder) -> None:
     """Write ``diagnosis.json``, ``report.html`` and ``run.json``."""
     from ampwise.report.diagnosis import to_html
-    from ampwise.telemetry.files import atomic_write_text
+    from ampwise_lint.base.files import atomic_write_text
 
     atomic_write_text(folder.path / "diagnosis.json", _text(found) + "\n")
     folder.write({"command": "diagnose", "task": found.task, "status": found.status})
@@ -175,7 +176,7 @@ class _Shown:
 
     def found(self, diagnosis: Diagnosis) -> None:
         from ampwise.report.diagnosis import render_cause
-        from ampwise.telemetry.files import atomic_write_text
+        from ampwise_lint.base.files import atomic_write_text
 
         with contextlib.suppress(OSError):  # a full disk is an error when all of it is stored
             atomic_write_text(self._folder.path / "diagnosis.json", _text(diagnosis) + "\n")

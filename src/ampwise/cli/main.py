@@ -7,7 +7,6 @@ answers at once. Errors become one line on stderr and an exit code (see `ampwise
 
 from __future__ import annotations
 
-import errno
 import importlib
 import os
 import signal
@@ -17,10 +16,13 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import ampwise
-from ampwise import errors, neutral
-from ampwise.cli.output import lasting_output, say, tell, tell_text
-from ampwise.distributed.launch import is_lost, launch, on_sigterm
+from ampwise import errors
+from ampwise.distributed.launch import is_lost, launch
 from ampwise.errors import AmpwiseError, UsageError, nearest
+from ampwise_lint.base import neutral
+from ampwise_lint.base.ending import fail, on_sigterm
+from ampwise_lint.base.output import lasting_output, say, tell, tell_text
+from ampwise_lint.base.results import check_target
 
 COMMANDS = {
     "bench": "every precision side by side: speed, memory, verdict (the main job)",
@@ -33,13 +35,10 @@ COMMANDS = {
     "train": "train a task with a precision policy: checkpoints, resume, trackers",
     "advise": "what this machine's devices do in each format, measured, and what to pick",
 }
-"""Commands, each a module of this package, and a line about each."""
+"""Commands, each a module of this package but the linter's, and a line about each."""
 
 _ON_ALL_RANKS = ("train", "bench", "diagnose", "run")
 """Commands in which every process takes part that torchrun started."""
-
-_WRONG_PLACE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENOENT}
-"""Failures of the file system that another path mends; a full disk is none of them."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -126,8 +125,11 @@ def _dispatch(arguments: list[str]) -> int:
         if not me.leads:
             return errors.EXIT_OK
         say(f"{name}: one process does this; the others have nothing to do")
+    if name == "lint":  # of another distribution, which has a parser of its own
+        from ampwise_lint.command import command
+
+        return command(rest, "ampwise lint")
     module = importlib.import_module(f"ampwise.cli.{name}")
-    from ampwise.cli.options import check_target
     from ampwise.cli.parsing import parse
 
     theirs: list[str] = []
@@ -180,7 +182,7 @@ def _saved(error: BaseException) -> str:
 
 def _words(error: Exception, *, debug: bool) -> tuple[str, int]:
     if isinstance(error, AmpwiseError):
-        return str(error), error.exit_code
+        return errors.explained(error, debug=debug)
     if errors.is_out_of_memory(error):
         remedy = "use smaller batches with --accumulate, or a lower precision"
         return f"out of memory: {remedy} ({errors.in_one_line(error)})", errors.EXIT_RUN
@@ -188,14 +190,7 @@ def _words(error: Exception, *, debug: bool) -> tuple[str, int]:
         return "another process of this run is gone; it says why", errors.EXIT_RUN
     if hasattr(error, "__ampwise_user__"):
         return _users_words(error, debug=debug), errors.EXIT_USAGE
-    if isinstance(error, OSError):
-        code = errors.EXIT_USAGE if error.errno in _WRONG_PLACE else errors.EXIT_RUN
-        return neutral.line(f"{error.filename or 'file'}: {error.strerror or error}"), code
-    hint = "" if debug else "; --debug shows where"
-    return (
-        f"{type(error).__name__}: {errors.in_one_line(error)} (this is a bug in ampwise{hint})",
-        errors.EXIT_RUN,
-    )
+    return errors.explained(error, debug=debug)
 
 
 def _users_words(error: Exception, *, debug: bool) -> str:
@@ -213,6 +208,4 @@ def _users_words(error: Exception, *, debug: bool) -> str:
 
 def _fail(message: str, code: int) -> int:
     who = f"rank {rank}: " if (rank := os.environ.get("RANK", "0")) != "0" else ""
-    kind = "" if code == errors.EXIT_INTERRUPTED else "error: "
-    tell_text(f"ampwise: {kind}{who}{message}", err=True)
-    return code
+    return fail(f"{who}{message}", code)

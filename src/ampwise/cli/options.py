@@ -1,4 +1,4 @@
-"""What the commands share: common options, checks of their values, and writing ``--json``.
+"""What the commands share: common options, and checks of their values.
 
 Each command declares a dataclass ``Options``: its fields are the flags, the text below each field
 its help. `ampwise.cli.parsing` has tyro turn a command line and a ``--config`` file into one.
@@ -6,7 +6,6 @@ its help. `ampwise.cli.parsing` has tyro turn a command line and a ``--config`` 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,6 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from ampwise.cli.output import tell, tell_json
 from ampwise.errors import UsageError
 
 Gate = Literal["off", "fail", "strict"]
@@ -86,50 +84,6 @@ def check_seeds(seeds: int) -> None:
         raise UsageError(f"seeds: expected 0 (no parity) or at least 2, got {seeds}")
 
 
-def check_target(name: str, target: str | Path | None) -> None:
-    """Refuse a file that cannot be written, before any work is done for it.
-
-    Raises
-    ------
-    UsageError
-        When its folder is not there, or it cannot be written.
-    """
-    if target is None or str(target) == "-":
-        return
-    file = Path(target)
-    if file.is_dir():
-        why = "it is a folder"
-    elif not file.parent.is_dir():
-        why = f"there is no folder {file.parent}"
-    elif not os.access(file if file.exists() else file.parent, os.W_OK):
-        why = "no permission to write there"
-    else:
-        return
-    raise UsageError(f"{name}: cannot write to {target}: {why}; name a writable file")
-
-
 def saved_in(error: BaseException, place: Path) -> None:
     """Note where results are that an error did not take along; `ampwise.cli.main` says it."""
     error.__ampwise_saved__ = place  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def write_json(text: str, target: str | None) -> None:
-    """Write a result where ``--json`` says; None: nowhere."""
-    if target is None:
-        return
-    if target == "-":
-        tell_json(text)
-        return
-    write_report(text + "\n", Path(target))
-
-
-def write_report(text: str, file: Path) -> None:
-    """Write a result to a file, and say whether there was one before."""
-    did = "replaced" if file.exists() else "wrote"
-    try:
-        file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(
-            f"cannot write the report to {file}: {error.strerror}; name a writable file"
-        ) from None
-    tell(f"{did} {file}", err=True)

@@ -1,72 +1,17 @@
-"""Progress: a live line on a terminal, a plain line every few seconds elsewhere; always stderr."""
+"""What benches and training runs show of their progress."""
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from ampwise.cli.output import rewrite, tell
+from ampwise_lint.base.progress import Line
 
 if TYPE_CHECKING:
     from ampwise.bench.race import Race
     from ampwise.step import StepRecord
-
-PLAIN_EVERY_S = 5.0
-
-
-class Line:
-    """One line of progress that is rewritten on a terminal and repeated, seldom, elsewhere.
-
-    Parameters
-    ----------
-    quiet
-        Show warnings only.
-    mute
-        Not even these: another process shows them.
-    """
-
-    def __init__(self, *, quiet: bool = False, mute: bool = False) -> None:
-        self._quiet, self._mute = quiet or mute, mute
-        self._terminal = sys.stderr.isatty()
-        self._last = 0.0
-        self._shown = False
-
-    @property
-    def room(self) -> int:
-        """Characters that `show` shows."""
-        return _columns() - 1 if self._terminal else sys.maxsize
-
-    def show(self, text: str, *, now: bool = False) -> None:
-        """Show the current state; `now` for what must not be left out."""
-        due = now or time.monotonic() - self._last >= (0.1 if self._terminal else PLAIN_EVERY_S)
-        if self._quiet or not due:
-            return
-        self._last = time.monotonic()
-        if self._terminal:
-            rewrite(text, self.room)
-            self._shown = True
-        else:
-            tell(text, err=True)
-
-    def say(self, text: str) -> None:
-        """A line that stays."""
-        if not self._quiet:
-            self.warn(text)
-
-    def warn(self, text: str) -> None:
-        """A line that stays, and that being quiet does not hide."""
-        self.clear()
-        if not self._mute:
-            tell(text, err=True)
-
-    def clear(self) -> None:
-        """Leave an empty line behind."""
-        if self._shown:
-            rewrite("", _columns() - 1)
-            self._shown = False
 
 
 class BenchProgress:
@@ -167,9 +112,3 @@ def _ratios(race: Race) -> list[str]:
     totals = {name: sum(times) for name, times in race.times_ms.items() if times}
     baseline = next(iter(totals.values()), 0.0)
     return [f"{name} {baseline / total:.2f}x" for name, total in list(totals.items())[2:] if total]
-
-
-def _columns() -> int:
-    import shutil
-
-    return max(20, shutil.get_terminal_size().columns)

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from ampwise.cli.options import Gate, Shared, write_json
-from ampwise.cli.output import tell, tell_json, tell_text
+from ampwise.cli.options import Gate, Shared
 from ampwise.errors import EXIT_GATE, EXIT_OK, UsageError
+from ampwise_lint.base.output import tell, tell_json, tell_text
+from ampwise_lint.base.results import write_json
 
 if TYPE_CHECKING:
     from ampwise.report.stored import Forms, Run
@@ -66,7 +67,7 @@ def run(options: Options) -> int:
 
 def _show(options: Options, forms: Forms, found: Run, values: str) -> None:
     """Write a run to standard output."""
-    from ampwise.report.console import Console
+    from ampwise_lint.base.console import Console
 
     if options.format == "markdown":
         tell_text(forms.to_markdown(found))
@@ -85,7 +86,7 @@ def _text(form: Format, forms: Forms, found: Run, values: str) -> str:
 
 def _drawn(forms: Forms, found: Run) -> str:
     """What the terminal would show, as plain text of 80 columns."""
-    from ampwise.report.console import Console
+    from ampwise_lint.base.console import Console
 
     paper = io.StringIO()
     forms.render(found, Console(file=paper, width=80))
@@ -124,7 +125,7 @@ def _gate(found: Run, gate: Gate) -> int:
 def _compare(options: Options, before: Run, after: Run) -> int:
     from ampwise.bench.result import BenchReport
     from ampwise.report.compare import compare, render
-    from ampwise.report.console import Console
+    from ampwise_lint.base.console import Console
 
     if not (isinstance(before, BenchReport) and isinstance(after, BenchReport)):
         raise UsageError("expected two bench runs to compare; other runs are shown one by one")
@@ -145,7 +146,7 @@ def _folder(path: Path) -> Path:
 
 
 def _save(text: str, path: Path) -> None:
-    from ampwise.telemetry.files import atomic_write_text
+    from ampwise_lint.base.files import atomic_write_text
 
     did = "replaced" if path.exists() else "wrote"
     try:

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Literal, TextIO
 
 import tyro
 
-from ampwise.cli.options import Gate, Shared, positive, write_json
-from ampwise.cli.output import say, tell
+from ampwise.cli.options import Gate, Shared, positive
 from ampwise.errors import EXIT_GATE, EXIT_OK, UsageError, in_one_line, kind_and_words
+from ampwise_lint.base.output import say, tell
+from ampwise_lint.base.results import write_json
 
 if TYPE_CHECKING:
     from ampwise.observe.result import RunReport
@@ -223,7 +224,7 @@ class _Files:
     def _write(self, folder: RunFolder, report: RunReport, text: str) -> ObservedRun:
         from ampwise.report.observed import FILE, ObservedRun
         from ampwise.report.run import to_html
-        from ampwise.telemetry.files import atomic_write_text
+        from ampwise_lint.base.files import atomic_write_text
 
         if self._trackers is not None:
             self._trackers.finish()
@@ -238,8 +239,8 @@ class _Files:
 
     def _show(self, run: ObservedRun) -> None:
         """On standard error: standard output is the script's."""
-        from ampwise.report.console import Console
         from ampwise.report.run import render
+        from ampwise_lint.base.console import Console
 
         render(run, Console(stderr=True))
         if self._folder is not None and not self._lost:

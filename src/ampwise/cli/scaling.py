@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ampwise.cli.bench import BUDGETS, policies
-from ampwise.cli.options import positive, saved_in, write_json
-from ampwise.cli.output import say, tell
+from ampwise.cli.options import positive, saved_in
 from ampwise.errors import EXIT_OK, UsageError, nearest
+from ampwise_lint.base.output import say, tell
+from ampwise_lint.base.results import write_json
 
 if TYPE_CHECKING:
     from ampwise.bench.scaling import ScalingConfig
@@ -133,9 +134,9 @@ def _folder(options: Options, task: str, me: Launch) -> RunFolder:
 
 def _finish(options: Options, folder: RunFolder, report: ScalingReport) -> None:
     """Store a report, then show it, also when the disk is too full to store it."""
-    from ampwise.report.console import Console
     from ampwise.report.scaling import render, to_html
-    from ampwise.telemetry.files import atomic_write_text
+    from ampwise_lint.base.console import Console
+    from ampwise_lint.base.files import atomic_write_text
 
     result = report.to_json()
     try:

@@ -8,9 +8,10 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ampwise.cli.options import Common, positive, write_json
-from ampwise.cli.output import say, tell
+from ampwise.cli.options import Common, positive
 from ampwise.errors import EXIT_INTERRUPTED, EXIT_OK, RunError, UsageError
+from ampwise_lint.base.output import say, tell
+from ampwise_lint.base.results import write_json
 
 if TYPE_CHECKING:
     from ampwise.distributed.launch import Launch
@@ -137,11 +138,11 @@ def run(options: Options) -> int:
     from ampwise.cli.progress import train_progress
     from ampwise.distributed.launch import joined, launch
     from ampwise.policy.resolution import choose_device
-    from ampwise.report.console import Console
     from ampwise.report.train import render
     from ampwise.tasks import load_task
     from ampwise.telemetry.run import plain
     from ampwise.training.loop import train
+    from ampwise_lint.base.console import Console
 
     me = launch()
     if me.size == 1 and options.parallel != "ddp" and not options.resume:
@@ -237,7 +238,7 @@ def _diagnosed(stop: bool) -> Callable[[Diagnosis, Path], None]:
 
     def write(found: Diagnosis, folder: Path) -> None:
         from ampwise.report.diagnosis import headline, to_html
-        from ampwise.telemetry.files import atomic_write_text
+        from ampwise_lint.base.files import atomic_write_text
 
         text = json.dumps(found.to_json(), indent=2, allow_nan=False)
         atomic_write_text(folder / "diagnosis.json", text + "\n")
@@ -251,7 +252,7 @@ def _diagnosed(stop: bool) -> Callable[[Diagnosis, Path], None]:
 def _write_page(folder: Path) -> None:
     """Write ``report.html``; a disk that is full by now is said, and no reason to fail."""
     from ampwise.report.train import TrainedRun, to_html
-    from ampwise.telemetry.files import atomic_write_text
+    from ampwise_lint.base.files import atomic_write_text
 
     try:
         atomic_write_text(folder / "report.html", to_html(TrainedRun.load(folder)))

@@ -7,9 +7,10 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ampwise.cli.options import Common, check_seeds, positive, saved_in, write_json
-from ampwise.cli.output import tell
+from ampwise.cli.options import Common, check_seeds, positive, saved_in
 from ampwise.errors import EXIT_GATE, EXIT_INTERRUPTED, EXIT_OK
+from ampwise_lint.base.output import tell
+from ampwise_lint.base.results import write_json
 
 if TYPE_CHECKING:
     from ampwise.numerics.search import Tuned
@@ -53,10 +54,10 @@ def run(options: Options) -> int:
     from ampwise.cli.bench import device_of, policies
     from ampwise.cli.progress import bench_progress
     from ampwise.numerics.search import TuneConfig, tune
-    from ampwise.report.console import Console
     from ampwise.report.tune import render
     from ampwise.tasks import load_task
     from ampwise.telemetry.run import RunFolder
+    from ampwise_lint.base.console import Console
 
     settings = Settings(device_of(options.device), options.seed)
     bench = BenchConfig(
@@ -101,7 +102,7 @@ def run(options: Options) -> int:
 def _store(folder: RunFolder, found: Tuned) -> None:
     """Write ``tune.json`` and ``run.json``, and at the end ``report.html``."""
     from ampwise.report.tune import to_html
-    from ampwise.telemetry.files import atomic_write_text
+    from ampwise_lint.base.files import atomic_write_text
 
     atomic_write_text(folder.path / "tune.json", _text(found) + "\n")
     status = "finished" if found.finished else "unfinished"

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from ampwise.cli.options import Common, Gate, check_seeds, check_target, positive, write_json
-from ampwise.cli.output import tell
+from ampwise.cli.options import Common, Gate, check_seeds, positive
 from ampwise.errors import EXIT_GATE, EXIT_INTERRUPTED, EXIT_OK
+from ampwise_lint.base.output import tell
+from ampwise_lint.base.results import check_target, write_json
 
 if TYPE_CHECKING:
     from ampwise.telemetry.run import RunFolder
@@ -62,13 +63,13 @@ def run(options: Options) -> int:
     from ampwise.cli.bench import device_of
     from ampwise.cli.progress import bench_progress
     from ampwise.policy import Policy
-    from ampwise.report.console import Console
     from ampwise.report.verify import render, to_markdown
     from ampwise.tasks import load_task
-    from ampwise.telemetry.files import atomic_write_text
     from ampwise.telemetry.run import RunFolder, plain
     from ampwise.trackers import check_names
     from ampwise.verify.run import VerifyConfig, verify
+    from ampwise_lint.base.console import Console
+    from ampwise_lint.base.files import atomic_write_text
 
     track = tuple(each for each in options.track.split(",") if each)
     check_names(track)
@@ -109,7 +110,7 @@ def run(options: Options) -> int:
 def _store(folder: RunFolder, found: Verification, text: str) -> None:
     """Write ``verify.json``, ``run.json``, ``verify.md`` and ``report.html``."""
     from ampwise.report.verify import to_html, to_markdown
-    from ampwise.telemetry.files import atomic_write_text
+    from ampwise_lint.base.files import atomic_write_text
 
     atomic_write_text(folder.path / "verify.json", text + "\n")
     status = "interrupted" if found.interrupted else "finished"

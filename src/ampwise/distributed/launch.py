@@ -13,8 +13,6 @@ from __future__ import annotations
 import os
 import re
 import secrets
-import signal
-import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -23,7 +21,7 @@ from datetime import timedelta
 from typing import Any
 
 from ampwise.errors import LostRankError, UsageError
-from ampwise.words import counted
+from ampwise_lint.base.words import counted
 
 _ALIKE_S = 5.0
 """How long a process that failed waits for the first one to fail in the same way."""
@@ -104,22 +102,6 @@ def device_of(me: Launch, device: str) -> str:
             f"GPU each; start torchrun with --nproc-per-node {count}"
         )
     return f"cuda:{me.local_rank}"
-
-
-@contextmanager
-def on_sigterm(handler: Any) -> Generator[None]:
-    """Context in which SIGTERM, which torchrun sends once one process has left, has this handler.
-
-    Only the main thread can set one; in others nothing changes.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def is_lost(error: BaseException) -> bool:

@@ -48,11 +48,12 @@ from typing import Self
 
 import torch.distributed as dist
 
-from ampwise import neutral
-from ampwise.distributed.launch import Launch, is_lost, on_sigterm
+from ampwise.distributed.launch import Launch, is_lost
 from ampwise.distributed.roll import ENDED, FOLLOWED, Missing, Roll, hung, lost, prefixed
 from ampwise.distributed.whereabouts import Place, place_of
 from ampwise.errors import EXIT_RUN, LostRankError, UsageError, in_one_line, kind_and_words
+from ampwise_lint.base import neutral
+from ampwise_lint.base.ending import on_sigterm
 
 MOST_TICK_S = 2.0
 _LAST_WORDS_S = 5.0

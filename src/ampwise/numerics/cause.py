@@ -34,7 +34,7 @@ from ampwise.numerics.shadow import UnsupportedError, exact, shadow
 from ampwise.numerics.trace import FILLS, NAN, Root, _tensors, bad_bits
 from ampwise.step.recorder import Stash
 from ampwise.step.replayable import Replayable
-from ampwise.words import counted
+from ampwise_lint.base.words import counted
 
 _SOFTMAX = ("_softmax", "_log_softmax", "_safe_softmax", "softmax", "log_softmax")
 _REDUCTIONS = ("mean", "var", "std", "sum", "amax", "amin", "max", "min", "div", "logsumexp",

@@ -35,7 +35,7 @@ from ampwise.step.replay import Replay
 from ampwise.step.replayable import Replayable
 from ampwise.tasks import Task
 from ampwise.tasks.checks import endless
-from ampwise.words import counted
+from ampwise_lint.base.words import counted
 
 LEAST_DB = 20.0
 """SQNR that gradients must keep, by default: an error of a tenth of their norm."""

@@ -45,7 +45,7 @@ from ampwise.observe.steps import Attempt, Step
 from ampwise.observe.unknown import Seen, unknown
 from ampwise.step.modules import held_by
 from ampwise.step.recorder import finite
-from ampwise.words import counted
+from ampwise_lint.base.words import counted
 
 _MOST_FAULTS = 3
 """Different faults that are examined."""

@@ -23,7 +23,7 @@ from ampwise.observe.scalers import Scalers, is_unscaled
 from ampwise.observe.session import Session
 from ampwise.observe.steps import Attempt
 from ampwise.step.modules import held_by
-from ampwise.words import counted
+from ampwise_lint.base.words import counted
 
 _HALF = (torch.float16, torch.bfloat16)
 _COLLAPSED = 1.0

@@ -50,7 +50,7 @@ from ampwise.observe.session import Session
 from ampwise.observe.steps import Step
 from ampwise.policy import PRESETS, Policy
 from ampwise.step.precision import Float32Mode, raised
-from ampwise.words import counted
+from ampwise_lint.base.words import counted
 
 MAX_ROUNDS = 200
 BUDGET_S = 120.0

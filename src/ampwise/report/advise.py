@@ -9,9 +9,9 @@ from rich.text import Text
 from ampwise.advice import AdviseReport, DeviceAdvice
 from ampwise.capability import FormatSupport, ratio
 from ampwise.policy import PRESETS
-from ampwise.report.console import Console
 from ampwise.report.table import new_table
-from ampwise.words import counted
+from ampwise_lint.base.console import Console
+from ampwise_lint.base.words import counted
 
 _STYLES = {"native": "green", "emulated": "yellow", "unsupported": "red"}
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from ampwise import neutral
+from ampwise_lint.base import neutral
 
 COLOURS = ("#8a8f98", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 SHADES = ("#5b7083", "#8aa0b4", "#b9c7d3", "#d9c8a9", "#b79f6b", "#8a6f3c")

@@ -16,10 +16,10 @@ from ampwise.bench.result import BenchReport, PrecisionResult
 from ampwise.bench.stats import Interval
 from ampwise.document import Document
 from ampwise.errors import UsageError
-from ampwise.report.console import Console
 from ampwise.report.table import new_table
 from ampwise.telemetry.environment import named
-from ampwise.words import counted
+from ampwise_lint.base.console import Console
+from ampwise_lint.base.words import counted
 
 TOLERANCE = 0.02
 """Changes smaller than this are none."""

@@ -9,14 +9,15 @@ from typing import Any
 
 from rich.text import Text
 
-from ampwise import formats, neutral
+from ampwise import formats
 from ampwise.numerics.result import Diagnosis, Fix, Origin, Values, percent
 from ampwise.policy import Policy
 from ampwise.report.canvas import COLOURS, INK, short, svg
-from ampwise.report.console import Console
 from ampwise.report.page import cell, figure, number, page, place, prose, table
 from ampwise.report.table import new_table
-from ampwise.words import counted
+from ampwise_lint.base import neutral
+from ampwise_lint.base.console import Console
+from ampwise_lint.base.words import counted
 
 _STYLES = {"fault": "bold red", "clean": "bold green", "benign": "bold yellow"}
 _MOST_ROWS = 24

@@ -6,7 +6,7 @@ from ampwise.bench.result import BenchReport, PrecisionResult
 from ampwise.report.bench import asked, remarks
 from ampwise.report.page import cell, number, prose, size, table
 from ampwise.telemetry.environment import named
-from ampwise.words import counted
+from ampwise_lint.base.words import counted
 
 _HEAD = ("precision", "step ms", "speed, vs fp32", "peak memory", "saved", "accuracy difference")
 

@@ -16,7 +16,7 @@ from ampwise.report.curves import series
 from ampwise.report.page import place
 from ampwise.telemetry import names
 from ampwise.telemetry.run import read_steps
-from ampwise.words import counted
+from ampwise_lint.base.words import counted
 
 FILE = "observed.json"
 """Where a run's folder has it."""

@@ -1,4 +1,4 @@
-"""What the reports share: the HTML template, figures with captions, and how values are put."""
+"""What the reports share: pages, figures with captions, and how values are put."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ import math
 import os
 import re
 from collections.abc import Container, Iterable, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ampwise import neutral
-from ampwise.words import counted
+from ampwise_lint.base import neutral
+from ampwise_lint.base.page import pages
 
 
 def page(template: str, **values: Any) -> str:
     """A page from a template of this package. Everything from outside is escaped."""
-    return _environment().get_template(template).render(**values)
+    return pages("ampwise.report", place=place).get_template(template).render(**values)
 
 
 def number(value: float | None, style: str) -> str:
@@ -84,23 +83,3 @@ def figure(svg: str, caption: str) -> Any:
         '<figure><div class="scroll" role="img" aria-label="{0}">{1}</div>'
         "<figcaption>{0}</figcaption></figure>"
     ).format(escape(caption), Markup(svg))  # noqa: S704 - matplotlib escapes what it draws
-
-
-@cache
-def _environment() -> Any:
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    loader = PackageLoader("ampwise.report")
-    made: Any = Environment(
-        loader=loader, autoescape=True, undefined=StrictUndefined, finalize=_finalized
-    )
-    made.globals.update(counted=counted, place=place)
-    return made
-
-
-def _finalized(value: Any) -> Any:
-    """What a page shows of a value: a line, unless a template made it."""
-    from jinja2.runtime import Undefined
-    from markupsafe import Markup
-
-    return value if isinstance(value, Markup | Undefined) else neutral.line(str(value))

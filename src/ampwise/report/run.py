@@ -9,10 +9,10 @@ from rich.text import Text
 from ampwise.observe.result import Finding
 from ampwise.report import curves, diagnosis
 from ampwise.report.canvas import colour_of
-from ampwise.report.console import Console, plain
 from ampwise.report.observed import NOT_ACTIVE, ObservedRun, title
 from ampwise.report.page import cell, figure, number, page, place, prose, table
-from ampwise.words import counted
+from ampwise_lint.base.console import Console, plain
+from ampwise_lint.base.words import counted
 
 _MOST = 4
 """Of lines, faults and findings on a terminal; the other forms have all."""

@@ -15,11 +15,11 @@ from ampwise.numerics.result import Diagnosis
 from ampwise.numerics.search import Tuned
 from ampwise.observe.result import RunReport
 from ampwise.report import bench, diagnosis, html, markdown, run, scaling, train, tune, verify
-from ampwise.report.console import Console
 from ampwise.report.observed import ObservedRun
 from ampwise.report.train import TrainedRun
 from ampwise.verify.result import Verification
-from ampwise.words import counted
+from ampwise_lint.base.console import Console
+from ampwise_lint.base.words import counted
 
 Run = BenchReport | Diagnosis | ObservedRun | ScalingReport | TrainedRun | Tuned | Verification
 

@@ -10,7 +10,7 @@ from rich.console import ConsoleOptions, Group, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from ampwise.report.console import plain
+from ampwise_lint.base.console import plain
 
 NARROW = 70
 """Columns below which a table becomes a list of names and values."""

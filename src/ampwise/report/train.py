@@ -15,12 +15,12 @@ from ampwise.document import load as load_file
 from ampwise.document import read
 from ampwise.report import curves
 from ampwise.report.canvas import colour_of
-from ampwise.report.console import Console, plain
 from ampwise.report.page import cell, figure, page, prose, table
 from ampwise.telemetry import names
 from ampwise.telemetry.run import read_steps
 from ampwise.training.config import TrainResult
-from ampwise.words import counted
+from ampwise_lint.base.console import Console, plain
+from ampwise_lint.base.words import counted
 
 
 class _Config(TypedDict, total=False):

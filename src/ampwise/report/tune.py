@@ -5,9 +5,9 @@ from __future__ import annotations
 from rich.text import Text
 
 from ampwise.numerics.search import Tried, Tuned
-from ampwise.report.console import Console
 from ampwise.report.page import cell, number, page, prose, table
 from ampwise.report.table import new_table
+from ampwise_lint.base.console import Console
 
 
 def render(found: Tuned, console: Console) -> None:

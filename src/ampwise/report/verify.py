@@ -5,11 +5,11 @@ from __future__ import annotations
 from rich.console import Group
 from rich.text import Text
 
-from ampwise.report.console import Console, plain
 from ampwise.report.page import cell, css, page, prose, table
 from ampwise.report.table import new_table
 from ampwise.verify.result import Verification
-from ampwise.words import counted
+from ampwise_lint.base.console import Console, plain
+from ampwise_lint.base.words import counted
 
 _STYLES = {"pass": "green", "fail": "red", "not measured": "yellow", "not applicable": "dim"}
 

@@ -11,7 +11,7 @@ from types import TracebackType
 
 import torch
 
-from ampwise import neutral
+from ampwise_lint.base import neutral
 
 _NOT_THEIRS = (
     f"{Path(__file__).parents[1]}{os.sep}",

@@ -24,7 +24,7 @@ from typing import Any, Self, TextIO, cast
 from ampwise.document import MAX_INT, load, open_report, parsed
 from ampwise.errors import UsageError
 from ampwise.telemetry import names
-from ampwise.telemetry.files import atomic_write_text
+from ampwise_lint.base.files import atomic_write_text
 
 FLUSH_EVERY_S = 1.0
 _LONGEST = 1_000_000

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from ampwise import neutral
 from ampwise.errors import MissingExtraError, UsageError, in_one_line, nearest
 from ampwise.installation import extra_command
 from ampwise.telemetry.names import Metric
+from ampwise_lint.base import neutral
 
 TRACKERS = ("wandb", "tensorboard", "mlflow", "csv")
 """What ``--track`` takes; each is a module of this package."""

@@ -35,7 +35,7 @@ from ampwise.telemetry.run import plain
 from ampwise.training.checkpoint import Trained, seeded_state, set_random_state
 from ampwise.training.config import TrainConfig
 from ampwise.training.share import DataRandom, whole_batches
-from ampwise.words import counted
+from ampwise_lint.base.words import counted
 
 _SETTINGS = ("batch_size", "accumulate", "max_grad_norm", "seed", "optimizer")
 

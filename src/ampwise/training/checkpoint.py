@@ -42,7 +42,6 @@ from ampwise.errors import AmpwiseError, CheckpointError, UsageError, kind_and_w
 from ampwise.step import TrainStep
 from ampwise.step.warn import warn_user
 from ampwise.tasks.seeding import seed_all
-from ampwise.telemetry.files import atomic_write
 from ampwise.training.content import (
     SPREAD,
     DamageError,
@@ -52,7 +51,8 @@ from ampwise.training.content import (
     load_file,
     mapped,
 )
-from ampwise.words import counted
+from ampwise_lint.base.files import atomic_write
+from ampwise_lint.base.words import counted
 
 VERSION = 1
 KEEP = 3

@@ -51,7 +51,7 @@ from ampwise.training.config import TrainConfig, TrainResult
 from ampwise.training.memory import peak_bytes
 from ampwise.training.share import DataRandom, Turn, turns
 from ampwise.training.signals import StopSignals
-from ampwise.words import counted
+from ampwise_lint.base.words import counted
 
 _RATE_MEMORY = 0.9
 """Weight of the past in the running rate."""

@@ -41,8 +41,8 @@ from torch.futures import Future
 from ampwise.distributed.host_group import HostGroup, RankError
 from ampwise.distributed.layout import empty_for, on_host
 from ampwise.errors import in_one_line
-from ampwise.telemetry.files import atomic_write, sync_folder
 from ampwise.training.content import SPREAD, DamageError, Like, load_file, mapped
+from ampwise_lint.base.files import atomic_write, sync_folder
 
 COMMON = "common.pt"
 

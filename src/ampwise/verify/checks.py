@@ -38,7 +38,7 @@ from ampwise.training.config import TrainConfig
 from ampwise.training.loop import train
 from ampwise.verify.logs import READERS, own_stores
 from ampwise.verify.result import Status
-from ampwise.words import counted
+from ampwise_lint.base.words import counted
 
 Outcome = tuple[Status, str]
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from ampwise.lint.fix import fix_file
-from ampwise.lint.settings import Settings
+from ampwise_lint.fix import fix_file
+from ampwise_lint.settings import Settings
 
 BEGIN = """\
 import torch

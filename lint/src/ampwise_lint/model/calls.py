@@ -1,0 +1,459 @@
+"""Calls: whose they are, what they are given, and functions and classes of the project."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import re
+from typing import TYPE_CHECKING
+
+from ampwise_lint.model import library, methods, tensors, torch_calls
+from ampwise_lint.model.arguments import Arguments
+from ampwise_lint.model.events import (
+    Backward,
+    Forward,
+    Loss,
+    Made,
+    Managed,
+    OptimizerStep,
+    ScalerStep,
+    Unscale,
+    Update,
+    ZeroGrad,
+)
+from ampwise_lint.model.nodes import Node
+from ampwise_lint.model.roles import HANDLES, LOSS, SCALER, dotted
+from ampwise_lint.model.scope import Scope
+from ampwise_lint.model.values import (
+    NONE,
+    Bound,
+    Class,
+    DictValue,
+    Function,
+    Instance,
+    ListValue,
+    Manager,
+    Model,
+    Partial,
+    Ref,
+    Super,
+    Tensor,
+    Unknown,
+    Value,
+    Wrapper,
+    key_of,
+)
+
+if TYPE_CHECKING:
+    from ampwise_lint.model.machine import Machine
+
+BUILTINS = frozenset(dir(builtins))
+NETWORK_METHODS = {
+    "parameters", "named_parameters", "train", "eval", "half", "bfloat16", "float", "to", "cuda",
+    "cpu", "zero_grad", "state_dict", "load_state_dict", "requires_grad_", "apply", "double",
+    "type", "clip_grad_norm_", "modules", "named_modules", "children", "named_children", "buffers",
+    "named_buffers",
+}  # fmt: skip
+SCALER_METHODS = ("scale", "unscale_", "step", "update")
+STEP_EVENTS = (Backward, ScalerStep, OptimizerStep, Update, Unscale, ZeroGrad, Managed)
+
+
+def evaluate_call(machine: Machine, node: ast.Call) -> Value:
+    """The value of a call, and what it does."""
+    machine.called.add(id(node.func))
+    owner: Value | None = None
+    if isinstance(node.func, ast.Attribute):
+        owner = machine.evaluate(node.func.value)
+        function = machine.attribute(node.func, owner)
+    else:
+        function = machine.evaluate(node.func)
+    if isinstance(function, Bound) and function.name == "register_hook":
+        return NONE
+    arguments = _arguments(machine, node)
+    return invoke(machine, node, function, owner, arguments)
+
+
+def invoke(
+    machine: Machine, node: ast.Call, function: Value, owner: Value | None, a: Arguments
+) -> Value:
+    """Call a value; `owner`: what it is a method of, if it is one."""
+    match function:
+        case Function(owner=Instance() as made) if _is_forward(function, owner):
+            return _instance(machine, node, made, a)
+        case Function():
+            return _function(machine, node, function, a)
+        case Class():
+            return _construct(machine, node, function, a)
+        case Ref(path="builtins.super"):
+            return _super(machine)
+        case Ref(path=path):
+            return torch_calls.call(machine, node, path, a)
+        case Bound(owner=Model() as network, name=name) if RUNS.match(name):
+            return _model(machine, node, network, a)
+        case Bound(owner=bound_to, name=name):
+            return methods.call(machine, node, bound_to, name, a)
+        case Partial(function=inner, positional=first, named=given):
+            merged = Arguments([*first, *a.positional], {**given, **a.named}, a.open)
+            return invoke(machine, node, inner, owner, merged)
+        case Instance():
+            return _instance(machine, node, function, a)
+        case Model():
+            return _model(machine, node, function, a)
+        case Wrapper(path=path):
+            machine.emit(Managed, node, path, _loss_given(a))
+            return machine.unknown(node, "called", path)
+        case Unknown() if isinstance(owner, Unknown):
+            return _method_of_unknown(machine, node, owner, a)
+        case _:
+            return _unknown(machine, node, function, a)
+
+
+RUNS = re.compile(r"(forward|infer|inference|predict|encode|decode)(_|$)")
+"""Methods that run a network."""
+
+
+def _is_forward(function: Function, owner: Value | None) -> bool:
+    """``network.forward(x)``, which is ``network(x)``; a class's own call of its base is not."""
+    name = getattr(function.node, "name", "")
+    class_ = function.class_
+    return (
+        name == "forward"
+        and isinstance(owner, Instance)
+        and class_ is not None
+        and (is_network(class_))
+    )
+
+
+def _method_of_unknown(machine: Machine, node: ast.Call, owner: Unknown, a: Arguments) -> Value:
+    """``x.name(...)`` where neither x nor the method is known."""
+    assert isinstance(node.func, ast.Attribute)
+    name = node.func.attr
+    if LOSS.search(name) and owner.made == "given" and a.count:
+        return _loss(machine, node, name, a)
+    return methods.call(machine, node, owner, name, a)
+
+
+def _arguments(machine: Machine, node: ast.Call) -> Arguments:
+    a = Arguments()
+    for each in node.args:
+        value = machine.evaluate(each)
+        if isinstance(each, ast.Starred):
+            if isinstance(value, ListValue):
+                a.positional += value.items
+            else:
+                a.open = True
+        else:
+            a.positional.append(value)
+    for keyword in node.keywords:
+        value = machine.evaluate(keyword.value)
+        if keyword.arg is not None:
+            a.named[keyword.arg] = value
+        elif isinstance(value, DictValue):
+            a.named |= {k: v for k, v in value.items.items() if isinstance(k, str)}
+            a.open |= value.open
+        else:
+            a.open = True
+    return a
+
+
+# ---------------------------------------------------------------------- functions of the project
+
+
+def name_of(function: Function) -> str:
+    """A function's name, with its class."""
+    own = getattr(function.node, "name", "<lambda>")
+    return f"{function.class_.node.name}.{own}" if function.class_ is not None else own
+
+
+def _function(machine: Machine, node: ast.Call, function: Function, a: Arguments) -> Value:
+    if function.class_ is not None and is_step_wrapper(function.class_):
+        machine.emit(Managed, node, name_of(function))
+        return machine.unknown(node, "called")
+    name = getattr(function.node, "name", "")
+    if _is_context_manager(function):
+        return _generator_manager(machine, node, function, a)
+    value = machine.call(function, a, node)
+    if LOSS.search(name) and not HANDLES.match(name):
+        if isinstance(value, Unknown | Tensor):
+            machine.emit(Loss, node, name, tuple(a.values))
+        if isinstance(value, Unknown):
+            return Tensor(key=value.key, loss=True, inputs=tuple(a.values))
+    return value
+
+
+def _is_context_manager(function: Function) -> bool:
+    decorators_ = getattr(function.node, "decorator_list", [])
+    return any(dotted(each).endswith("contextmanager") for each in decorators_)
+
+
+def _generator_manager(machine: Machine, node: ast.Call, function: Function, a: Arguments) -> Value:
+    """A context manager written as a generator: what it holds open around its ``yield``."""
+    scope = Scope(function.module, function.scope)
+    managers: list[Manager] = []
+    with machine.inside_function(function, scope):
+        bind(machine, function, a, scope)
+        for each in ast.walk(function.node):
+            if isinstance(each, ast.With) and _yields(each):
+                values = [machine.evaluate(item.context_expr) for item in each.items]
+                managers += [value for value in values if isinstance(value, Manager)]
+    return Manager("many", node, managers=tuple(managers))
+
+
+def _yields(node: ast.With) -> bool:
+    return any(isinstance(each, ast.Yield) for each in ast.walk(node))
+
+
+def bind(machine: Machine, function: Function, a: Arguments, scope: Scope) -> None:
+    """Give a function's parameters their values."""
+    spec = function.node.args
+    parameters = [*spec.posonlyargs, *spec.args]
+    positional = list(a.positional)
+    if function.owner is not None and parameters:
+        positional.insert(0, function.owner)
+    given = defaults_of(spec)
+    left = dict(a.named)
+    for parameter, value in zip(parameters, positional, strict=False):
+        scope.names[parameter.arg] = value
+    for parameter in [*parameters[len(positional) :], *spec.kwonlyargs]:
+        name = parameter.arg
+        if name in left:
+            scope.names[name] = left.pop(name)
+        elif name in given and not a.open:
+            scope.names[name] = machine.evaluate(given[name], quiet=True)
+        else:
+            scope.names[name] = Unknown(name, "given")
+    for parameter in parameters:
+        left.pop(parameter.arg, None)
+    if spec.vararg is not None:
+        scope.names[spec.vararg.arg] = ListValue(positional[len(parameters) :])
+    if spec.kwarg is not None:
+        scope.names[spec.kwarg.arg] = DictValue(left, function.node, open=a.open)
+
+
+def defaults_of(spec: ast.arguments) -> dict[str, ast.expr]:
+    """What parameters are where a call does not say."""
+    names = [each.arg for each in (*spec.posonlyargs, *spec.args)]
+    found = dict(zip(reversed(names), reversed(spec.defaults), strict=False))
+    for parameter, default in zip(spec.kwonlyargs, spec.kw_defaults, strict=True):
+        if default is not None:
+            found[parameter.arg] = default
+    return found
+
+
+def decorators(machine: Machine, function: Function) -> list[Manager]:
+    """Context managers that a function is decorated with."""
+    found: list[Manager] = []
+    for each in reversed(getattr(function.node, "decorator_list", [])):
+        value = machine.evaluate(each, quiet=True)
+        if isinstance(value, Ref) and value.path in library.AUTOCASTS | library.NO_GRAD:
+            call = ast.copy_location(ast.Call(each, [], []), each)
+            value = torch_calls.call(machine, call, value.path, Arguments())
+        if isinstance(value, Manager):
+            found.append(value)
+    return found
+
+
+# ---------------------------------------------------------------------- classes of the project
+
+
+def is_network(class_: Class) -> bool:
+    """Whether a class is a module of torch."""
+    names = class_.ancestors()
+    if any(
+        each.endswith((".Module", "nn.Module", "LightningModule", "PreTrainedModel", "Sequential"))
+        or each in ("Module", "torch.nn.Module")
+        for each in names
+    ):
+        return True
+    return "forward" in class_.attributes and bool(class_.bases)
+
+
+def is_autograd_function(class_: Class) -> bool:
+    """Whether a class is an ``autograd.Function``."""
+    return any(
+        each in ("torch.autograd.Function", "torch.autograd.function.Function", "Function")
+        or each.endswith("autograd.Function")
+        for each in class_.ancestors()
+    )
+
+
+def is_step_wrapper(class_: Class) -> bool:
+    """Whether a class implements a scaler, or runs the step for its users."""
+    if any(each.rpartition(".")[2].endswith("GradScaler") for each in class_.ancestors()):
+        return True
+    names = class_.attributes.keys()
+    if {"scale", "update"} <= names or {"scale", "unscale_"} <= names:
+        return True
+    if "__call__" not in names:
+        return False
+    inside = class_.module.unparsed(class_.node)
+    return "backward" in inside and bool(SCALER.search(inside) or SCALER.search(class_.node.name))
+
+
+def _construct(machine: Machine, node: ast.Call, class_: Class, a: Arguments) -> Value:
+    ancestors = class_.ancestors()
+    base = next((each for each in ancestors[1:] if each in library.SCALERS), None)
+    if base is not None:
+        return _construct_scaler(machine, node, class_, base, a)
+    wraps = is_step_wrapper(class_) or any(library.WRAPPERS.match(e) for e in ancestors[1:])
+    if wraps and not any("Module" in each for each in ancestors):
+        has_state = "__call__" in class_.attributes and "state_dict" in class_.attributes
+        wrapper = Wrapper(class_.node.name, has_state=has_state)
+        machine.emit(Made, node, wrapper)
+        return wrapper
+    if any(library.is_optimizer(each) or each == "torch.optim.Optimizer" for each in ancestors[1:]):
+        return torch_calls.make_optimizer(machine, node, class_.node.name, a)
+    if any("torch.optim.lr_scheduler." in each for each in ancestors[1:]):
+        return torch_calls.make_scheduler(machine, node, class_.node.name, a)
+    if any(each.endswith(".DataLoader") for each in ancestors[1:]):
+        return torch_calls.call(machine, node, "torch.utils.data.DataLoader", a)
+    made = Instance(class_)
+    initialise(machine, made, a, node)
+    return made
+
+
+def _construct_scaler(
+    machine: Machine, node: ast.Call, class_: Class, base: str, a: Arguments
+) -> Value:
+    """An object of a class derived from torch's scaler `base`: a scaler, as that is one."""
+    if class_.lookup("__init__") is not None:  # its parameters stand in an order of their own
+        a = Arguments(named=a.named, open=a.open)
+    own = any(class_.lookup(each) is not None for each in SCALER_METHODS)
+    return torch_calls.make_scaler(machine, node, base, a, opaque=own)
+
+
+def initialise(machine: Machine, made: Instance, a: Arguments, node: Node) -> None:
+    """Walk a new object's ``__init__``, or set a dataclass's fields."""
+    found = made.class_.lookup("__init__")
+    if found is not None and isinstance(found[0], Function):
+        function = found[0]
+        bound = Function(function.node, function.module, function.scope, made, found[1])
+        machine.call(bound, a, node)
+        return
+    fields = [
+        each.target.id
+        for each in made.class_.node.body
+        if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+    ]
+    made.attributes.update(zip(fields, a.positional, strict=False))
+    made.attributes.update(a.named)
+
+
+def _super(machine: Machine) -> Value:
+    for frame in reversed(machine.frames):
+        function = frame.function
+        if function is not None and function.class_ is not None and function.owner is not None:
+            return Super(function.owner, function.class_)
+    return Unknown("super()")
+
+
+def _instance(machine: Machine, node: ast.Call, instance: Instance, a: Arguments) -> Value:
+    class_ = instance.class_
+    if is_step_wrapper(class_):
+        machine.emit(Managed, node, class_.node.name, _loss_given(a))
+        return machine.unknown(node, "called")
+    found = class_.lookup("__call__") or class_.lookup("forward")
+    if found is None or not isinstance(found[0], Function):
+        return _unknown(machine, node, Unknown(class_.node.name, "called"), a)
+    function = found[0]
+    bound = Function(function.node, function.module, function.scope, instance, found[1])
+    is_loss = bool(LOSS.search(class_.node.name)) or any(
+        bool(LOSS.search(each)) for each in class_.ancestors()[1:]
+    )
+    if is_network(class_) and not is_loss:
+        return _forward(machine, node, instance, a, bound)
+    value = machine.call(bound, a, node)
+    if is_loss:
+        machine.emit(Loss, node, class_.node.name, tuple(a.values))
+        if not isinstance(value, Tensor | ListValue):
+            value = Tensor(key=key_of(value), inputs=tuple(a.values))
+        if isinstance(value, Tensor):
+            return value.but(loss=True)
+    return value
+
+
+def _loss_given(a: Arguments) -> Tensor | None:
+    """The loss of ``loss_scaler(loss, optimizer, ...)``."""
+    first = a.first("loss")
+    return first if isinstance(first, Tensor) else None
+
+
+def _forward(
+    machine: Machine, node: ast.Call, instance: Instance, a: Arguments, bound: Function
+) -> Value:
+    is_root = not machine.in_forward
+    machine.emit(
+        Forward, node, instance, tuple(a.values), is_root, not machine.is_evaluating(instance)
+    )
+    machine.in_forward += 1
+    try:
+        value = machine.call(bound, a, node)
+    finally:
+        machine.in_forward -= 1
+    return _output(machine, node, value)
+
+
+def _output(machine: Machine, node: ast.Call, value: Value) -> Value:
+    match value:
+        case Tensor():
+            return value.but(forward=True, region=value.region or machine.region)
+        case ListValue(items=items):
+            return ListValue([_output(machine, node, each) for each in items])
+        case DictValue():
+            return value
+        case _:
+            region = machine.region
+            dtype = None if region is None else tensors.low(region)
+            return Tensor(
+                key=key_of(value), dtype=dtype, guessed=True, region=region, forward=True, node=node
+            )
+
+
+def _model(machine: Machine, node: ast.Call, model: Model, a: Arguments) -> Value:
+    inner = model.inner
+    if model.wrapped and isinstance(inner, Instance):
+        return _instance(machine, node, inner, a)
+    if model.path.startswith("torch.nn.") and not model.wrapped:
+        if machine.in_forward or library.LOSS_LAYERS.match(model.path):
+            return torch_calls.apply_layer(machine, node, model, a)
+        machine.emit(Forward, node, model, tuple(a.values), True, not machine.is_evaluating(model))
+        return _output(machine, node, torch_calls.apply_layer(machine, node, model, a))
+    is_root = not machine.in_forward
+    machine.emit(Forward, node, model, tuple(a.values), is_root, not machine.is_evaluating(model))
+    return _output(machine, node, machine.unknown(node))
+
+
+# ---------------------------------------------------------------------- what nobody showed us
+
+
+def _unknown(machine: Machine, node: ast.Call, function: Value, a: Arguments) -> Value:
+    name = dotted(node.func).rpartition(".")[2] or key_of(function)
+    if library.CLIP_NAME.match(name):
+        return torch_calls.call(machine, node, "torch.nn.utils.clip_grad_norm_", a)
+    if SCALER.search(name) and a.count >= 2:
+        machine.emit(Managed, node, name, _loss_given(a))
+        return machine.unknown(node)
+    methods.given_away(machine, node, name, a)
+    methods.note_norm(machine, node, name, a)
+    if LOSS.search(name):
+        return _loss(machine, node, name, a)
+    if any(isinstance(each, Tensor) for each in tensors.flatten(a.values)):
+        return torch_calls.unknown_of_tensors(machine, node, name, a)
+    if (returned := methods.walk_callbacks(machine, node, a)) is not None:
+        return returned
+    made = machine.unknown(node, "called", name)
+    if isinstance(function, Unknown):
+        made.periodic = function.periodic
+    return made
+
+
+def _loss(machine: Machine, node: ast.Call, name: str, a: Arguments) -> Value:
+    machine.emit(Loss, node, name, tuple(a.values))
+    scaled = Unknown(name, "called") if "scale" in name.lower() else None
+    return Tensor(
+        key=f"{name}@{node.lineno}#{machine.iteration}",
+        loss=True,
+        scaled=scaled,
+        inputs=tuple(a.values),
+        node=node,
+    )

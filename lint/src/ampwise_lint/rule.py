@@ -1,0 +1,78 @@
+"""What a rule is. Each lives in a file of its own under `rules`, found by being there."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from ampwise_lint.findings import Edit, Safety, Severity
+from ampwise_lint.model.analysis import Analysis
+from ampwise_lint.model.nodes import Node
+from ampwise_lint.project import Module
+
+
+@dataclass(frozen=True, slots=True)
+class Mistake:
+    """A mistake at a node; the engine makes a `Finding` of it."""
+
+    node: Node
+    module: Module
+    message: str
+    """What is wrong, what happens, what to write."""
+    edits: tuple[Edit, ...] = ()
+    mend: Callable[[], tuple[Edit, ...]] | None = None
+    """Works `edits` out, where that takes a search: once for each place, not on every path."""
+    severity: Severity | None = None
+    """Where it is another one than the rule's."""
+
+
+Check = Callable[[Analysis], Iterable[Mistake]]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One rule of the catalogue."""
+
+    code: str
+    name: str
+    severity: Severity
+    fix: Safety
+    check: Check
+    doc: str
+
+    def __call__(self, code: Analysis) -> Iterator[Mistake]:
+        """All its mistakes on a file's paths, also those in files it imports; each place once."""
+        seen: set[tuple[Path, int, int]] = set()
+        for mistake in self.check(code):
+            place = (mistake.module.path, mistake.node.lineno, mistake.node.col_offset)
+            if place not in seen:
+                seen.add(place)
+                yield mistake if mistake.mend is None else replace(mistake, edits=mistake.mend())
+
+
+def rule(code: str, name: str, severity: Severity, fix: Safety = "") -> Callable[[Check], Rule]:
+    """Make a rule of a function that yields the mistakes of a file."""
+
+    def make(check: Check) -> Rule:
+        module = inspect.getmodule(check)
+        return Rule(code, name, severity, fix, check, inspect.getdoc(module) or "")
+
+    return make
+
+
+@cache
+def all_rules() -> dict[str, Rule]:
+    """Every rule by its code: the modules of the package ``rules``."""
+    from ampwise_lint import rules
+
+    found: dict[str, Rule] = {}
+    for each in pkgutil.iter_modules(rules.__path__):
+        module = importlib.import_module(f"{rules.__name__}.{each.name}")
+        made: Rule = module.check
+        found[made.code] = made
+    return dict(sorted(found.items()))

@@ -1,0 +1,96 @@
+"""# gradient-read-before-unscale
+
+## What it does
+Reports code that reads, logs or edits gradients (`p.grad`, norms, histograms) between a scaled
+backward and `scaler.step(optimizer)`, with no `unscale_` before it. Setting a gradient to None
+is no reading.
+
+## Why is this bad
+The values are the true gradients times the loss scale: 65536 times too large at first, and
+twice or half as large whenever the scale changes. Curves of gradient norms jump with it; noise,
+decay or thresholds of a fixed size are too weak by the same factor.
+
+## Example
+    scaler.scale(loss).backward()
+    norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+    scaler.step(optimizer)
+    scaler.update()
+
+## Use instead
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+    scaler.step(optimizer)
+    scaler.update()
+
+## Fix safety
+Unsafe: `--unsafe-fixes` puts `unscale_` before the reading, where that stands in the same
+function as the step. Constants that were tuned on scaled values have to be tuned again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ampwise_lint.model.analysis import Analysis, Trace
+from ampwise_lint.model.events import Backward, GradientRead, ScalerStep, Unscale, ZeroGrad
+from ampwise_lint.model.nodes import Node, lines_of
+from ampwise_lint.model.queries import (
+    first_argument,
+    is_real,
+    is_simple,
+    receiver,
+    site_in,
+    statement_edit,
+)
+from ampwise_lint.rule import Mistake, rule
+
+
+@rule("AMP102", "gradient-read-before-unscale", "warning", fix="unsafe")
+def check(code: Analysis) -> Iterator[Mistake]:
+    for trace in code.traces:
+        scaled: Backward | None = None
+        read: list[GradientRead] = []
+        for event in trace.events:
+            match event:
+                case Backward():
+                    scaled = event if is_real(event.scaled) else None
+                case ZeroGrad():
+                    scaled, read = None, []
+                case GradientRead() if scaled is not None:
+                    read.append(event)
+                case Unscale() | ScalerStep():
+                    yield from (_mistake(trace, each, event) for each in read)
+                    scaled, read = None, []
+                case _:
+                    pass
+
+
+def _mistake(trace: Trace, read: GradientRead, step: ScalerStep | Unscale) -> Mistake:
+    scaler, optimizer = receiver(step.node) or "scaler", first_argument(step.node) or "optimizer"
+    call = f"{scaler}.unscale_({optimizer})"
+    site = site_in(read, step.module)
+    inline = site.module is step.module and site.functions == step.context.functions
+    around = {each.node for each in read.context.loops}
+    # What a loop over optimizers calls one is not known before it.
+    inline &= is_simple(trace) and {each.node for each in step.context.loops} <= around
+    before = _outermost(read) if site.node is read.node else site.node
+    edits = (statement_edit("before", site.module, before, call),) if inline else ()
+    what = "edited" if read.is_edit else "read"
+    return Mistake(
+        site.node,
+        site.module,
+        f"gradients are {what} while they are still multiplied by the loss scale: values are up to "
+        f"65,536 times too large and change when the scale does; call {call} first",
+        edits,
+    )
+
+
+def _outermost(read: GradientRead) -> Node:
+    """The statement to put the call before: the loop over parameters, where there is one."""
+    loops = read.context.loops
+    if not loops or loops[-1].over_data:
+        return read.node
+    first, last = lines_of(loops[-1].node)
+    begin, end = lines_of(read.node)
+    return loops[-1].node if first <= begin and end <= last else read.node

@@ -1,0 +1,129 @@
+"""# step-bypasses-scaler
+
+## What it does
+Reports `optimizer.step()` on gradients of a scaled backward: in place of
+`scaler.step(optimizer)`, or beside it.
+
+## Why is this bad
+The optimizer takes gradients that are multiplied by the loss scale: SGD moves 65536 times too
+far at first. Nothing checks for inf and NaN either, so the first overflow ends in the
+parameters. Beside `scaler.step` it steps a second time, and also when the scaler had decided to
+skip.
+
+## Example
+    scaler.scale(loss).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+## Use instead
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+
+## Fix safety
+Safe: `--fix` writes `scaler.step(optimizer)`, with `scaler.update()` behind it where there is
+none, or removes the call where the scaler steps already. No edit with several scalers, or where a
+step is given a closure.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from ampwise_lint.findings import Edit
+from ampwise_lint.model.analysis import Analysis, Trace
+from ampwise_lint.model.events import Backward, OptimizerStep, ScalerStep, Update, ZeroGrad
+from ampwise_lint.model.places import alone
+from ampwise_lint.model.queries import (
+    edit,
+    is_known_at,
+    is_real,
+    is_simple,
+    receiver,
+    statement_edit,
+)
+from ampwise_lint.model.values import Scaler
+from ampwise_lint.rule import Mistake, rule
+
+
+@rule("AMP105", "step-bypasses-scaler", "error", fix="safe")
+def check(code: Analysis) -> Iterator[Mistake]:
+    for trace in code.traces:
+        for index, event in enumerate(trace.events):
+            if isinstance(event, OptimizerStep) and (backward := _pending(trace, index, event)):
+                yield _mistake(trace, event, backward)
+
+
+def _pending(trace: Trace, index: int, step: OptimizerStep) -> Backward | None:
+    """The scaled backward whose gradients a plain step takes."""
+    through_scaler = False
+    for event in reversed(trace.events[:index]):
+        match event:
+            case Backward(scaled=scaled):
+                if not is_real(scaled):
+                    return None
+                return event
+            case ScalerStep(optimizer=optimizer):
+                if optimizer is not step.optimizer:
+                    return None
+                through_scaler = True
+            case OptimizerStep() | ZeroGrad() if not through_scaler:
+                return None
+            case _:
+                pass
+    return None
+
+
+def _mistake(trace: Trace, step: OptimizerStep, backward: Backward) -> Mistake:
+    scaler = _name(backward)
+    optimizer = receiver(step.node) or "optimizer"
+    twice = any(
+        isinstance(each, ScalerStep) and each.optimizer is step.optimizer for each in trace.events
+    )
+    edits = _edits(trace, step, backward, f"{scaler}.step({optimizer})", twice)
+    harm = (
+        "the optimizer steps a second time, without the check for inf and NaN"
+        if twice
+        else "it takes gradients that are still multiplied by the loss scale, and inf and NaN too"
+    )
+    return Mistake(
+        step.node,
+        step.module,
+        f"{optimizer}.step() goes around the scaler after a scaled backward: {harm}; "
+        + ("remove it" if twice else f"write {scaler}.step({optimizer}), then {scaler}.update()"),
+        edits,
+    )
+
+
+def _edits(
+    trace: Trace, step: OptimizerStep, backward: Backward, call: str, twice: bool
+) -> tuple[Edit, ...]:
+    """Step through the scaler, which has to have its name there, or only through the scaler."""
+    module, node = step.module, step.node
+    if not is_simple(trace) or module is not backward.module:
+        return ()
+    if twice:
+        return (statement_edit("remove", module, node),) if alone(module, node) else ()
+    scaling = _scaling(backward)
+    if scaling is None or not is_known_at(module, scaling, node):
+        return ()
+    update = statement_edit("after", module, node, f"{receiver(scaling)}.update()")
+    return (edit("replace", node, call), *([] if trace.of(Update) else [update]))
+
+
+def _scaling(backward: Backward) -> ast.expr | None:
+    """``scaler.scale(loss)``, whose backward it is."""
+    node = backward.node
+    return (
+        node.func.value
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        else None
+    )
+
+
+def _name(backward: Backward) -> str:
+    scaling = _scaling(backward)
+    found = receiver(scaling) if scaling is not None else ""
+    return found if found and isinstance(backward.scaled, Scaler) else "scaler"

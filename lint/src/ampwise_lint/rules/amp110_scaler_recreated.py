@@ -1,0 +1,94 @@
+"""# scaler-recreated
+
+## What it does
+Reports a `GradScaler(...)` made inside the training loop or once per epoch. Silent where the
+same loop makes a new optimizer, too (folds, trials): that is a new training.
+
+## Why is this bad
+Each new scaler starts at 65536 with a growth tracker of 0. If the model needs 1024, every epoch
+begins with six skipped steps; and an epoch of fewer than 2000 steps never sees the scale grow.
+
+## Example
+    for epoch in range(90):
+        scaler = torch.amp.GradScaler("cuda")
+        for batch in loader:
+            train_step(model, batch, optimizer, scaler)
+
+## Use instead
+    scaler = torch.amp.GradScaler("cuda")
+    for epoch in range(90):
+        for batch in loader:
+            train_step(model, batch, optimizer, scaler)
+
+## Fix safety
+Unsafe: `--unsafe-fixes` moves the statement before the loop where it stands directly in one. A
+scaler made in a function that is called in a loop has to be handed in: that is left to the author.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from ampwise_lint.findings import Edit
+from ampwise_lint.model.analysis import Analysis
+from ampwise_lint.model.events import Made, ScalerStep
+from ampwise_lint.model.queries import edit
+from ampwise_lint.model.values import Optimizer, Scaler
+from ampwise_lint.rule import Mistake, rule
+
+
+@rule("AMP110", "scaler-recreated", "warning", fix="unsafe")
+def check(code: Analysis) -> Iterator[Mistake]:
+    for trace in code.traces:
+        made = {
+            id(each.value): each
+            for each in trace.of(Made)
+            if isinstance(each.value, Scaler) and (each.context.loops or _is_each_epoch(each))
+        }
+        for step in trace.of(ScalerStep):
+            event = made.get(id(step.scaler))
+            if event is None or not isinstance(step.optimizer, Optimizer):
+                continue
+            if not step.optimizer.path and "#" in step.optimizer.key:
+                continue  # made by a function nobody showed us, who knows how often
+            if not event.context.loops:
+                if not step.optimizer.path:  # handed in: it lives longer than the scaler
+                    yield _mistake(event)
+                continue
+            inner = id(event.context.loops[-1].node)
+            # A loop that makes a new optimizer too (folds, trials) starts a new training.
+            if inner not in step.optimizer.loops:
+                yield _mistake(event)
+
+
+EPOCH = re.compile(r"epoch|(^|_)(train|training)_step$")
+
+
+def _is_each_epoch(event: Made) -> bool:
+    """Whether it is made in a function that somebody else calls for each epoch or step."""
+    name = event.context.functions[-1].rpartition(".")[2] if event.context.functions else ""
+    return bool(EPOCH.search(name)) and len(event.context.functions) == 1
+
+
+def _mistake(event: Made) -> Mistake:
+    return Mistake(
+        event.node,
+        event.module,
+        "a new GradScaler is made in the training loop: each starts again at 65,536, skips steps "
+        "until the scale fits, and never grows; make one before the loop",
+        _edits(event),
+    )
+
+
+def _edits(event: Made) -> tuple[Edit, ...]:
+    """Move the statement before the loop it stands in."""
+    if not event.context.loops:
+        return ()  # to be handed in
+    statement = event.module.statement_of(event.node)
+    loop = event.context.loops[-1].node
+    if not isinstance(loop, ast.For | ast.While) or statement not in loop.body:
+        return ()
+    text = event.module.text_of(statement)
+    return (edit("before", loop, text), edit("remove", statement))

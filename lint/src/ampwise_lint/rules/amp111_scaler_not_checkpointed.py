@@ -1,0 +1,256 @@
+"""# scaler-not-checkpointed
+
+## What it does
+Reports `torch.save` of a checkpoint with the optimizer's state and without the scaler's, and
+`optimizer.load_state_dict` where the scaler's state is never loaded. Silent for weights alone.
+
+## Why is this bad
+`scaler.state_dict()` holds the scale and the growth tracker. Without it a resumed run starts
+again at 65536 and skips steps until the scale fits, so it does not go on where it stopped; if
+the scale had grown, small gradients are lost until it has grown again, one doubling per 2000
+steps.
+
+## Example
+    state = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+    }
+    torch.save(state, path)
+
+## Use instead
+    state = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "scaler": scaler.state_dict(),
+    }
+    torch.save(state, path)
+
+## Fix safety
+Unsafe: `--unsafe-fixes` adds the entry where the checkpoint is a dict in sight and the scaler's
+name is in reach, and loads it behind the optimizer's, if the checkpoint has such an entry: old ones
+have none.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import partial
+
+from ampwise_lint.findings import Edit
+from ampwise_lint.model.analysis import Analysis
+from ampwise_lint.model.events import Backward, Made, Save, ScalerStep, StateDict
+from ampwise_lint.model.nodes import Node
+from ampwise_lint.model.places import (
+    alone,
+    assignments,
+    bound_in,
+    class_of,
+    functions_of,
+    scope_of,
+)
+from ampwise_lint.model.queries import edit, is_real, receiver
+from ampwise_lint.model.roles import dotted
+from ampwise_lint.model.values import (
+    DictValue,
+    Instance,
+    Optimizer,
+    Parameters,
+    Scaler,
+    Scheduler,
+    Unknown,
+    Value,
+    Wrapper,
+)
+from ampwise_lint.project import Module
+from ampwise_lint.rule import Mistake, rule
+
+
+@rule("AMP111", "scaler-not-checkpointed", "warning", fix="unsafe")
+def check(code: Analysis) -> Iterator[Mistake]:
+    if not code.any(Backward, lambda e: is_real(e.scaled)) and not code.any(Made, _is_wrapper):
+        return
+    states = [each for each in code.of(StateDict) if isinstance(each.of, Scaler | Wrapper)]
+    saved = any(not each.loads for each in states)
+    lacking = _saves_without(code, saved)
+    for save in lacking:
+        yield _save_mistake(code, save)
+    if lacking or any(each.loads for each in states):
+        return
+    if not saved and code.any(Save):
+        return
+    for event in code.of(StateDict):
+        if event.loads and isinstance(event.of, Optimizer) and not _loads_scaler(event.module):
+            yield Mistake(
+                event.node,
+                event.module,
+                "the optimizer's state is loaded but not the scaler's: the run goes on at loss "
+                "scale 65,536 and skips steps until it fits; load the scaler's state too",
+                mend=partial(_load_edits, code, event),
+            )
+
+
+def _loads_scaler(module: Module) -> bool:
+    """Whether a file loads a scaler's state on some path, which need not have been walked."""
+    return any(
+        "load_state_dict" in used and module.roles.of(name) == "scaler"
+        for name, used in list(module.roles.methods.items())
+    )
+
+
+def _is_wrapper(event: Made) -> bool:
+    """Whether a wrapper is made that has a scaler's state to save."""
+    return isinstance(event.value, Wrapper) and event.value.has_state
+
+
+def _saves_without(code: Analysis, saved: bool) -> list[Save]:
+    """Saves of an optimizer's state without a scaler's, on any path; of one dict the first."""
+    saves = [each for trace in code.traces for each in trace.of(Save)]
+    whole = {id(each.node) for each in saves if _holds(each.mapping, Scaler)}
+    found: dict[int, Save] = {}
+    for save in saves:
+        place = id(save.node if save.mapping is None else save.mapping.node)
+        if place in found:
+            continue
+        if save.mapping is None:
+            lacks = not saved and _is_optimizer_state(code, save)
+        else:
+            # A function nobody showed us may be given an optimizer's state to log it.
+            writes = _is_torch_save(save) or _has_weights(save.mapping)
+            lacks = writes and id(save.node) not in whole and _holds(save.mapping, Optimizer)
+        if lacks:
+            found[place] = save
+    return list(found.values())
+
+
+def _is_torch_save(save: Save) -> bool:
+    call = save.node
+    return isinstance(call, ast.Call) and save.module.imports.full(call.func) == "torch.save"
+
+
+def _has_weights(mapping: DictValue) -> bool:
+    """Whether there is state in it that is no optimizer's or scheduler's."""
+    states = [v for each in _mappings(mapping) for v in each.items.values()]
+    return any(
+        isinstance(each, Parameters) and not isinstance(each.of, Optimizer | Scheduler)
+        for each in states
+    )
+
+
+def _is_optimizer_state(code: Analysis, save: Save) -> bool:
+    """Whether something that is no dict holds an optimizer's state: the state itself, an object."""
+    if isinstance(save.what, Parameters):
+        return isinstance(save.what.of, Optimizer)
+    if isinstance(save.what, Instance):
+        values = save.what.attributes.values()
+        return any(isinstance(v, Parameters) and isinstance(v.of, Optimizer) for v in values)
+    if not isinstance(save.what, Unknown) or not _is_named(save.node):
+        return False
+    return any(
+        not each.loads
+        and isinstance(each.of, Optimizer)
+        and each.module is save.module
+        and each.context.functions == save.context.functions
+        for each in code.of(StateDict)
+    )
+
+
+def _is_named(call: Node) -> bool:
+    """Whether what is saved is a variable."""
+    return isinstance(call, ast.Call) and isinstance(next(iter(call.args), None), ast.Name)
+
+
+def _edits(code: Analysis, save: Save, module: Module) -> tuple[Edit, ...]:
+    """Put the scaler's state into the dict, where its name is in reach there."""
+    mapping = save.mapping
+    if mapping is None or not isinstance(mapping.node, ast.Dict) or not module.holds(mapping.node):
+        return ()
+    step = next((e for t in code.traces if save in t.events for e in t.of(ScalerStep)), None)
+    if step is None or step.module is not module:
+        return ()
+    name = receiver(step.node)
+    same = scope_of(module, step.node) is scope_of(module, mapping.node)
+    if not same and not name.startswith("self."):
+        return ()
+    return (edit("argument", mapping.node, f'"scaler": {name}.state_dict()'),)
+
+
+def _load_edits(code: Analysis, event: StateDict) -> tuple[Edit, ...]:
+    """Load the scaler's state behind the optimizer's, from the checkpoint that has both."""
+    module, node = event.module, event.node
+    statement = alone(module, node)
+    match node:
+        case ast.Call(args=[ast.Subscript(value=checkpoint, slice=ast.Constant())]):
+            source = dotted(checkpoint)
+        case _:
+            return ()
+    steps = [each for t in code.traces for each in t.of(ScalerStep) if each.module is module]
+    name = receiver(steps[0].node) if steps else ""
+    if statement is None or not source or not name:
+        return ()
+    if not _is_same_scaler(module, name, steps[0].node, node):
+        return ()
+    text = f'if "scaler" in {source}:\n    {name}.load_state_dict({source}["scaler"])\n'
+    return (edit("after", statement, text),)
+
+
+def _is_same_scaler(module: Module, name: str, step: ast.AST, load: ast.AST) -> bool:
+    """Whether the scaler's name at its step means the same where a checkpoint is loaded."""
+    if name.startswith("self."):
+        return class_of(module, step) is class_of(module, load)
+    scope = scope_of(module, load)
+    if scope is not scope_of(module, step):
+        return False
+    made = assignments(scope, name)
+    before = getattr(load, "lineno", 0)
+    return all(each.lineno < before for each in made) if made else name in bound_in(scope)
+
+
+def _save_mistake(code: Analysis, save: Save) -> Mistake:
+    node, module = save.node, save.module
+    made = save.mapping.node if save.mapping is not None else None
+    ways = [module, *(each.module for each in save.context.sites), code.module]
+    home = next((each for each in ways if made is not None and each.holds(made)), None)
+    if isinstance(made, ast.Dict) and home is not None:
+        within = functions_of(home, made)[:1]
+        if home is not module or within != functions_of(module, node)[:1]:
+            node, module = made, home  # another function only writes what it is given
+    return Mistake(
+        node,
+        module,
+        "the checkpoint holds the optimizer's state but not the scaler's: a resumed run starts "
+        "again at loss scale 65,536 and skips steps until it fits; save scaler.state_dict() too",
+        _edits(code, save, module),
+    )
+
+
+def _holds(value: Value | None, kind: type[Value]) -> bool:
+    """Whether a checkpoint holds the state of something of a kind (or may, unseen)."""
+    if not isinstance(value, DictValue):
+        return False
+    if kind is Scaler and value.open:
+        return True
+    return any(_names(each, kind) for each in _mappings(value))
+
+
+def _mappings(outer: DictValue) -> Iterator[DictValue]:
+    """A mapping and those inside, each once however often it is there."""
+    seen: set[int] = set()
+    waiting = [outer]
+    while waiting:
+        mapping = waiting.pop()
+        if id(mapping) not in seen:
+            seen.add(id(mapping))
+            yield mapping
+            waiting += [each for each in mapping.items.values() if isinstance(each, DictValue)]
+
+
+def _names(mapping: DictValue, kind: type[Value]) -> bool:
+    """Whether one mapping has the state, or a scaler's by its key."""
+    states = [each.of if isinstance(each, Parameters) else each for each in mapping.items.values()]
+    if any(
+        isinstance(each, kind) or (kind is Scaler and isinstance(each, Wrapper)) for each in states
+    ):
+        return True
+    keys = [key.lower() for key in mapping.items if isinstance(key, str)]
+    return kind is Scaler and any("scaler" in key or key == "amp" for key in keys)

@@ -1,0 +1,228 @@
+"""# scheduler-ignores-skip
+
+## What it does
+Reports a per-step `scheduler.step()` beside `scaler.step`, with no regard to skipped steps.
+Silent for schedules per epoch, for those that are given a metric, under a condition on the
+scale, and for what is called a schedule of something else than the learning rate.
+
+## Why is this bad
+A skipped step changes no parameter, but the schedule moves on. From 65536 down to a scale that
+fits, the first steps of a run are often skipped, which is where warm-up is. If the very first
+step is skipped, torch warns "Detected call of `lr_scheduler.step()` before `optimizer.step()`"
+(unfused optimizers).
+
+## Example
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    scheduler.step()
+
+## Use instead
+    before = scaler.get_scale()
+    scaler.step(optimizer)
+    scaler.update()
+    if scaler.get_scale() >= before:
+        scheduler.step()
+
+## Fix safety
+Unsafe: `--unsafe-fixes` writes the condition above where `scaler.step`, `update()` and
+`scheduler.step()` stand one after the other in one block; a scheduler before `update()` moves
+behind it, and where the step is in a branch, a flag tells the scheduler behind it. Each
+`get_scale()` is a host sync, which is its price (AMP301 does not report these two). A scale that
+has fallen to 0 falls no further, so a skip is not seen there.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from ampwise_lint.findings import Edit
+from ampwise_lint.model import library
+from ampwise_lint.model.analysis import Analysis, Trace
+from ampwise_lint.model.events import ScalerStep, SchedulerStep, Update
+from ampwise_lint.model.places import alone, block_of, names, scope_of, with_comment, wrap
+from ampwise_lint.model.queries import edit, is_simple, receiver
+from ampwise_lint.model.roles import dotted
+from ampwise_lint.model.values import Scheduler
+from ampwise_lint.project import Module
+from ampwise_lint.rule import Mistake, rule
+
+
+@rule("AMP112", "scheduler-ignores-skip", "info", fix="unsafe")
+def check(code: Analysis) -> Iterator[Mistake]:
+    for trace in code.traces:
+        for event in trace.of(SchedulerStep):
+            if event.has_argument or _asks(event) or not isinstance(event.scheduler, Scheduler):
+                continue
+            if _is_beside_step(trace, event) and _is_of_learning_rate(event):
+                yield Mistake(
+                    event.node,
+                    event.module,
+                    "the schedule moves on even when the scaler skipped the step: warm-up and "
+                    "decay run ahead of the parameters; step it only if the scale did not fall "
+                    "(before = scaler.get_scale(); ...; if scaler.get_scale() >= before)",
+                    mend=partial(_edits, event, trace),
+                )
+
+
+OTHER = re.compile(
+    r"wd|weight_decay|moment|ema|beta|kl|temp|tau|noise|mask|prun|drop|sampl|teacher|curric|aug|loss|gamma"
+    r"|spars|prof",
+    re.IGNORECASE,
+)
+"""What else is scheduled: of these nothing is known, and a skipped step may well count."""
+
+
+def _is_of_learning_rate(event: SchedulerStep) -> bool:
+    """Whether it schedules the learning rate, by its class or its name."""
+    assert isinstance(event.scheduler, Scheduler)
+    name = receiver(event.node).rpartition(".")[2]
+    known = library.is_scheduler(event.scheduler.path)
+    return known or "lr" in name or not OTHER.search(name)
+
+
+def _is_beside_step(trace: Trace, event: SchedulerStep) -> bool:
+    """Whether it runs as often as a scaler's step: in one loop, or in a function that makes one."""
+    return any(_is_as_often(event, each) for each in trace.of(ScalerStep))
+
+
+def _is_as_often(event: SchedulerStep, step: ScalerStep) -> bool:
+    mine, around = event.context.loops, step.context.loops
+    same = [e.serial for e in mine[: len(around)]] == [e.serial for e in around]
+    # Between them a loop over schedulers may stand, but none over batches.
+    within = same and not any(each.over_data for each in mine[len(around) :])
+    names = event.context.functions[-1:]
+    return within and (bool(around) or (bool(names) and names == step.context.functions[-1:]))
+
+
+def _asks(event: SchedulerStep) -> bool:
+    """Whether it stands under a condition that looks at the scale."""
+    return any(
+        "scale" in each.key or "skip" in each.key or "overflow" in each.key
+        for each in event.context.conditions
+    )
+
+
+def _edits(event: SchedulerStep, trace: Trace) -> tuple[Edit, ...]:
+    """Step the scheduler behind the update, if the scale did not fall in it."""
+    module, node = event.module, event.node
+    statement = alone(module, node)
+    same = [each for each in trace.of(ScalerStep) if each.module is module]
+    if statement is None or not same or not is_simple(trace):
+        return ()
+    block = block_of(module, module.statement_of(same[0].node))
+    steps, updates = _among(block, trace, ScalerStep), _among(block, trace, Update)
+    scalers = {receiver(each.value) for each in (*steps, *updates)}
+    if not steps or not updates or len(scalers) != 1 or "" in scalers:
+        return ()
+    if any(alone(module, each.value) is None for each in (*steps, *updates)):
+        return ()
+    site = _Site(module, block, steps[0], updates[-1], scalers.pop(), statement)
+    if block.index(site.step) > block.index(site.update):
+        return ()
+    if statement in block and block.index(statement) < block.index(site.update):
+        return _moved(site) if block.index(statement) > block.index(site.step) else ()
+    if (inside := _holder(module, statement, block)) is not None:
+        behind = block.index(inside) > block.index(site.update)
+        return (*_read(site), wrap(statement, statement, site.header)) if behind else ()
+    return _flagged(site)
+
+
+@dataclass(frozen=True, slots=True)
+class _Site:
+    """A step and its update in one block, and the scheduler's step."""
+
+    module: Module
+    block: list[ast.stmt]
+    step: ast.Expr
+    update: ast.Expr
+    scaler: str
+    scheduler: ast.Expr
+
+    @property
+    def before(self) -> str:
+        """The name of the scale before the step."""
+        known = _read_before(self.block, self.step, self.scaler)
+        return known or self.new_name("scale_before")
+
+    @property
+    def header(self) -> str:
+        """What the scheduler's step is put below."""
+        return f"if {self.scaler}.get_scale() >= {self.before}:"
+
+    def new_name(self, name: str) -> str:
+        """A name that the function does not use."""
+        is_taken = name in names(scope_of(self.module, self.step))
+        return f"{name}_amp" if is_taken else name
+
+
+def _read(site: _Site) -> tuple[Edit, ...]:
+    """Note the scale before the step, unless that is done already."""
+    if _read_before(site.block, site.step, site.scaler):
+        return ()
+    return (edit("before", site.step, f"{site.before} = {site.scaler}.get_scale()"),)
+
+
+def _moved(site: _Site) -> tuple[Edit, ...]:
+    """A scheduler between step and update, where a skip does not show yet, goes behind both."""
+    line = with_comment(site.module, site.scheduler)
+    text = f"{site.header}\n    {line}\n"
+    moved = (edit("remove", site.scheduler), edit("after", site.update, text))
+    return (*_read(site), *moved) if line else ()
+
+
+def _flagged(site: _Site) -> tuple[Edit, ...]:
+    """The step is in a branch, the scheduler behind it: a flag says whether there was a step."""
+    around = site.module.parents.get(id(site.step))
+    outer = around if isinstance(around, ast.If) else None
+    while outer is not None and site.scheduler not in block_of(site.module, outer):
+        further = site.module.parents.get(id(outer))
+        outer = further if isinstance(further, ast.If) else None
+    if outer is None or outer.lineno > site.scheduler.lineno or _is_elif(site.module, outer):
+        return ()
+    flag = site.new_name("stepped")
+    compared = f"{flag} = {site.scaler}.get_scale() >= {site.before}"
+    return (
+        edit("before", outer, f"{flag} = True"),
+        *_read(site),
+        edit("after", site.update, compared),
+        wrap(site.scheduler, site.scheduler, f"if {flag}:"),
+    )
+
+
+def _is_elif(module: Module, node: ast.If) -> bool:
+    around = module.parents.get(id(node))
+    return isinstance(around, ast.If) and around.orelse == [node]
+
+
+def _holder(module: Module, statement: ast.stmt, block: list[ast.stmt]) -> ast.stmt | None:
+    """The statement of a block that holds another one, below nothing but conditions."""
+    found = statement
+    while found not in block:
+        around = module.parents.get(id(found))
+        if not isinstance(around, ast.If):
+            return None
+        found = around
+    return found
+
+
+def _among(block: list[ast.stmt], trace: Trace, kind: type[ScalerStep | Update]) -> list[ast.Expr]:
+    """The statements of a block that are such calls, in order."""
+    calls = {id(each.node) for each in trace.of(kind)}
+    return [each for each in block if isinstance(each, ast.Expr) and id(each.value) in calls]
+
+
+def _read_before(block: list[ast.stmt], step: ast.stmt, scaler: str) -> str:
+    """The name that holds the scale before the step already."""
+    for each in block[: block.index(step)]:
+        match each:
+            case ast.Assign(targets=[target], value=ast.Call(func=ast.Attribute(attr="get_scale"))):
+                if receiver(each.value) == scaler:
+                    return dotted(target)
+            case _:
+                pass
+    return ""

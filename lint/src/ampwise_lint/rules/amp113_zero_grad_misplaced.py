@@ -1,0 +1,214 @@
+"""# zero-grad-misplaced
+
+## What it does
+Reports gradients that are zeroed between backward and step, zeroed on every micro-batch of an
+accumulation window, or never zeroed at all; also those of one of several networks that share a
+step, between its backward and that step.
+
+## Why is this bad
+Zeroed before the step, there is nothing to apply: AssertionError "No inf checks were recorded
+for this optimizer." (with a fused optimizer it is `update()` that raises). Zeroed inside a
+window of 8, only the last micro-batch counts. Never zeroed, each step applies the sum of all
+batches so far.
+
+## Example
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = criterion(model(x), y)
+    scaler.scale(loss).backward()
+    optimizer.zero_grad()
+    scaler.step(optimizer)
+    scaler.update()
+
+## Use instead
+    optimizer.zero_grad()
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = criterion(model(x), y)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+## Fix safety
+No automatic fix: where zeroing belongs depends on the window that is meant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ampwise_lint.model.analysis import Analysis, Trace
+from ampwise_lint.model.events import (
+    Backward,
+    Event,
+    Forward,
+    OptimizerStep,
+    ScalerStep,
+    ZeroGrad,
+)
+from ampwise_lint.model.queries import (
+    accumulates,
+    is_managed,
+    owners,
+    same_owner,
+    uses_amp,
+    zeroed_with,
+)
+from ampwise_lint.model.tensors import origins
+from ampwise_lint.model.values import Instance, Model, Optimizer, Parameter, Tensor, key_of
+from ampwise_lint.rule import Mistake, rule
+
+
+@rule("AMP113", "zero-grad-misplaced", "error")
+def check(code: Analysis) -> Iterator[Mistake]:
+    if not uses_amp(code):
+        return
+    never: dict[int, Event] = {}
+    zeroed: set[int] = set()
+    for trace in code.traces:
+        if is_managed(trace):
+            return
+        yield from _before_step(trace)
+        yield from _lost(trace)
+        yield from _inside_window(trace)
+        for step in trace.events:
+            if isinstance(step, ScalerStep | OptimizerStep) and _is_plain(trace, step):
+                (
+                    zeroed.add(id(step.node))
+                    if _zeroes(trace)
+                    else never.setdefault(id(step.node), step)
+                )
+    for place, step in never.items():
+        if place not in zeroed and not code.any(ZeroGrad):
+            yield Mistake(
+                step.node,
+                step.module,
+                "gradients are never zeroed: each step adds those of all earlier ones; call "
+                "optimizer.zero_grad() before each backward (or behind each step)",
+            )
+
+
+def _is_plain(trace: Trace, step: Event) -> bool:
+    loops = step.context.loops
+    return bool(loops) and any(
+        each.context.loops and each.context.loops[-1].node is loops[-1].node
+        for each in trace.of(Backward)
+    )
+
+
+def _zeroes(trace: Trace) -> bool:
+    return any(isinstance(each, ZeroGrad) for each in trace.events)
+
+
+def _before_step(trace: Trace) -> Iterator[Mistake]:
+    """Zeroed between the only backward and the step."""
+    for index, event in enumerate(trace.events):
+        if not isinstance(event, ZeroGrad) or isinstance(event.of, Parameter):
+            continue
+        before = _last(trace.events[:index])
+        after = next(
+            (
+                e
+                for e in trace.events[index + 1 :]
+                if isinstance(e, Backward | ScalerStep | OptimizerStep)
+            ),
+            None,
+        )
+        if not isinstance(before, Backward) or not isinstance(after, ScalerStep | OptimizerStep):
+            continue
+        if not event.context.loops or before.context.loops[-1:] != after.context.loops[-1:]:
+            continue
+        if _same(event, after):
+            yield Mistake(
+                event.node,
+                event.module,
+                "gradients are zeroed between backward and step: the step applies nothing (with a "
+                "scaler it raises: no inf checks); zero them before backward or behind the step",
+            )
+
+
+def _lost(trace: Trace) -> Iterator[Mistake]:
+    """One of several networks' gradients, zeroed between its backward and the shared step."""
+    for index, event in enumerate(trace.events):
+        if not isinstance(event, ZeroGrad) or not isinstance(event.of, Model | Instance):
+            continue
+        key = key_of(event.of)
+        outputs = _outputs(trace, event, key)
+        later = _until_step(trace, index)
+        step = later[-1] if later else None
+        if not outputs or not isinstance(step, ScalerStep | OptimizerStep):
+            continue
+        before = [e for e in _since_step(trace, index) if _is_of(e, outputs)]
+        others = [each for each in later if isinstance(each, Backward)]
+        if (
+            before
+            and others
+            and key in owners(step.optimizer)
+            and not any(_is_of(each, outputs) for each in others)
+        ):
+            yield Mistake(
+                event.node,
+                event.module,
+                "the gradients of this network are zeroed between its backward and the step it "
+                "shares with others: it never trains; zero them before the first backward",
+            )
+
+
+def _outputs(trace: Trace, zero: ZeroGrad, key: str) -> set[int]:
+    """The calls of a network in an iteration, by ``id``."""
+    loops = zero.context.loops[-1:]
+    return {
+        id(each.node)
+        for each in trace.of(Forward)
+        if key_of(each.model) == key and each.context.loops[-1:] == loops != ()
+    }
+
+
+def _since_step(trace: Trace, index: int) -> list[Event]:
+    """What happened since the last step."""
+    found: list[Event] = []
+    for event in reversed(trace.events[:index]):
+        if isinstance(event, ScalerStep | OptimizerStep):
+            break
+        found.append(event)
+    return found
+
+
+def _until_step(trace: Trace, index: int) -> list[Event]:
+    """What happens up to the next step, that included."""
+    found: list[Event] = []
+    for event in trace.events[index + 1 :]:
+        found.append(event)
+        if isinstance(event, ScalerStep | OptimizerStep):
+            break
+    return found
+
+
+def _is_of(event: Event, outputs: set[int]) -> bool:
+    """Whether a backward goes through one of these calls."""
+    if not isinstance(event, Backward) or not isinstance(event.tensor, Tensor):
+        return False
+    return any(id(each.node) in outputs for each in origins(event.tensor))
+
+
+def _same(zero: ZeroGrad, step: ScalerStep | OptimizerStep) -> bool:
+    if isinstance(zero.of, Optimizer):
+        return zero.of is step.optimizer
+    return same_owner(zero.of, step.optimizer) is True
+
+
+def _last(events: list[Event]) -> Event | None:
+    return next(
+        (e for e in reversed(events) if isinstance(e, Backward | ScalerStep | OptimizerStep)), None
+    )
+
+
+def _inside_window(trace: Trace) -> Iterator[Mistake]:
+    """Zeroed on every micro-batch of a window."""
+    for backward, step in accumulates(trace):
+        for event in zeroed_with(trace, backward):
+            if _same(event, step):
+                yield Mistake(
+                    event.node,
+                    event.module,
+                    "gradients are zeroed on every micro-batch, but the step waits for the end of "
+                    "the window: only the last micro-batch counts; zero them behind the step",
+                )

@@ -1,0 +1,254 @@
+"""# scaled-loss-reported
+
+## What it does
+Reports a loss that is printed, logged or summed after it was multiplied by the loss scale, or
+after it was divided by the accumulation window. Silent for a sum over one window, and where it
+is multiplied back.
+
+## Why is this bad
+The figure is 65536 times too large and halves or doubles with the scale, or it is too small by
+the number of micro-batches. Runs cannot be compared, and early stopping or best-checkpoint
+logic acts on it.
+
+## Example
+    loss = criterion(model(x), y) / accumulate
+    scaler.scale(loss).backward()
+    running += loss.detach()
+
+## Use instead
+    loss = criterion(model(x), y)
+    scaler.scale(loss / accumulate).backward()
+    running += loss.detach()
+
+## Fix safety
+Unsafe: `--unsafe-fixes` multiplies a divided loss by its divisor again where it is reported, and
+reports a scaled one as it was before scaling: backward is then called on the scaled loss itself.
+The figures in logs, and what thresholds compare with them, change. No fix where the loss was
+divided or scaled in another function.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import partial
+
+from ampwise_lint.findings import Edit
+from ampwise_lint.model.analysis import Analysis, Trace
+from ampwise_lint.model.events import Accumulate, Report
+from ampwise_lint.model.nodes import Node
+from ampwise_lint.model.places import (
+    assignments,
+    block_of,
+    grouped,
+    has_comment,
+    loads,
+    scope_of,
+    stores,
+)
+from ampwise_lint.model.queries import accumulates, edit, given_in_parts, step_loops, uses_amp
+from ampwise_lint.model.roles import dotted
+from ampwise_lint.model.values import Scaler, Tensor, Wrapper, key_of
+from ampwise_lint.project import Module
+from ampwise_lint.rule import Mistake, rule
+
+
+@rule("AMP115", "scaled-loss-reported", "warning", fix="unsafe")
+def check(code: Analysis) -> Iterator[Mistake]:
+    if not uses_amp(code):
+        return
+    loops = step_loops(code)
+    for trace in code.traces:
+        windows = _windows(trace)
+        for event in trace.events:
+            if any(id(each.node) in loops.nodes for each in event.context.loops):
+                if isinstance(event, Report):
+                    yield from _mistakes(event, event.tensor, windows)
+                elif (
+                    isinstance(event, Accumulate)
+                    and isinstance(event.added, Tensor)
+                    and not event.added.host  # a number is reported, too
+                ):
+                    yield from _mistakes(event, event.added, windows)
+
+
+Windows = dict[str, set[int]]
+"""What losses are divided by, and the loops that run over the micro-batches of one window only."""
+
+
+def _windows(trace: Trace) -> Windows:
+    found: Windows = {}
+    for backward, step in accumulates(trace):
+        if isinstance(backward.tensor, Tensor) and backward.tensor.divided:
+            around = {id(each.node) for each in step.context.loops}
+            inner = {id(each.node) for each in backward.context.loops} - around
+            found.setdefault(key_of(backward.tensor.divisor), set()).update(inner)
+    for _, loss in given_in_parts(trace):
+        found.setdefault(key_of(loss.divisor), set())
+    return found
+
+
+def _mistakes(event: Report | Accumulate, tensor: Tensor, windows: Windows) -> Iterator[Mistake]:
+    yield from _scaled(event, tensor)
+    if _is_too_small(event, tensor, windows):
+        yield Mistake(
+            event.node,
+            event.module,
+            "the loss is reported after it was divided for accumulation: the figure is too "
+            "small by the number of micro-batches; report it before dividing, or multiply back",
+            mend=partial(_multiplied_back, event),
+        )
+
+
+def _scaled(event: Report | Accumulate, tensor: Tensor) -> Iterator[Mistake]:
+    if isinstance(tensor.scaled, Scaler | Wrapper):
+        yield Mistake(
+            event.node,
+            event.module,
+            "the loss is reported after it was multiplied by the loss scale: the figure is up to "
+            "65,536 times too large and jumps with the scale; report it before scaling",
+            mend=partial(_unscaled, event),
+        )
+
+
+def _is_too_small(event: Report | Accumulate, tensor: Tensor, windows: Windows) -> bool:
+    """Whether it was divided by the number of micro-batches, and nothing makes up for that."""
+    if not tensor.divided or (isinstance(event, Report) and event.rescaled):
+        return False
+    inner = windows.get(key_of(tensor.divisor))
+    return inner is not None and not _is_window_sum(event, inner)
+
+
+def _is_window_sum(event: Report | Accumulate, inner: set[int]) -> bool:
+    """Added up over the micro-batches of one window, which makes it their mean."""
+    if isinstance(event, Report) and not event.into:
+        return False
+    loop = event.context.loops[-1].node
+    return id(loop) in inner or _starts_anew(event, loop)
+
+
+def _starts_anew(event: Report | Accumulate, loop: Node) -> bool:
+    """Whether the sum is set to zero inside the loop that adds to it."""
+    if not isinstance(event.node, ast.AugAssign):
+        return False
+    name = dotted(event.node.target)
+    return any(
+        isinstance(each, ast.Assign) and any(dotted(target) == name for target in each.targets)
+        for each in ast.walk(loop)
+    )
+
+
+# ---------------------------------------------------------------------- fixes
+
+
+def _reported(event: Report | Accumulate) -> ast.expr | None:
+    """The expression that is reported."""
+    node = event.node
+    if isinstance(node, ast.AugAssign):
+        return node.value
+    if isinstance(event, Report) and event.into == "list" and isinstance(node, ast.Call):
+        return node.args[0] if node.args else None
+    return node if isinstance(node, ast.expr) else None
+
+
+def _name_of(node: ast.expr) -> str:
+    """``loss`` of ``loss.detach().item() / 8`` and ``float(loss)``; empty for other expressions."""
+    match node:
+        case ast.Name(id=name):
+            return name
+        case ast.Attribute(value=inner) | ast.BinOp(left=inner, op=ast.Mult() | ast.Div()):
+            return _name_of(inner)
+        case ast.Call(func=ast.Attribute() as inner, args=[], keywords=[]):
+            return _name_of(inner)
+        case ast.Call(func=ast.Name(id="float"), args=[inner]):
+            return _name_of(inner)
+        case _:
+            return ""
+
+
+def _multiplied_back(event: Report | Accumulate) -> tuple[Edit, ...]:
+    """``loss.item()`` of a loss that was divided by `n` becomes ``loss.item() * n``."""
+    reported = _reported(event)
+    name = _name_of(reported) if reported is not None else ""
+    if reported is None or not name:
+        return ()
+    module = event.module
+    divisors = _divisors(scope_of(module, event.node), name)
+    if len({ast.dump(each) for each in divisors}) != 1:
+        return ()
+    divisor = divisors[0]
+    if not dotted(divisor) and not isinstance(divisor, ast.Constant):
+        return ()
+    return (edit("replace", reported, f"{module.text_of(reported)} * {module.text_of(divisor)}"),)
+
+
+def _divisors(scope: ast.AST, name: str) -> list[ast.expr]:
+    """What a function divides a name's value by."""
+    found: list[ast.expr] = []
+    for each in assignments(scope, name):
+        value = each.value
+        if isinstance(each, ast.AugAssign) and isinstance(each.op, ast.Div):
+            found.append(each.value)
+        elif isinstance(value, ast.BinOp) and isinstance(value.op, ast.Div):
+            found.append(value.right)
+    return found
+
+
+def _unscaled(event: Report | Accumulate) -> tuple[Edit, ...]:
+    """Report what went into ``scaler.scale(...)``."""
+    reported = _reported(event)
+    if reported is None:
+        return ()
+    module = event.module
+    inline = _scale_call(reported)
+    if inline is not None:
+        return (edit("replace", inline, grouped(module, inline.args[0])),)
+    name = _name_of(reported)
+    scope = scope_of(module, event.node)
+    made = [e for e in assignments(scope, name) if e.value is not None and _is_scaling(e.value)]
+    if not name or len(made) != 1 or not isinstance(made[0], ast.Assign):
+        return ()
+    call = made[0].value
+    assert isinstance(call, ast.Call)
+    source = call.args[0]
+    if dotted(source) == name:
+        return _scaled_at_backward(module, made[0], call, name)
+    # The unscaled loss still has a name of its own.
+    if isinstance(source, ast.Name) and stores(scope, source.id) == 1:
+        return (edit("replace", loads(reported, name)[0], source.id),)
+    return ()
+
+
+def _scaled_at_backward(
+    module: Module, made: ast.Assign, call: ast.Call, name: str
+) -> tuple[Edit, ...]:
+    """``loss = scaler.scale(loss)`` goes, ``loss.backward()`` becomes that of the scaled loss."""
+    behind = block_of(module, made)
+    behind = behind[behind.index(made) + 1 :]
+    backward = [
+        node.func.value
+        for each in behind
+        for node in ast.walk(each)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "backward"
+        and dotted(node.func.value) == name
+    ]
+    if len(backward) != 1 or has_comment(module, made):
+        return ()
+    return (edit("remove", made), edit("replace", backward[0], module.text_of(call)))
+
+
+def _scale_call(node: ast.expr) -> ast.Call | None:
+    """``scaler.scale(loss)`` in ``scaler.scale(loss).item()``."""
+    calls = [e for e in ast.walk(node) if isinstance(e, ast.expr) and _is_scaling(e)]
+    return calls[0] if len(calls) == 1 and isinstance(calls[0], ast.Call) else None
+
+
+def _is_scaling(node: ast.expr) -> bool:
+    return (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "scale"
+        and len(node.args) == 1
+    )

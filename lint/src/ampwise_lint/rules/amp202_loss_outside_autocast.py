@@ -1,0 +1,92 @@
+"""# loss-outside-autocast
+
+## What it does
+Reports a loss computed outside autocast on the 16-bit output of a network that ran inside it,
+with no `.float()` in between; also one that is written by hand (the KL divergence of a VAE, `p *
+(p.log() - q.log())`), and inside `autocast(enabled=False)`, which by itself casts nothing up.
+
+## Why is this bad
+Inside autocast losses run in float32; outside they take the dtype of their inputs. In float16,
+`mse_loss` of an error of 300 is inf (300 squared is above 65504), `cross_entropy` with
+`reduction="sum"` over 32768 tokens of 50 equally likely classes is inf, and every loss keeps 11
+bits.
+
+## Example
+    with torch.autocast("cuda", dtype=torch.float16):
+        output = model(x)
+    loss = F.cross_entropy(output, y)
+    scaler.scale(loss).backward()
+
+## Use instead
+    with torch.autocast("cuda", dtype=torch.float16):
+        output = model(x)
+        loss = F.cross_entropy(output, y)
+    scaler.scale(loss).backward()
+
+## Fix safety
+Unsafe: `--unsafe-fixes` casts the half output up (`logits.float()`); moving the loss into the
+region is as right, and differs in memory.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from ampwise_lint.findings import Edit
+from ampwise_lint.model.analysis import Analysis, Trace
+from ampwise_lint.model.events import Backward, Loss
+from ampwise_lint.model.library import LOSS_FUNCTIONS
+from ampwise_lint.model.places import grouped
+from ampwise_lint.model.queries import edit, is_given, is_half_output, losses_by_hand
+from ampwise_lint.model.tensors import flatten
+from ampwise_lint.model.values import Value
+from ampwise_lint.rule import Mistake, rule
+
+
+@rule("AMP202", "loss-outside-autocast", "warning", fix="unsafe")
+def check(code: Analysis) -> Iterator[Mistake]:
+    for trace in code.traces:
+        if not trace.of(Backward) and not any(map(is_given, trace.events)):
+            continue
+        for event in trace.of(Loss):
+            if event.context.region is not None or event.context.no_grad:
+                continue
+            if event.context.regions and event.path not in LOSS_FUNCTIONS:
+                continue  # a function that is called with autocast switched off may cast by itself
+            half = next((each for each in flatten(event.inputs) if is_half_output(each)), None)
+            if half is not None:
+                yield Mistake(
+                    event.node,
+                    event.module,
+                    "the network ran in autocast and the loss is computed outside it on its "
+                    "half-precision output: softmax, log and sums of the loss run in half "
+                    "precision; compute the loss inside autocast, or on output.float()",
+                    _edits(event, half),
+                )
+        yield from _by_hand(trace)
+
+
+def _by_hand(trace: Trace) -> Iterator[Mistake]:
+    """A loss written as an expression, once a statement."""
+    seen: set[int] = set()
+    for event in losses_by_hand(trace):
+        statement = id(event.module.statement_of(event.node))
+        if statement not in seen:
+            seen.add(statement)
+            yield Mistake(
+                event.node,
+                event.module,
+                f"the network ran in autocast and {event.path} of its half-precision output runs "
+                "outside it, in half precision, as part of the loss; compute the loss inside "
+                "autocast, or on output.float()",
+            )
+
+
+def _edits(event: Loss, half: Value) -> tuple[Edit, ...]:
+    if not isinstance(event.node, ast.Call):
+        return ()
+    for node, value in zip(event.node.args, event.inputs, strict=False):
+        if value is half and not isinstance(node, ast.Starred):
+            return (edit("replace", node, f"{grouped(event.module, node)}.float()"),)
+    return ()

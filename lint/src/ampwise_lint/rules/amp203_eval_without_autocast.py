@@ -1,0 +1,233 @@
+"""# eval-without-autocast
+
+## What it does
+Reports a validation forward (no gradients, in a loop) outside autocast, of a network that is
+trained inside autocast in the same file.
+
+## Why is this bad
+The figures are those of another precision than the one that trains and, mostly, the one that
+will serve: an overflow or a rounding that hurts in 16 bits does not show. Validation also pays
+float32's time, and its outputs take twice the memory.
+
+## Example
+    with torch.no_grad():
+        for x, y in val_loader:
+            correct += (model(x).argmax(1) == y).sum()
+
+## Use instead
+    with torch.no_grad(), torch.autocast("cuda", dtype=torch.float16):
+        for x, y in val_loader:
+            correct += (model(x).argmax(1) == y).sum()
+
+## Fix safety
+Unsafe: `--unsafe-fixes` puts the forward, and forwards and losses that follow it in the block,
+under the autocast that training uses. The figures change, float32 may be what the author wants to
+compare with, and 16-bit outputs go on (`.numpy()` of bfloat16 raises). No fix where that autocast
+cannot be written at the place of the validation (its `enabled` is a local name of the training
+function), or the forward stands in the head of a statement or in a comprehension.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Iterator
+from functools import partial
+
+from ampwise_lint.findings import Edit
+from ampwise_lint.model.analysis import Analysis, Trace
+from ampwise_lint.model.events import Backward, CastDown, Forward, Loss
+from ampwise_lint.model.places import block_of, has_own_lines, has_torch, in_reach, wrap
+from ampwise_lint.model.roles import EVALUATION, dotted
+from ampwise_lint.model.values import Instance, Model, Region, key_of
+from ampwise_lint.project import Module
+from ampwise_lint.rule import Mistake, rule
+
+Places = dict[str, set[str]]
+OFF = re.compile(r"amp|scaler|fp16|half|mixed|precision")
+
+
+@rule("AMP203", "eval-without-autocast", "warning", fix="unsafe")
+def check(code: Analysis) -> Iterator[Mistake]:
+    all_trained = [each for trace in code.traces for each in _trained(trace)]
+    trained = _by_name(all_trained)
+    plain = _by_name(each for trace in code.traces for each in _trained_without(trace))
+    covered = {
+        id(each.node) for trace in code.traces for each in trace.of(Forward) if each.context.regions
+    }
+    halved = {
+        each.context.functions
+        for trace in code.traces
+        for each in trace.of(CastDown)
+        if isinstance(each.value, Model | Instance)
+    }
+    for trace in code.traces:
+        models = {_network(each) for each in _trained(trace)}
+        for event in trace.of(Forward):
+            same = (_network(event) in models and _is_reached(trace, event)) or (
+                _name(event.node) in trained and not _is_another(event, trained, plain)
+            )
+            if event.context.functions in halved:
+                continue  # it says itself what validates, if not on every path
+            if same and id(event.node) not in covered and _validates(event):
+                yield Mistake(
+                    event.node,
+                    event.module,
+                    "training runs this network in autocast, validation without: figures are those "
+                    "of another precision than the one trained in, and evaluation takes float32's "
+                    "time and memory; run it under the same autocast",
+                    mend=partial(_edits, event, trace, all_trained),
+                )
+
+
+def _network(event: Forward) -> str:
+    """Tells networks apart: ``model.module`` is the one that a wrapper of torch holds."""
+    network = event.model
+    if isinstance(network, Model) and network.wrapped and network.inner is not None:
+        network = network.inner
+    return key_of(network)
+
+
+def _trained(trace: Trace) -> list[Forward]:
+    """Forward passes in autocast that a backward follows."""
+    return [
+        each
+        for each in trace.of(Forward)
+        if each.is_root and each.context.region is not None and not each.context.no_grad
+    ]
+
+
+def _trained_without(trace: Trace) -> list[Forward]:
+    """Forward passes of training outside autocast."""
+    if not any(isinstance(each, Backward) for each in trace.events):
+        return []
+    return [
+        each
+        for each in trace.of(Forward)
+        if each.is_root
+        and each.context.region is None
+        and not each.context.no_grad
+        and each.training is not False
+    ]
+
+
+def _is_reached(trace: Trace, event: Forward) -> bool:
+    """Whether the branches it stands in go with those this path has taken elsewhere."""
+    return all(trace.decided.get(e.key, e.taken) is e.taken for e in event.context.conditions)
+
+
+def _is_another(event: Forward, trained: Places, plain: Places) -> bool:
+    """Whether only a name is shared with what is trained in autocast.
+
+    In its function, its class or its branch, the network of that name is trained without only.
+    """
+    name = _name(event.node)
+    return name in plain and bool(_places(event) & plain[name] - trained[name])
+
+
+def _by_name(events: Iterable[Forward]) -> Places:
+    """The places in which networks are trained, by their names."""
+    found: Places = {}
+    for each in events:
+        found.setdefault(_name(each.node), set()).update(_places(each))
+    return found
+
+
+def _places(event: Forward) -> set[str]:
+    """The function, the class and the branches something stands in."""
+    function = event.context.functions[-1] if event.context.functions else ""
+    class_ = function.rpartition(".")[0]
+    branches = {f"{e.key} is {e.taken}" for e in event.context.conditions if not e.known}
+    return branches | {f"def {function}"} | ({f"class {class_}"} if class_ else set())
+
+
+def _name(node: ast.AST) -> str:
+    return dotted(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
+
+
+def _validates(event: Forward) -> bool:
+    """Whether it belongs to a validation: by the mode, or by a function's name."""
+    if not event.is_root or not event.context.loops or _is_fallback(event):
+        return False
+    if _is_discarded(event.module, event.node):
+        return False  # a warm-up, a measurement of speed
+    if not event.context.no_grad and event.training is not False:
+        return False
+    names = [each.rpartition(".")[2] for each in event.context.functions[-2:]]
+    if names and "train" in names[-1] and not event.context.no_grad:
+        return False
+    loop = event.context.loops[-1].node
+    if isinstance(loop, ast.For | ast.AsyncFor):
+        names += [each.id for each in ast.walk(loop.iter) if isinstance(each, ast.Name)]
+    return event.training is False or any(EVALUATION.search(each) for each in names)
+
+
+def _is_discarded(module: Module, node: ast.AST) -> bool:
+    """Whether nobody looks at the output."""
+    match module.parents.get(id(node)):
+        case ast.Expr():
+            return True
+        case ast.Assign(targets=[ast.Name(id="_")]):
+            return True
+        case _:
+            return False
+
+
+def _is_fallback(event: Forward) -> bool:
+    """Whether it stands where lower precision is switched off."""
+    return any(
+        not each.taken
+        and isinstance(each.node, ast.If)
+        and OFF.search(event.module.unparsed(each.node.test))
+        for each in event.context.conditions
+    )
+
+
+# ---------------------------------------------------------------------- fixes
+
+SIMPLE = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Expr, ast.Return)
+
+
+def _edits(event: Forward, trace: Trace, trained: list[Forward]) -> tuple[Edit, ...]:
+    """Put the forward and the losses that follow it under the training's autocast."""
+    first = event.module.statement_of(event.node)
+    same = [each.context.region for each in trained if _is_same(each, event)]
+    regions = {id(each.node): each for each in same if each is not None}  # many paths, one place
+    texts = {_autocast(each, event.module, event.node) for each in regions.values()}
+    header = texts.pop() if len(texts) == 1 else ""
+    if not header or not isinstance(first, SIMPLE) or not has_own_lines(event.module, first):
+        return ()
+    return (wrap(first, _last(event.module, first, trace), f"with {header}:"),)
+
+
+def _is_same(trained: Forward, event: Forward) -> bool:
+    same = _network(trained) == _network(event)
+    return same or _name(trained.node) == _name(event.node)
+
+
+def _last(module: Module, first: ast.stmt, trace: Trace) -> ast.stmt:
+    """The last of the plain statements from the forward on that runs a network or a loss."""
+    events = [*trace.of(Loss), *(each for each in trace.of(Forward) if each.is_root)]
+    wanted = {id(module.statement_of(e.node)) for e in events if e.module is module}
+    block = block_of(module, first)
+    last = first
+    for each in block[block.index(first) + 1 :]:
+        if not isinstance(each, SIMPLE) or not has_own_lines(module, each):
+            break
+        if id(each) in wanted:
+            last = each
+    return last
+
+
+def _autocast(region: Region, module: Module, at: ast.AST) -> str:
+    """A region's call, as it may be written at another place; empty if it may not be."""
+    node = region.node
+    if not isinstance(node, ast.Call):
+        return ""
+    text = region.module.text_of(node)
+    if region.module is module and text.endswith(")") and in_reach(module, node, at):
+        return text
+    says_when = len(node.args) > 2 or any(e.arg in ("enabled", None) for e in node.keywords)
+    if says_when or region.device is None or region.dtype is None or not has_torch(module):
+        return ""
+    return f'torch.autocast("{region.device}", dtype=torch.{region.dtype})'

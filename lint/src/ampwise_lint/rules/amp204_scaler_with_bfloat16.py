@@ -1,0 +1,60 @@
+"""# scaler-with-bfloat16
+
+## What it does
+Reports an enabled `GradScaler(...)` that scales losses of a training whose autocast regions are
+all bfloat16. Silent where the dtype is not known, or float16 on another path.
+
+## Why is this bad
+bfloat16 ends at 3.39e38, as float32 does, so gradients neither underflow nor overflow for want
+of range, and scaling gains nothing. It costs a pass over all gradients and, with an optimizer
+that is not fused, a host sync per step.
+
+## Example
+    scaler = torch.amp.GradScaler("cuda")
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = criterion(model(x), y)
+    scaler.scale(loss).backward()
+
+## Use instead
+    scaler = torch.amp.GradScaler("cuda", enabled=dtype == torch.float16)
+    with torch.autocast("cuda", dtype=dtype):
+        loss = criterion(model(x), y)
+    scaler.scale(loss).backward()
+
+## Fix safety
+Unsafe: `--unsafe-fixes` adds `enabled=False`. The scaler also skips steps with inf or NaN, and
+some trainings lean on that.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from ampwise_lint.model.analysis import Analysis
+from ampwise_lint.model.events import Backward, Enter
+from ampwise_lint.model.queries import edit
+from ampwise_lint.model.values import Scaler
+from ampwise_lint.rule import Mistake, rule
+
+
+@rule("AMP204", "scaler-with-bfloat16", "info", fix="unsafe")
+def check(code: Analysis) -> Iterator[Mistake]:
+    scalers: dict[int, Scaler] = {}
+    dtypes: dict[int, set[str | None]] = defaultdict(set)
+    for trace in code.traces:
+        regions = {each.region.dtype for each in trace.of(Enter)}
+        for event in trace.of(Backward):
+            scaler = event.scaled
+            if isinstance(scaler, Scaler) and scaler.path:
+                scalers[id(scaler.node)] = scaler
+                dtypes[id(scaler.node)] |= regions
+    for place, scaler in scalers.items():
+        if dtypes[place] == {"bfloat16"}:
+            yield Mistake(
+                scaler.node,
+                scaler.module,
+                "autocast runs in bfloat16, which has float32's range: loss scaling only costs a "
+                "check and a host sync per step; use GradScaler(enabled=False), or none",
+                (edit("argument", scaler.node, "enabled=False"),),
+            )

@@ -1,0 +1,75 @@
+"""# fp16-without-scaler
+
+## What it does
+Reports backward of an unscaled loss whose forward ran in float16 autocast, when an optimizer
+steps on it and the file has no scaler. `autocast("cuda")` without a dtype is float16.
+
+## Why is this bad
+The smallest float16 is 6e-8, and what is below half of it becomes 0. Where gradients of
+activations are smaller, parts of the network stop learning without a word: with a loss
+multiplied by 1e-6 all weight gradients were 0, and at a scale of 16384 none.
+
+## Example
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = criterion(model(x), y)
+    loss.backward()
+    optimizer.step()
+
+## Use instead
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = criterion(model(x), y)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+## Fix safety
+No automatic fix: a scaler has to be made, stepped, updated and checkpointed; bfloat16 is the
+other way out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ampwise_lint.model.analysis import Analysis
+from ampwise_lint.model.events import Backward, Forward, Made, OptimizerStep, ScalerStep
+from ampwise_lint.model.queries import is_managed, is_unscaled
+from ampwise_lint.model.values import Scaler, Tensor
+from ampwise_lint.rule import Mistake, rule
+
+
+@rule("AMP205", "fp16-without-scaler", "error")
+def check(code: Analysis) -> Iterator[Mistake]:
+    if code.any(ScalerStep) or code.any(Made, lambda e: isinstance(e.value, Scaler)):
+        return
+    for trace in code.traces:
+        if is_managed(trace):
+            continue
+        half = False
+        waiting: list[Backward] = []
+        for event in trace.events:
+            match event:
+                case Forward(is_root=True):
+                    region = event.context.region
+                    half = region is not None and region.dtype == "float16"
+                case Backward() if half and is_unscaled(event) and not _has_factor(event):
+                    waiting.append(event)
+                case OptimizerStep():
+                    yield from map(_mistake, waiting)
+                    waiting = []
+                case _:
+                    pass
+
+
+def _has_factor(event: Backward) -> bool:
+    """Scaled by hand: AMP216's."""
+    return isinstance(event.tensor, Tensor) and event.tensor.factor is not None
+
+
+def _mistake(event: Backward) -> Mistake:
+    return Mistake(
+        event.node,
+        event.module,
+        "training runs in float16 autocast without loss scaling: gradients below 6e-8 become zero, "
+        "without a word; scale the loss with torch.amp.GradScaler, or use dtype=torch.bfloat16",
+    )

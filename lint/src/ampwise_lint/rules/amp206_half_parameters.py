@@ -1,0 +1,94 @@
+"""# half-parameters
+
+## What it does
+Reports `model.half()` or `.to(torch.float16)` of a network whose parameters are trained:
+through a scaler, or by Adam, AdamW, NAdam or RAdam with an eps that is 0 in float16.
+
+## Why is this bad
+`unscale_`, and `step` of an optimizer that is not fused, raise ValueError "Attempting to
+unscale FP16 gradients." Adam's eps of 1e-8 is 0 in float16 and the square of a gradient of 1e-4
+is, too: one step (not fused) made weights -inf, and NaN where the gradient was 0. Updates below
+half an ULP of a weight are lost.
+
+## Example
+    model = Net().cuda().half()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
+    loss = criterion(model(x.half()).float(), y)
+    loss.backward()
+    optimizer.step()
+
+## Use instead
+    model = Net().cuda()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = criterion(model(x), y)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+## Fix safety
+No automatic fix: memory, checkpoints and casts of inputs depend on the parameters' dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ampwise_lint.model.analysis import Analysis, Trace
+from ampwise_lint.model.events import CastDown, OptimizerStep, ScalerStep
+from ampwise_lint.model.queries import is_managed, owners
+from ampwise_lint.model.values import Const, Instance, Model, Optimizer, key_of
+from ampwise_lint.rule import Mistake, rule
+
+ADAM = ("Adam", "AdamW", "NAdam", "RAdam")
+EPS_LOST = 3e-8
+"""Half the smallest float16: what is smaller becomes zero."""
+
+
+@rule("AMP206", "half-parameters", "error")
+def check(code: Analysis) -> Iterator[Mistake]:
+    for trace in code.traces:
+        if is_managed(trace):
+            continue
+        for event in trace.of(CastDown):
+            if event.cast == "float16" and isinstance(event.value, Model | Instance):
+                yield from _trained(trace, event)
+
+
+def _trained(trace: Trace, cast: CastDown) -> Iterator[Mistake]:
+    key = key_of(cast.value)
+    for step in trace.events:
+        if not isinstance(step, ScalerStep | OptimizerStep):
+            continue
+        optimizer = step.optimizer
+        if not isinstance(optimizer, Optimizer) or key not in owners(optimizer):
+            continue
+        if isinstance(step, ScalerStep):
+            yield _mistake(
+                cast,
+                "unscale_, and step unless fused, raise ValueError (Attempting to unscale FP16 "
+                "gradients)",
+            )
+        elif optimizer.path.rpartition(".")[2] in ADAM and _loses_eps(optimizer):
+            yield _mistake(
+                cast,
+                "Adam's eps of 1e-8 is 0 in float16, so updates divide by zero and become NaN",
+            )
+
+
+def _loses_eps(optimizer: Optimizer) -> bool:
+    eps = optimizer.arguments.get("eps")
+    if "fused" in optimizer.arguments:
+        return False  # the fused kernel computes in float32
+    if eps is None:
+        return "**" not in optimizer.arguments
+    return isinstance(eps, Const) and isinstance(eps.value, float) and eps.value < EPS_LOST
+
+
+def _mistake(cast: CastDown, harm: str) -> Mistake:
+    return Mistake(
+        cast.node,
+        cast.module,
+        f"the parameters themselves are float16: {harm}; keep parameters in float32 and run the "
+        "forward under autocast",
+    )

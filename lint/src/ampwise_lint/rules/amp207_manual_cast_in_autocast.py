@@ -1,0 +1,103 @@
+"""# manual-cast-in-autocast
+
+## What it does
+Reports `.half()`, `.bfloat16()` or `.to(...)` one of these dtypes, of a tensor inside autocast
+or of an input just before the network's call in it. Casts up (`.float()`) are right and not
+reported.
+
+## Why is this bad
+Autocast casts where an operation is faster in 16 bits and leaves alone what needs float32.
+After a cast by hand, norms, softmax and losses get values with 11 bits (float16) or 8
+(bfloat16); inputs above 65504 are inf in float16. With autocast off, float32 weights meet
+16-bit inputs and the product raises.
+
+## Example
+    x = x.cuda().half()
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = criterion(model(x), y)
+
+## Use instead
+    x = x.cuda()
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = criterion(model(x), y)
+
+## Fix safety
+Unsafe: `--unsafe-fixes` removes `.half()`, `.bfloat16()` and the dtype in `.to(...)`. The cast may
+be there to save memory, or for a custom kernel. A dtype that is given by a name is left.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from ampwise_lint.findings import Edit
+from ampwise_lint.model.analysis import Analysis
+from ampwise_lint.model.events import CastDown, Forward
+from ampwise_lint.model.library import DTYPES
+from ampwise_lint.model.nodes import Node
+from ampwise_lint.model.places import has_comment
+from ampwise_lint.model.queries import edit
+from ampwise_lint.model.roles import dotted
+from ampwise_lint.model.tensors import flatten
+from ampwise_lint.model.values import Instance, Model, Tensor
+from ampwise_lint.project import Module
+from ampwise_lint.rule import Mistake, rule
+
+_MESSAGE = (
+    "a tensor is cast to {dtype} by hand {where} autocast: operations that autocast keeps in "
+    "float32 (losses, softmax, norms) get values that are rounded already, and without autocast "
+    "the code no longer runs; leave the cast to autocast"
+)
+
+
+@rule("AMP207", "manual-cast-in-autocast", "warning", fix="unsafe")
+def check(code: Analysis) -> Iterator[Mistake]:
+    for trace in code.traces:
+        for event in trace.events:
+            if event.context.no_grad:
+                continue  # what is cast for inference only is meant to be
+            if isinstance(event, CastDown) and event.context.region is not None:
+                if not isinstance(event.value, Model | Instance):
+                    message = _MESSAGE.format(dtype=event.cast, where="inside")
+                    yield Mistake(
+                        event.node, event.module, message, _edits(event.node, event.module)
+                    )
+            elif isinstance(event, Forward) and event.context.region is not None and event.is_root:
+                for each in flatten(event.inputs):
+                    if isinstance(each, Tensor) and each.cast is not None:
+                        message = _MESSAGE.format(dtype=each.cast.dtype, where="just before")
+                        edits = _edits(each.cast.node, each.cast.module)
+                        yield Mistake(each.cast.node, each.cast.module, message, edits)
+
+
+def _edits(node: Node, module: Module) -> tuple[Edit, ...]:
+    """``x.half()`` and ``x.to(torch.half)`` become ``x``; a cast that moves too goes on moving."""
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        return ()
+    owner = module.text_of(node.func.value)
+    arguments = [*node.args, *node.keywords]
+    kept = [each for each in arguments if not _is_dtype(module, each)]
+    dtypes = 0 if node.func.attr in ("half", "bfloat16") else 1
+    if len(arguments) != len(kept) + dtypes or (kept and not dtypes):
+        return ()
+    if kept:
+        given = ", ".join(map(module.text_of, kept))
+        return (edit("replace", node, f"{owner}.{node.func.attr}({given})"),)
+    if (rebinding := _rebinding(module, node, owner)) is not None:
+        return (edit("remove", rebinding),)
+    return (edit("replace", node, owner),)
+
+
+def _rebinding(module: Module, node: ast.Call, owner: str) -> ast.Assign | None:
+    """``x = x.half()``, of which nothing is left without the cast."""
+    statement = module.statement_of(node)
+    if not isinstance(statement, ast.Assign) or statement.value is not node:
+        return None
+    same = [dotted(each) for each in statement.targets] == [owner]
+    return statement if same and not has_comment(module, statement) else None
+
+
+def _is_dtype(module: Module, argument: ast.expr | ast.keyword) -> bool:
+    node = argument.value if isinstance(argument, ast.keyword) else argument
+    return module.imports.full(node) in DTYPES

@@ -1,0 +1,100 @@
+"""# mask-constant-overflow
+
+## What it does
+Reports a constant beyond 65504, such as -1e9, that is filled into a float16 tensor: by
+`masked_fill`, `where`, `full_like` or assignment to a mask.
+
+## Why is this bad
+`masked_fill` and `full_like` raise RuntimeError "value cannot be converted to type c10::Half
+without overflow"; `where` and assignment give -inf, and a row that is masked throughout becomes
+NaN in softmax. bfloat16 holds -1e9.
+
+## Example
+    scores = q @ k.transpose(-2, -1)
+    scores = scores.masked_fill(mask, -1e9)
+    weights = scores.softmax(dim=-1)
+
+## Use instead
+    scores = q @ k.transpose(-2, -1)
+    scores = scores.masked_fill(mask, torch.finfo(scores.dtype).min)
+    weights = scores.softmax(dim=-1)
+
+## Fix safety
+Unsafe: `--unsafe-fixes` writes `torch.finfo(x.dtype).min` in `x.masked_fill(mask, ...)`,
+`torch.where(mask, x, ...)` and `x[mask] = ...`, where the tensor has a name. In rows that are
+masked throughout the two constants give different weights.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from ampwise_lint.findings import Edit
+from ampwise_lint.model.analysis import Analysis
+from ampwise_lint.model.events import Op
+from ampwise_lint.model.places import has_torch
+from ampwise_lint.model.queries import edit, receiver
+from ampwise_lint.model.roles import dotted
+from ampwise_lint.model.values import Const, Tensor, Value
+from ampwise_lint.rule import Mistake, rule
+
+FLOAT16_MAX = 65504.0
+FILLS = {"masked_fill": 2, "masked_fill_": 2, "where": 2, "setitem": 2, "full_like": 1}
+
+
+@rule("AMP212", "mask-constant-overflow", "error", fix="unsafe")
+def check(code: Analysis) -> Iterator[Mistake]:
+    for trace in code.traces:
+        for event in trace.of(Op):
+            if event.path in FILLS and (value := _constant(event)) and _is_half(event):
+                yield Mistake(
+                    event.node,
+                    event.module,
+                    f"{value:g} does not fit into float16, which ends at 65,504: filling with it "
+                    "raises RuntimeError or gives -inf; use torch.finfo(x.dtype).min, or a "
+                    "boolean mask",
+                    _edits(event, value),
+                )
+
+
+def _edits(event: Op, value: float) -> tuple[Edit, ...]:
+    """``x.masked_fill(mask, -1e9)`` becomes ``x.masked_fill(mask, torch.finfo(x.dtype).min)``."""
+    owner, constant = _filled(event)
+    if not owner or constant is None or not has_torch(event.module):
+        return ()
+    end = "min" if value < 0 else "max"
+    return (edit("replace", constant, f"torch.finfo({owner}.dtype).{end}"),)
+
+
+def _filled(event: Op) -> tuple[str, ast.expr | None]:
+    """The name of the tensor, and the constant that goes into it."""
+    node = event.node
+    statement = event.module.statement_of(node)
+    match node:
+        case ast.Call(args=[_, constant]) if event.path.startswith("masked_fill"):
+            return receiver(node), constant
+        case ast.Call(args=[_], keywords=[ast.keyword(arg="value", value=constant)]):
+            return receiver(node), constant
+        case ast.Call(args=[_, kept, filled]) if event.path == "where":
+            first_is_constant = isinstance(kept, ast.Constant | ast.UnaryOp)
+            return (dotted(filled), kept) if first_is_constant else (dotted(kept), filled)
+        case ast.Subscript(value=owner) if isinstance(statement, ast.Assign):
+            return dotted(owner), statement.value
+        case _:
+            return "", None
+
+
+def _constant(event: Op) -> float | None:
+    values: list[Value] = [*event.inputs, *event.arguments.values()]
+    for each in values:
+        if isinstance(each, Const) and isinstance(each.value, int | float):
+            size = abs(each.value)
+            if FLOAT16_MAX < size < float("inf"):
+                return float(each.value)
+    return None
+
+
+def _is_half(event: Op) -> bool:
+    tensors = [each for each in event.inputs if isinstance(each, Tensor)]
+    return any(each.dtype == "float16" for each in tensors)

@@ -1,0 +1,55 @@
+"""# autocast-outside-dataparallel-forward
+
+## What it does
+Reports the call of an `nn.DataParallel` network inside an autocast region whose dtype is not
+float16. PyTorch hands its replicas that autocast is on, but not the dtype: for float16, the
+default, nothing goes wrong, and nothing is reported.
+
+## Why is this bad
+Autocast's state belongs to a thread, and DataParallel runs each replica in a thread of its own.
+It takes over that autocast is on, but not its dtype: with `dtype=torch.bfloat16` the replicas
+run in float16, CUDA's default, which ends at 65504, and no scaler is there.
+
+## Example
+    model = nn.DataParallel(Net().cuda())
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = criterion(model(x), y)
+
+## Use instead
+    class Net(nn.Module):
+        def forward(self, x):
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                return self.layers(x)
+
+    model = nn.DataParallel(Net().cuda())
+
+## Fix safety
+No automatic fix: the module's code changes, or DataParallel gives way to
+DistributedDataParallel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ampwise_lint.model.analysis import Analysis
+from ampwise_lint.model.events import Forward
+from ampwise_lint.model.values import Instance, Model
+from ampwise_lint.rule import Mistake, rule
+
+
+@rule("AMP215", "autocast-outside-dataparallel-forward", "warning")
+def check(code: Analysis) -> Iterator[Mistake]:
+    for trace in code.traces:
+        for event in trace.of(Forward):
+            region = event.context.region
+            wrapped = isinstance(event.model, Model | Instance) and event.model.wrapped == "dp"
+            if wrapped and event.is_root and region is not None and region.dtype != "float16":
+                yield Mistake(
+                    event.node,
+                    event.module,
+                    "autocast stands around a DataParallel call: its replicas run in threads of "
+                    "their own, which take over that autocast is on but not its dtype, and so run "
+                    "in float16; put autocast inside the module's forward, or use "
+                    "DistributedDataParallel",
+                )

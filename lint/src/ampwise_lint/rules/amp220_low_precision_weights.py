@@ -1,0 +1,78 @@
+"""# low-precision-weights
+
+## What it does
+Reports a network whose parameters are all cast to bfloat16 or float16 and trained by a plain
+optimizer of `torch.optim`. Silent where the file has float32 masters, stochastic rounding or
+adapters, and where AMP206 reports the cast already.
+
+## Why is this bad
+bfloat16 keeps 8 bits, float16 11: an update that is smaller than half an ULP of its weight, 1/512
+of it in bfloat16, changes nothing. With a learning rate of 1e-4 most updates of Adam are, once
+weights have grown to 0.1; training stands still where float32 goes on.
+
+## Example
+    model = Net().cuda().to(torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    loss = criterion(model(x), y)
+    loss.backward()
+    optimizer.step()
+
+## Use instead
+    model = Net().cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = criterion(model(x), y)
+    loss.backward()
+    optimizer.step()
+
+## Fix safety
+No automatic fix: memory, checkpoints and casts of inputs depend on the parameters' dtype.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from ampwise_lint.model.analysis import Analysis, Trace
+from ampwise_lint.model.events import CastDown, OptimizerStep
+from ampwise_lint.model.queries import is_managed, owners
+from ampwise_lint.model.values import Instance, Model, Optimizer, key_of
+from ampwise_lint.rule import Mistake, rule
+
+HELPED = re.compile(r"master|fp32_|stochastic|kahan|lora|peft|adapter|requires_grad", re.IGNORECASE)
+ADAM = ("Adam", "AdamW", "NAdam", "RAdam")
+
+
+@rule("AMP220", "low-precision-weights", "warning")
+def check(code: Analysis) -> Iterator[Mistake]:
+    if HELPED.search(code.module.source.text):
+        return
+    for trace in code.traces:
+        if is_managed(trace):
+            continue
+        for event in trace.of(CastDown):
+            if isinstance(event.value, Model | Instance) and _is_trained(trace, event):
+                yield Mistake(
+                    event.node,
+                    event.module,
+                    f"all parameters are {event.cast} and the optimizer keeps no float32 copy: "
+                    f"updates below 1/{512 if event.cast == 'bfloat16' else 4096} of a weight are "
+                    "lost; keep parameters in float32 and run the forward under autocast",
+                )
+
+
+def _is_trained(trace: Trace, cast: CastDown) -> bool:
+    """Whether an optimizer without masters steps these parameters."""
+    for step in trace.of(OptimizerStep):
+        home, _, name = step.optimizer.path.rpartition(".")
+        plain = home.startswith("torch.optim")
+        # AMP206 says what Adam does to float16.
+        other = name in ADAM and cast.cast == "float16" and not _is_fused(step.optimizer)
+        if plain and not other and key_of(cast.value) in owners(step.optimizer):
+            return True
+    return False
+
+
+def _is_fused(optimizer: Optimizer) -> bool:
+    return "fused" in optimizer.arguments

@@ -1,0 +1,115 @@
+"""# weights-through-half
+
+## What it does
+Reports a network that is put through `.half()` (or `.bfloat16()`) and back by `.float()` in one
+function, and checkpoints to resume from (with the optimizer's state) whose weights or average are
+halved. Silent for a copy.
+
+## Why is this bad
+`module.half()` changes the module itself, and what 11 bits cannot hold is gone: `.float()` brings
+the dtype back, not the values. An average moves by less than that a step (1 - 0.9999), so it stands
+still or jumps; a resumed training begins at other weights than the ones it stopped with.
+
+## Example
+    ema.half()
+    validate(ema)
+    ema.float()
+
+## Use instead
+    with torch.autocast("cuda", dtype=torch.float16):
+        validate(ema)
+
+## Fix safety
+No automatic fix: a copy takes memory, and files that hold float32 are twice as large.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from ampwise_lint.model.analysis import Analysis
+from ampwise_lint.model.events import Save
+from ampwise_lint.model.nodes import Node
+from ampwise_lint.model.places import assignments, scope_of
+from ampwise_lint.model.roles import dotted
+from ampwise_lint.project import Module
+from ampwise_lint.rule import Mistake, rule
+
+HALVES = ("half", "bfloat16")
+
+
+@rule("AMP221", "weights-through-half", "warning")
+def check(code: Analysis) -> Iterator[Mistake]:
+    yield from _through_half(code.module)
+    for save in code.of(Save):
+        made = save.mapping.node if save.mapping is not None else None
+        if isinstance(made, ast.Dict) and (half := _resumable_half(made)) is not None:
+            yield Mistake(
+                half,
+                save.module,
+                "a checkpoint that holds the optimizer's state is there to go on from, but its "
+                "weights are rounded to 16 bits: training resumes at other weights; save float32, "
+                "and halve what is handed out",
+            )
+
+
+def _through_half(module: Module) -> Iterator[Mistake]:
+    """Networks that are cast down and up again."""
+    if ".float()" not in module.source.text:
+        return
+    calls = [each for each in module.index.of(ast.Call) if isinstance(each.func, ast.Attribute)]
+    back = {_owner(each): each for each in calls if _is_in_place(module, each, ("float",))}
+    for call in calls:
+        later = back.get(_owner(call))
+        if later is None or not _is_in_place(module, call, HALVES) or later.lineno <= call.lineno:
+            continue
+        scope = scope_of(module, call)
+        if scope is scope_of(module, later) and not _is_copy(scope, _owner(call)):
+            yield Mistake(
+                call,
+                module,
+                "the weights themselves are rounded to 16 bits and cast back: what was lost stays "
+                "lost, and an average of weights stands still; run it under autocast, or halve a "
+                "copy",
+            )
+
+
+def _owner(call: ast.Call) -> str:
+    return dotted(call.func.value) if isinstance(call.func, ast.Attribute) else ""
+
+
+def _is_in_place(module: Module, call: ast.Call, names: tuple[str, ...]) -> bool:
+    """``network.half()`` as a statement, or of one that is used as a network."""
+    owner = _owner(call)
+    if not isinstance(call.func, ast.Attribute) or call.func.attr not in names or call.args:
+        return False
+    around = module.parents[id(call)]
+    alone = isinstance(around, ast.Expr) or (isinstance(around, ast.IfExp) and names is HALVES)
+    return bool(owner) and alone and (module.roles.is_network(owner) or "ema" in owner)
+
+
+def _is_copy(scope: ast.AST, name: str) -> bool:
+    made = [each.value for each in assignments(scope, name) if each.value is not None]
+    return any("copy" in ast.unparse(each) for each in made)
+
+
+def _resumable_half(made: ast.Dict) -> Node | None:
+    """The cast of weights in a dict that has an optimizer's state, too."""
+    named = [
+        (str(getattr(key, "value", "")), value)
+        for key, value in zip(made.keys, made.values, strict=True)
+    ]
+    if not any("optim" in key and not isinstance(e, ast.Constant) for key, e in named):
+        return None
+    halves = [
+        each
+        for key, value in named
+        if "optim" not in key
+        for each in ast.walk(value)
+        if isinstance(each, ast.Call)
+        and isinstance(each.func, ast.Attribute)
+        and each.func.attr in HALVES
+        and not each.args
+    ]
+    return halves[0] if halves else None

@@ -1,0 +1,182 @@
+"""# sync-in-hot-loop
+
+## What it does
+Reports what copies a value to the host on every step of a mixed-precision training loop:
+`.item()`, `.cpu()`, `float(loss)`, `print(loss)`, `get_scale()`; one finding for each loop and
+kind, with all lines. Silent under a condition such as `step % 100 == 0` or `step == 0`, and in
+branches that leave the loop.
+
+## Why is this bad
+The host waits until the device has done all that is queued, and the device then waits until the
+host has queued more. The faster the step, the larger that share. Even on a CPU `.item()` has a
+price, 3 us, and a finite check with `.item()` 87 us.
+
+## Example
+    for x, y in loader:
+        loss = train_step(x, y)
+        total += loss.item()
+
+## Use instead
+    total = torch.zeros((), device="cuda")
+    for x, y in loader:
+        loss = train_step(x, y)
+        total += loss.detach()
+    print(total.item() / len(loader))
+
+## Fix safety
+Unsafe: `--unsafe-fixes` keeps a sum on the device: `total += loss.item()` adds `loss.detach()`,
+and behind the loop `total = float(total)` reads it once. Sums are then rounded to float32. Only
+where the loop does nothing else with the sum, and the sum begins as a number. What is printed,
+logged, appended to a list or compared on every step is left: code that goes on with the number
+expects one, and how often to report, only the author knows.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ampwise_lint.findings import Edit
+from ampwise_lint.model.analysis import Analysis, Trace
+from ampwise_lint.model.events import HostSync, SchedulerStep
+from ampwise_lint.model.places import block_of, functions_of, loads, stores
+from ampwise_lint.model.queries import Steps, edit, is_always, is_hot, step_loops, uses_amp
+from ampwise_lint.model.roles import dotted
+from ampwise_lint.model.values import Tensor, Unknown
+from ampwise_lint.rule import Mistake, rule
+
+
+@rule("AMP301", "sync-in-hot-loop", "info", fix="unsafe")
+def check(code: Analysis) -> Iterator[Mistake]:
+    if not uses_amp(code):
+        return
+    loops = step_loops(code)
+    schedules = [each for trace in code.traces for each in trace.of(SchedulerStep)]
+    waits = {each.context.functions for each in schedules if _asks_scale(each)}
+    found: dict[tuple[object, ...], dict[int, _Place]] = {}
+    edits: dict[int, tuple[Edit, ...]] = {}
+    for trace in code.traces:
+        for event in trace.of(HostSync):
+            if event.how == "get_scale" and event.context.functions in waits:
+                continue  # the price of a schedule that waits for skipped steps: AMP112
+            # Of what another file is given more has to be known.
+            sure = event.module is code.module or isinstance(event.tensor, Tensor)
+            if sure and not _is_on_host(event) and is_hot(event, loops, trace):
+                if id(event.node) not in edits:  # a search, once for each place
+                    edits[id(event.node)] = _edits(event)
+                place = _Place(event, is_always(event, loops), edits[id(event.node)])
+                if not event.module.source.ignores(event.node.lineno, "AMP301"):
+                    key = (_loop(event, loops, trace), event.how, bool(place.edits))
+                    found.setdefault(key, {}).setdefault(id(event.node), place)
+    for places in found.values():
+        yield _mistake(sorted(places.values(), key=lambda each: each.line))
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where the host waits."""
+
+    event: HostSync
+    always: bool
+    edits: tuple[Edit, ...]
+
+    @property
+    def line(self) -> int:
+        return self.event.node.lineno
+
+
+def _loop(event: HostSync, loops: Steps, trace: Trace) -> object:
+    """What makes places one finding: the loop over the steps, or the function that makes one."""
+    around = [each.node for each in event.context.loops if id(each.node) in loops.nodes]
+    return id(event.module), id(around[0]) if around else trace.root
+
+
+HOST = re.compile(r"\b(np|numpy|random|math|time|cfg|config|args)\b|[mM]eter")
+
+
+def _is_on_host(event: HostSync) -> bool:
+    """Whether something of which nothing else is known lies on the host, by where it comes from."""
+    return isinstance(event.tensor, Unknown) and bool(HOST.search(event.tensor.key))
+
+
+def _mistake(places: list[_Place]) -> Mistake:
+    first, *others = places
+    lines = sorted({each.line for each in others} - {first.line})
+    also = f" (also in line{'s' * (len(lines) > 1)} {', '.join(map(str, lines))})" if lines else ""
+    often = "on every step" if first.always else "on each step that comes here"
+    return Mistake(
+        first.event.node,
+        first.event.module,
+        f"{first.event.how} waits for the device {often}{also}: the queue of kernels runs dry and "
+        "the speed of lower precision is lost; keep the tensor (.detach()), and read it every so "
+        "many steps",
+        tuple(edit for each in places for edit in each.edits),
+    )
+
+
+def _asks_scale(event: SchedulerStep) -> bool:
+    return any("get_scale" in each.key for each in event.context.conditions)
+
+
+# ---------------------------------------------------------------------- fixes
+
+READS = ("item", "cpu", "detach", "numpy", "tolist")
+
+
+def _edits(event: HostSync) -> tuple[Edit, ...]:
+    """``total += loss.item()``: add the tensor, and read the sum behind the loop."""
+    if not event.context.loops:
+        return ()  # a function that makes one step
+    module, node = event.module, event.node
+    statement, loop = module.statement_of(node), event.context.loops[-1].node
+    if not isinstance(statement, ast.AugAssign) or not isinstance(statement.op, ast.Add | ast.Sub):
+        return ()
+    total = dotted(statement.target)
+    if not isinstance(loop, ast.For | ast.While) or loop.orelse:
+        return ()
+    if not total or not isinstance(event.tensor, Tensor):
+        return ()
+    if functions_of(module, loop) != functions_of(module, node) or stores(loop, total) != 1:
+        return ()
+    begin = _begins_as(block_of(module, loop), loop, total)
+    # A count that begins as an int is to stay one.
+    if loads(loop, total) or begin is None or (begin is int and not event.tensor.loss):
+        return ()
+    outer = _outermost(statement.value, node)
+    tensor = _tensor_of(outer)
+    if tensor is None:
+        return ()
+    # In half, a sum would stand still; where the dtype is not known it may be that.
+    cast = "" if event.tensor.dtype == "float32" else ".float()"
+    text = f"{module.text_of(tensor)}.detach(){cast}"
+    return (edit("replace", outer, text), edit("after", loop, f"{total} = float({total})"))
+
+
+def _begins_as(block: list[ast.stmt], loop: ast.stmt, total: str) -> type | None:
+    """The type of the number the sum is set to before the loop, in the same block."""
+    for each in reversed(block[: block.index(loop)]):
+        if isinstance(each, ast.Assign) and any(dotted(e) == total for e in each.targets):
+            value = each.value.value if isinstance(each.value, ast.Constant) else None
+            return type(value) if isinstance(value, int | float) else None
+    return None
+
+
+def _outermost(expression: ast.expr, read: ast.AST) -> ast.expr:
+    """The longest chain of reads around one: ``loss.cpu().item()`` around ``loss.cpu()``."""
+    chains = [e for e in ast.walk(expression) if isinstance(e, ast.Call) and read in ast.walk(e)]
+    return next((each for each in chains if _tensor_of(each) is not None), expression)
+
+
+def _tensor_of(node: ast.expr) -> ast.expr | None:
+    """``loss`` of ``loss.detach().cpu().item()`` and of ``float(loss)``."""
+    match node:
+        case ast.Call(func=ast.Name(id="float"), args=[inner], keywords=[]):
+            return _tensor_of(inner) or inner
+        case ast.Call(func=ast.Attribute(value=inner, attr=name), args=[], keywords=[]):
+            return (_tensor_of(inner) or inner) if name in READS else None
+        case ast.Attribute(value=inner, attr="data"):
+            return inner
+        case _:
+            return None

@@ -1,0 +1,117 @@
+"""# timing-without-sync
+
+## What it does
+Reports a time taken in a training loop, around work on the device, with no synchronize, event
+or read value before the clock is read the second time. `scaler.step` of an optimizer that is not
+fused reads found_inf, and so waits, too.
+
+## Why is this bad
+Calls to CUDA return when work is queued. The difference is the time of queuing, not of
+computing: a comparison of float32 with 16 bits compares how fast Python queues the two.
+
+## Example
+    start = time.perf_counter()
+    train_step(x, y)
+    seconds = time.perf_counter() - start
+
+## Use instead
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    train_step(x, y)
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - start
+
+## Fix safety
+No automatic fix: CUDA events, or a block of steps with one synchronize, disturb the measurement
+less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ampwise_lint.model.analysis import Analysis
+from ampwise_lint.model.events import (
+    Backward,
+    Elapsed,
+    Event,
+    Forward,
+    HostSync,
+    OptimizerStep,
+    ScalerStep,
+    Synchronize,
+)
+from ampwise_lint.model.queries import step_loops, uses_amp
+from ampwise_lint.model.values import FALSE, Const, Optimizer, Value
+from ampwise_lint.rule import Mistake, rule
+
+
+@rule("AMP304", "timing-without-sync", "warning")
+def check(code: Analysis) -> Iterator[Mistake]:
+    if not uses_amp(code):
+        return
+    loops = step_loops(code)
+    waited = {
+        id(each.node)
+        for trace in code.traces
+        for each in trace.of(Elapsed)
+        if _waits(trace.events[each.begin : each.end])
+    }
+    for trace in code.traces:
+        for event in trace.of(Elapsed):
+            if id(event.node) in waited:
+                continue  # on some path it waits: there where there is something to wait for
+            begun = trace.events[event.begin - 1].context.loops[-1:]
+            timed = trace.events[event.begin : event.end]
+            inside = any(
+                id(each.node) in loops.nodes for each in event.context.loops
+            ) or _times_forward(event, timed)
+            # Over a whole epoch, what is still queued at its end does not count.
+            if inside and begun == event.context.loops[-1:] and _ends_at_work(timed):
+                yield _mistake(trace.events[event.end - 1])
+
+
+def _times_forward(event: Elapsed, timed: list[Event]) -> bool:
+    """Whether a network runs in it, each time round the same loop."""
+    loops = event.context.loops
+    return bool(loops) and any(
+        isinstance(each, Forward) and each.is_root and each.context.loops == loops for each in timed
+    )
+
+
+def _waits(events: list[Event]) -> bool:
+    """Whether the device is waited for by a call that does nothing else."""
+    return not _ends_at_work(events) and any(isinstance(each, Synchronize) for each in events)
+
+
+def _ends_at_work(events: list[Event]) -> bool:
+    """Whether the device was given work that nobody has waited for."""
+    for event in reversed(events):
+        match event:
+            case HostSync() | Synchronize():
+                return False
+            case ScalerStep(optimizer=optimizer) if _reads_found_inf(optimizer):
+                return False
+            case Forward() | Backward() | ScalerStep() | OptimizerStep():
+                return True
+            case _:
+                pass
+    return False
+
+
+def _reads_found_inf(optimizer: Value | None) -> bool:
+    """Whether the scaler's step waits itself: for an optimizer that is not fused."""
+    if not isinstance(optimizer, Optimizer) or not optimizer.path.startswith("torch.optim."):
+        return False
+    fused = optimizer.arguments.get("fused", FALSE)
+    return "**" not in optimizer.arguments and isinstance(fused, Const) and not fused.value
+
+
+def _mistake(event: Event) -> Mistake:
+    return Mistake(
+        event.node,
+        event.module,
+        "the clock is read while the device still works: calls return at once, so this measures "
+        "how fast work is queued, not done; call torch.cuda.synchronize() before reading the "
+        "clock, or use CUDA events",
+    )

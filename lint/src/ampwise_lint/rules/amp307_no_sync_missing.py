@@ -1,0 +1,84 @@
+"""# no-sync-missing
+
+## What it does
+Reports backward on the micro-batches of an accumulation window under DistributedDataParallel,
+in a file that nowhere uses `no_sync()` or `require_backward_grad_sync`.
+
+## Why is this bad
+DistributedDataParallel all-reduces gradients in every backward. Over a window of 8
+micro-batches that is 8 all-reduces of the whole network where one is enough; the result is the
+same.
+
+## Example
+    for i, batch in enumerate(loader):
+        scaler.scale(loss_of(batch) / 8).backward()
+        if (i + 1) % 8 == 0:
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+## Use instead
+    for i, batch in enumerate(loader):
+        last = (i + 1) % 8 == 0
+        with nullcontext() if last else model.no_sync():
+            scaler.scale(loss_of(batch) / 8).backward()
+        if last:
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+## Fix safety
+No automatic fix: the forward pass has to be inside `no_sync()` as well, and the last window may
+be short.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ampwise_lint.model.analysis import Analysis, Trace
+from ampwise_lint.model.events import Event, Forward
+from ampwise_lint.model.queries import (
+    accumulates,
+    given_in_parts,
+    is_managed,
+    uses_amp,
+    zeroed_with,
+)
+from ampwise_lint.model.values import Instance, Model
+from ampwise_lint.rule import Mistake, rule
+
+
+@rule("AMP307", "no-sync-missing", "info")
+def check(code: Analysis) -> Iterator[Mistake]:
+    if not uses_amp(code):
+        return
+    for trace in code.traces:
+        parallel = any(
+            isinstance(each.model, Model | Instance) and each.model.wrapped == "ddp"
+            for each in trace.of(Forward)
+        )
+        if not parallel or _is_handled(code):
+            continue
+        for event in _micro_batches(trace):
+            yield Mistake(
+                event.node,
+                event.module,
+                "every micro-batch averages gradients over all processes, though only the last one "
+                "of the window needs it: as many all-reduces as micro-batches; run the others "
+                "under model.no_sync()",
+            )
+
+
+def _micro_batches(trace: Trace) -> Iterator[Event]:
+    """Each backward of part of a window."""
+    if not is_managed(trace):
+        # What is zeroed each time, as an adversary's gradients, nobody waits to step on.
+        yield from (e for e, _ in accumulates(trace) if not any(zeroed_with(trace, e)))
+    yield from (event for event, _ in given_in_parts(trace))
+
+
+def _is_handled(code: Analysis) -> bool:
+    """Whether synchronisation is switched anywhere in the file."""
+    methods = {name for used in code.module.roles.methods.values() for name in used}
+    return bool(methods & {"no_sync", "require_backward_grad_sync", "set_requires_gradient_sync"})

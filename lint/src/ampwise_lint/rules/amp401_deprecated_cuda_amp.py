@@ -1,0 +1,195 @@
+"""# deprecated-cuda-amp
+
+## What it does
+Reports imports from `torch.cuda.amp` and `torch.cpu.amp`, and uses of these by their full path.
+
+## Why is this bad
+autocast, GradScaler, custom_fwd and custom_bwd of these modules issue a FutureWarning when they
+are used: "`torch.cuda.amp.autocast(args...)` is deprecated." They name one device, so the code
+cannot run on another.
+
+## Example
+    from torch.cuda.amp import GradScaler, autocast
+
+    scaler = GradScaler()
+    with autocast():
+        loss = criterion(model(x), y)
+
+## Use instead
+    from torch.amp import GradScaler, autocast
+
+    scaler = GradScaler("cuda")
+    with autocast("cuda"):
+        loss = criterion(model(x), y)
+
+## Fix safety
+Safe: `--fix` changes import and calls and names the device. The old classes derive from the new
+ones, so behaviour stays the same. Left to the author, with the reason: imports that bring other
+names along, names that are handed on (`ctx = autocast if amp else nullcontext`: whoever calls that
+would have to name the device) or bound twice, and arguments by `*`. What stands in a branch for
+other versions of torch (`except ImportError`, a check of the version) is right there: it is
+reported as info and never edited.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from ampwise_lint.findings import Edit
+from ampwise_lint.model.analysis import Analysis
+from ampwise_lint.model.imports import Imports, uses
+from ampwise_lint.model.nodes import Node
+from ampwise_lint.model.places import is_type, names_bound_by
+from ampwise_lint.model.queries import edit
+from ampwise_lint.model.roles import dotted
+from ampwise_lint.model.versions import is_for_versions
+from ampwise_lint.project import Module
+from ampwise_lint.rule import Mistake, rule
+
+OLD = {"torch.cuda.amp": "cuda", "torch.cpu.amp": "cpu"}
+HOMES = (*OLD, *(f"{old}.{each}" for old in OLD for each in ("autocast_mode", "grad_scaler")))
+NAMES = ("autocast", "GradScaler", "custom_fwd", "custom_bwd")
+ORDER = ("enabled", "dtype", "cache_enabled")
+"""Arguments of the old autocast, by position."""
+
+Edits = tuple[Edit, ...] | None
+"""What makes a use a right one of the new name; None where that is not known."""
+
+
+@rule("AMP401", "deprecated-cuda-amp", "warning", fix="safe")
+def check(code: Analysis) -> Iterator[Mistake]:
+    module, found = code.module, code.module.imports
+    for statement, names in found.statements:
+        old = [each for each in names if _old_home(each)]
+        if old:
+            yield _mistake(statement, module, old[0], _import_edits(module, statement))
+    for node, full in uses(module):
+        home = _old_home(full)
+        if isinstance(node, ast.Name) or _from_alias(found, node):
+            continue  # its import is reported
+        if home and full != home:
+            yield _mistake(node, module, full, _path_edits(module, node, full))
+
+
+def _old_home(name: str) -> str:
+    return next((old for old in OLD if name == old or name.startswith(f"{old}.")), "")
+
+
+def _from_alias(found: Imports, node: Node) -> bool:
+    """Whether a use starts at an import that is reported itself: ``from torch.cuda import amp``."""
+    first = dotted(node).partition(".")[0]
+    return bool(_old_home(found.names.get(first, "")))
+
+
+def _mistake(node: Node, module: Module, name: str, edits: Edits) -> Mistake:
+    told = f"{name} is deprecated: it warns on every call and goes away"
+    if is_for_versions(module, node):
+        told += "; here it is for another version of torch, which may need it"
+        return Mistake(node, module, told, severity="info")
+    told += f"; use {_instead(name)}"
+    if edits is None:
+        told += " (not done here: a use of it may be more than a call)"
+    return Mistake(node, module, told, edits or ())
+
+
+def _instead(name: str) -> str:
+    device, last = OLD[_old_home(name)], name.rpartition(".")[2]
+    if last in ("autocast", "GradScaler"):
+        return f'torch.amp.{last}("{device}", ...)'
+    return f'torch.amp.{last}(device_type="{device}")' if last in NAMES else "torch.amp"
+
+
+# ---------------------------------------------------------------------- imports
+
+
+def _import_edits(module: Module, statement: ast.Import | ast.ImportFrom) -> Edits:
+    """The same names from ``torch.amp``, and the device in each call of them."""
+    text = _new_import(statement)
+    bound = {each.asname or each.name for each in statement.names}
+    if not text:
+        return ()
+    if not bound.isdisjoint(_bound_otherwise(module)):
+        return None
+    edits = [edit("replace", statement, text)]
+    for node, full in uses(module):
+        if dotted(node).partition(".")[0] in bound:
+            changed = _with_device(module, node, full)
+            if changed is None:
+                return None
+            edits += changed
+    only_handed_on = len(edits) == 1 and module.path.name == "__init__.py"
+    return None if only_handed_on else tuple(edits)
+
+
+def _new_import(statement: ast.Import | ast.ImportFrom) -> str:
+    """An import of the new names; empty where other names come along."""
+    old = statement.names
+    if isinstance(statement, ast.Import):
+        if len(old) == 1 and old[0].asname and old[0].name in OLD:
+            return f"import torch.amp as {old[0].asname}"
+        return ""
+    names = ", ".join(f"{e.name} as {e.asname}" if e.asname else e.name for e in old)
+    if statement.module in HOMES and all(each.name in NAMES for each in old):
+        return f"from torch.amp import {names}"
+    if statement.module in ("torch.cuda", "torch.cpu") and [e.name for e in old] == ["amp"]:
+        return f"from torch import {names}"
+    return ""
+
+
+def _bound_otherwise(module: Module) -> set[str]:
+    """Names that something else binds than an import that is to be changed, or that go out."""
+    found = names_bound_by(module.tree)
+    for statement, names in module.imports.statements:
+        is_old = all(map(_old_home, names)) and not is_for_versions(module, statement)
+        if not is_old:
+            found |= {each.asname or each.name for each in statement.names}
+    return found
+
+
+# ---------------------------------------------------------------------- uses
+
+
+def _path_edits(module: Module, node: ast.Attribute | ast.Name, full: str) -> Edits:
+    last = full.rpartition(".")[2]
+    base = dotted(node).partition(".")[0]
+    if module.imports.names.get(base, base) != "torch":
+        return ()
+    changed = _with_device(module, node, full)
+    if changed is None:
+        return None
+    return (edit("replace", node, f"{base}.amp.{last}"), *changed)
+
+
+def _with_device(module: Module, node: Node, full: str) -> Edits:
+    """Name the device in a call, or make a bare decorator a call."""
+    home, _, last = full.rpartition(".")
+    if last not in NAMES or home not in OLD:
+        return None
+    parent = module.parents[id(node)]
+    if isinstance(parent, ast.Call) and parent.func is node:
+        return _in_call(parent, last, OLD[home])
+    if isinstance(parent, ast.FunctionDef | ast.AsyncFunctionDef) and node in parent.decorator_list:
+        keyword = "device_type=" if last in ("custom_fwd", "custom_bwd") else ""
+        return (edit("decorate", node, f'({keyword}"{OLD[home]}")'),)
+    return () if is_type(module, node) else None
+
+
+def _in_call(call: ast.Call, last: str, device: str) -> Edits:
+    given = {each.arg for each in call.keywords}
+    if last in ("custom_fwd", "custom_bwd"):
+        wanted = edit("argument", call, f'device_type="{device}"')
+        return () if "device_type" in given else (wanted,)
+    if ("device_type" if last == "autocast" else "device") in given:
+        return None if call.args else ()
+    match call.args:
+        case [ast.Constant(value=str(said)), *_]:  # meant for the new name already
+            return () if said.partition(":")[0] == device else None
+        case [*_, ast.Starred()] | [ast.Starred(), *_]:
+            return None
+        case _:
+            pass
+    shifted = ORDER[: len(call.args)] if last == "autocast" else ()
+    if given.intersection(shifted) or (last == "autocast" and len(call.args) > len(ORDER)):
+        return None
+    return (edit("argument", call, f'0:"{device}"' + f"|{','.join(shifted)}" * bool(shifted)),)

@@ -1,0 +1,66 @@
+"""# apex-amp
+
+## What it does
+Reports imports of `apex.amp` and `apex.fp16_utils`. Other parts of apex (fused layers,
+optimizers) are not reported.
+
+## Why is this bad
+apex.amp has been removed upstream, so the script runs only where an old apex is kept. Its opt
+levels patch torch's functions; torch's own autocast and GradScaler do the same without.
+
+## Example
+    from apex import amp
+
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+
+## Use instead
+    scaler = torch.amp.GradScaler("cuda")
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = criterion(model(x), y)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+## Fix safety
+No automatic fix: opt levels have no one-to-one counterpart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ampwise_lint.model.analysis import Analysis
+from ampwise_lint.model.imports import uses
+from ampwise_lint.model.nodes import Node
+from ampwise_lint.rule import Mistake, rule
+
+
+@rule("AMP402", "apex-amp", "warning")
+def check(code: Analysis) -> Iterator[Mistake]:
+    found = code.module.imports
+    direct = False
+    for statement, names in found.statements:
+        if any(_is_apex(each) for each in names):
+            direct = True
+            yield _mistake(statement, code)
+    if direct:
+        return
+    for node, full in uses(code.module):
+        if _is_apex(full):
+            yield _mistake(node, code)
+
+
+def _is_apex(name: str) -> bool:
+    return name == "apex.amp" or name.startswith(("apex.amp.", "apex.fp16_utils"))
+
+
+def _mistake(node: Node, code: Analysis) -> Mistake:
+    return Mistake(
+        node,
+        code.module,
+        "apex.amp is no longer developed and is gone from current apex: its opt levels patch torch "
+        "functions and break with new versions; use torch.amp.autocast and torch.amp.GradScaler",
+    )

@@ -1,0 +1,106 @@
+"""# deprecated-precision-flag
+
+## What it does
+Reports old spellings of precision in trainers: `precision=16` or "bf16" in Lightning, apex
+arguments that are gone, `fp16=` in Accelerator, and `fp16=True` in transformers'
+TrainingArguments whatever the device.
+
+## Why is this bad
+Lightning 2.6 warns that `precision=16` is discouraged and reads it as 16-mixed (on a CPU:
+bf16-mixed). Arguments that are gone (`amp_backend`, `half_precision_backend`,
+`Accelerator(fp16=...)`) raise TypeError. transformers 5.23 with `fp16=True` trains in float32
+on a CPU, without a word.
+
+## Example
+    trainer = L.Trainer(max_epochs=5, precision=16)
+    arguments = TrainingArguments("runs", fp16=True)
+
+## Use instead
+    trainer = L.Trainer(max_epochs=5, precision="16-mixed")
+    native = torch.cuda.is_bf16_supported(including_emulation=False)
+    arguments = TrainingArguments("runs", bf16=native, fp16=not native)
+
+## Fix safety
+Unsafe: `--unsafe-fixes` writes Lightning's new spelling, which runs the same today. The other
+findings have no automatic fix.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from ampwise_lint.model.analysis import Analysis
+from ampwise_lint.model.imports import Imports
+from ampwise_lint.model.queries import edit
+from ampwise_lint.rule import Mistake, rule
+
+LIGHTNING = ("lightning.", "pytorch_lightning.", "lightning_fabric.")
+NEW = {
+    "16": "16-mixed",
+    "bf16": "bf16-mixed",
+    "32": "32-true",
+    "64": "64-true",
+    "mixed": "16-mixed",
+}
+GONE = ("amp_backend", "amp_level", "fp16_opt_level", "half_precision_backend", "fp16_backend")
+
+
+@rule("AMP403", "deprecated-precision-flag", "info", fix="unsafe")
+def check(code: Analysis) -> Iterator[Mistake]:
+    found = code.module.imports
+    for node in code.module.index.of(ast.Call):
+        yield from _call(code, found, node)
+
+
+def _call(code: Analysis, found: Imports, node: ast.Call) -> Iterator[Mistake]:
+    full = found.full(node.func)
+    last = full.rpartition(".")[2]
+    for keyword in node.keywords:
+        value = keyword.value.value if isinstance(keyword.value, ast.Constant) else None
+        if full.startswith(LIGHTNING) and last in ("Trainer", "Fabric"):
+            if (
+                keyword.arg == "precision"
+                and value is not None
+                and str(value) in ("16", "bf16", "mixed")
+            ):
+                new = NEW[str(value)]
+                yield Mistake(
+                    node,
+                    code.module,
+                    f"precision={value!r} is an old spelling: Lightning warns and reads it as "
+                    f"{new!r}; write that",
+                    (edit("replace", keyword.value, repr(new)),),
+                )
+            elif keyword.arg in GONE:
+                yield _gone(code, keyword)
+        elif full.startswith("transformers.") and last.endswith("TrainingArguments"):
+            if keyword.arg == "fp16" and value is True and not _is_on_cpu(node):
+                yield Mistake(
+                    keyword.value,
+                    code.module,
+                    "fp16=True whatever the device: GPUs since Ampere run bfloat16 at the same "
+                    "speed without loss scaling, and a CPU trains in float32 without a word; ask "
+                    "torch.cuda.is_bf16_supported(including_emulation=False) and set bf16 or fp16",
+                )
+            elif keyword.arg in GONE:
+                yield _gone(code, keyword)
+        elif full.startswith("accelerate.") and last == "Accelerator" and keyword.arg == "fp16":
+            yield Mistake(
+                keyword.value,
+                code.module,
+                "Accelerator(fp16=...) is gone: use mixed_precision='fp16' or 'bf16'",
+            )
+
+
+def _is_on_cpu(call: ast.Call) -> bool:
+    """Whether it says that there is no GPU: AMP223."""
+    return any(each.arg in ("use_cpu", "no_cuda") for each in call.keywords)
+
+
+def _gone(code: Analysis, keyword: ast.keyword) -> Mistake:
+    return Mistake(
+        keyword.value,
+        code.module,
+        f"{keyword.arg} chose apex.amp and is gone: remove it",
+    )

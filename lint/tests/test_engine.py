@@ -1,0 +1,300 @@
+"""What surrounds the rules: silencing, settings, cache, processes, files that import files."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from ampwise_lint import baseline
+from ampwise_lint.base.errors import UsageError
+from ampwise_lint.engine import lint
+from ampwise_lint.findings import LintReport
+from ampwise_lint.model import analysis
+from ampwise_lint.settings import Settings, codes, load_settings
+from test_source import BAD
+
+
+@pytest.fixture(autouse=True)
+def _cache_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("AMPWISE_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(BAD)
+    return path
+
+
+def found(report: LintReport) -> list[str]:
+    return [each.code for each in report.findings]
+
+
+@pytest.mark.parametrize(
+    ("comment", "expected"),
+    [
+        ("# ampwise: ignore[AMP101]", []),
+        ("#ampwise:ignore[ amp101 , AMP305]", []),
+        ("# ampwise: ignore", []),
+        ("# ampwise: ignore[AMP1]", []),
+        ("# noqa  # ampwise: ignore[AMP101] reviewed", []),
+        ("# ampwise: ignore[AMP102]", ["AMP101"]),
+    ],
+)
+def test_a_comment_silences_its_line(file, comment, expected):
+    file.write_text(BAD.replace("1.0)", f"1.0)  {comment}"))
+    assert found(lint([file], use_cache=False)) == expected
+
+
+def test_a_comment_elsewhere_or_in_a_string_silences_nothing(file):
+    file.write_text('TEXT = "# ampwise: ignore-file"\n# ampwise: ignore[AMP101]\n' + BAD)
+    assert found(lint([file], use_cache=False)) == ["AMP101"]
+
+
+def test_a_comment_silences_a_file(file):
+    file.write_text("# ampwise: ignore-file\n" + BAD)
+    assert found(lint([file], use_cache=False)) == []
+
+
+def test_selecting_and_ignoring(file):
+    for settings, expected in [
+        (Settings(select=("AMP2",)), []),
+        (Settings(select=("AMP1",)), ["AMP101"]),
+        (Settings(ignore=("AMP101",)), []),
+        (Settings(per_file_ignores={"train.py": ("AMP101",)}, root=file.parent), []),
+        (Settings(per_file_ignores={"tests/*": ("AMP101",)}, root=file.parent), ["AMP101"]),
+    ]:
+        assert found(lint([file], settings, use_cache=False)) == expected
+
+
+def test_codes_by_name_and_beginning():
+    assert codes(["clip-before-unscale, amp2"], "--select") == ("AMP101", "AMP2")
+    assert codes(["ALL"], "--select") == ("AMP",)
+    with pytest.raises(UsageError, match="did you mean 'clip-before-unscale'"):
+        codes(["clip-before-unscal"], "--select")
+
+
+def test_settings_of_pyproject(tmp_path):
+    (tmp_path / "pyproject.toml").write_text(
+        "[tool.ampwise.lint]\n"
+        'select = ["AMP1"]\nignore = ["AMP112"]\nexclude = ["third_party"]\n'
+        'baseline = "known.json"\n[tool.ampwise.lint.per-file-ignores]\n"old/*" = ["AMP1"]\n'
+    )
+    (tmp_path / "src").mkdir()
+    settings = load_settings(tmp_path / "src")
+    assert settings.select == ("AMP1",)
+    assert settings.ignore == ("AMP112",)
+    assert settings.baseline == tmp_path / "known.json"
+    assert settings.excludes(tmp_path / "third_party" / "x.py")
+    assert settings.root == tmp_path
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[tool.ampwise.lint]\nselekt = []\n", "did you mean 'select'"),
+        ("[tool.ampwise.lint]\nselect = 3\n", "expected a list of strings"),
+        ("[tool.ampwise.lint]\nselect = ['XYZ1']\n", "expected a rule's code"),
+        ("[tool\n", "not readable as TOML"),
+        ("tool = 5\n", "tool: expected a table, got 5"),
+        ("tool.ampwise = 5\n", "ampwise: expected a table, got 5"),
+        ("tool.ampwise.lint = []\n", r"lint: expected a table, got \[\]"),
+    ],
+)
+def test_settings_that_do_not_fit(tmp_path, text, message):
+    (tmp_path / "pyproject.toml").write_text(text)
+    with pytest.raises(UsageError, match=message):
+        load_settings(tmp_path)
+
+
+def test_unchanged_files_are_remembered_and_changed_ones_checked(file):
+    assert (lint([file]).cached, lint([file]).cached) == (0, 1)
+    assert found(lint([file])) == ["AMP101"]
+    file.write_text(
+        BAD.replace("        clip_grad", "        scaler.unscale_(optimizer)\n        clip_grad")
+    )
+    report = lint([file])
+    assert (report.cached, found(report)) == (0, [])
+
+
+HELPER = """\
+def backward(scaler, loss):
+    scaler.scale(loss).backward()
+
+
+def finish(scaler, optimizer):
+    scaler.step(optimizer)
+    scaler.update()
+"""
+USER = """\
+import torch
+from helpers import backward, finish
+
+
+def main(model, loader, criterion):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    scaler = torch.amp.GradScaler("cuda")
+    for x, y in loader:
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = criterion(model(x), y)
+        backward(scaler, loss)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        finish(scaler, optimizer)
+"""
+
+
+def test_functions_of_other_files_are_followed_if_those_are_given(tmp_path):
+    helpers, user = tmp_path / "helpers.py", tmp_path / "user.py"
+    helpers.write_text(HELPER)
+    user.write_text(USER)
+    assert found(lint([tmp_path])) == ["AMP101"]
+    assert found(lint([user])) == []
+    # What was remembered of one file depends on the other.
+    helpers.write_text(
+        HELPER.replace("    scaler.step", "    scaler.unscale_(optimizer)\n    scaler.step")
+    )
+    assert found(lint([tmp_path])) == ["AMP101"]
+    helpers.write_text(
+        HELPER.replace("backward()", "backward()\n    return loss").replace(
+            "scaler.scale(loss)", "loss"
+        )
+    )
+    assert "AMP101" not in found(lint([tmp_path]))
+
+
+def test_several_processes_find_the_same(tmp_path):
+    for number in range(12):
+        (tmp_path / f"train_{number}.py").write_text(BAD)
+    one = lint([tmp_path], jobs=1, use_cache=False)
+    two = lint([tmp_path], jobs=2, use_cache=False)
+    assert [each.to_json() for each in one.findings] == [each.to_json() for each in two.findings]
+    assert len(one.findings) == 12
+
+
+def test_circles_of_imports_end(tmp_path):
+    (tmp_path / "a.py").write_text("from b import *\nfrom b import g\n\n\ndef f():\n    g()\n")
+    (tmp_path / "b.py").write_text(
+        "from a import f\nimport torch\nscaler = torch.amp.GradScaler()\n\n\ndef g():\n    f()\n    loss.backward()\n"
+    )
+    assert lint([tmp_path], use_cache=False).files == 2
+
+
+BRANCHING = """
+def train_{n}(model, optimizer, loader, a, b, c, d, e):
+    for x in loader:
+        loss = model(x)
+        if a: loss.backward()
+        if b: optimizer.step()
+        if c: optimizer.zero_grad()
+        if d: optimizer.step()
+        if e: optimizer.zero_grad()
+"""
+
+
+def test_a_function_of_many_paths_leaves_room_for_the_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(analysis, "NODES", 8_000)
+    monkeypatch.setattr(analysis, "KEPT", 2_000)
+    path = tmp_path / "many.py"
+    path.write_text("# autocast\n" + "".join(BRANCHING.format(n=n) for n in range(16)))
+    assert not lint([path], jobs=1, use_cache=False).skipped
+    monkeypatch.setattr(analysis, "KEPT", 0)
+    assert lint([path], jobs=1, use_cache=False).skipped
+
+
+def test_a_baseline_holds_what_is_known(file, tmp_path):
+    settings = Settings(root=tmp_path)
+    known = tmp_path / "known.json"
+    baseline.write(lint([file], settings), settings, known)
+    file.write_text(
+        "import os\n\n"
+        + BAD.replace("1.0)", "1.0)\n        clip_grad_norm_(model.parameters(), 2.0)")
+    )
+    report = lint([file], settings)
+    assert found(report) == ["AMP101", "AMP101"]
+    baseline.drop_known(report, settings, known)
+    assert (found(report), report.baselined) == (["AMP101"], 1)
+    assert "2.0" in report.findings[0].source
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[]", '{"known": [1]}'])
+def test_a_file_that_is_no_baseline(tmp_path, content):
+    known = tmp_path / "known.json"
+    known.write_text(content)
+    with pytest.raises(UsageError, match="not a baseline"):
+        baseline.drop_known(LintReport(), Settings(), known)
+
+
+def test_nothing_is_executed_and_torch_is_not_imported(tmp_path):
+    trace = tmp_path / "executed"
+    (tmp_path / "evil.py").write_text(
+        f"open({str(trace)!r}, 'w').close()\nraise SystemExit(3)\n" + BAD
+    )
+    (tmp_path / "conftest.py").write_text("raise SystemExit(4)\n")
+    script = (
+        "import sys; from ampwise_lint.main import main;"
+        f"code = main([{str(tmp_path)!r}, '--jobs', '1']);"
+        "heavy = {'torch', 'numpy', 'scipy', 'matplotlib'} & set(sys.modules);"
+        "print(heavy or 'light'); sys.exit(code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.endswith("light\n")
+    assert not trace.exists()
+
+
+GAN = """\
+def train(loader, loss, opt_g, opt_d, scaler):
+    for x in loader:
+        scaler.scale(loss(x)).backward()
+        scaler.step(opt_d)
+        scaler.update()
+{between}
+        scaler.step(opt_g)
+        scaler.update()
+        opt_g.zero_grad()
+        opt_d.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("between", "severity", "words"),
+    [
+        ("", "error", "steps too far"),
+        ("        scaler.scale(loss(-x)).backward()", "info", "the growth interval"),
+    ],
+)
+def test_a_second_update_is_as_bad_as_what_it_does(tmp_path, between, severity, words):
+    path = tmp_path / "gan.py"
+    path.write_text(GAN.format(between=between))
+    found = [e for e in lint([path], use_cache=False).findings if e.code == "AMP108"]
+    assert [(each.line, each.severity) for each in found] == [(5, severity)]
+    assert words in found[0].message
+
+
+MANY = """\
+def train(model, loader, optimizer, scaler, criterion, verbose):
+    total = []
+    for x, y in loader:
+        loss = criterion(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        if y.any_key:
+            total.append(loss.item())
+        total.append(-loss.item())
+        total.append(2 * loss.item())
+"""
+
+
+def test_waits_of_one_kind_in_one_loop_are_one_finding(tmp_path):
+    path = tmp_path / "many.py"
+    path.write_text(MANY)
+    found = [e for e in lint([path], use_cache=False).findings if e.code == "AMP301"]
+    assert [each.line for each in found] == [10]
+    assert "on each step that comes here (also in lines 11, 12)" in found[0].message
