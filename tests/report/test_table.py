@@ -8,7 +8,7 @@ import pytest
 
 from ampwise.report.canvas import log_scale, svg
 from ampwise.report.console import Console
-from ampwise.report.page import size
+from ampwise.words import size
 from ampwise.report.table import new_table
 
 NAME = "[car] acc$\\frac$[/b] :smile:"

@@ -40,6 +40,7 @@ from ampwise.step.replay import let_go
 from ampwise.step.replayable import Replayable, Replayed
 from ampwise.telemetry.environment import environment
 from ampwise.telemetry.ring import StepRecord
+from ampwise.words import power
 
 _WORST = 10
 _MODULES = 48
@@ -140,7 +141,8 @@ class Examiner:
         self._progress.found(found)
         self._progress.stage("trying fixes on the step")
         wanted = fix.reference(step, stash)
-        mends = candidates(step, stash, cause.cause, place, found.origin.dtype, found.origin.op)
+        mends = candidates(step, stash, cause.cause, place, found.origin.dtype, found.origin.op,
+                           trace.spans)  # fmt: skip
         found.fixes = fix.tried(step, stash, mends, wanted)
         if cause.cause in FLOAT32_CAUSES:
             found.notes += _beyond_fixes(found.fixes, wanted, step)
@@ -343,9 +345,10 @@ class Examiner:
     ) -> list[Fix]:
         found = candidates(self.step, stash, cause, lost.place, lost.dtype)
         if lost.scale is not None:
+            on = "" if self.step.scales_loss else "switch loss scaling on (policy fp16): "
             scaled = Candidate(
-                f"a loss scale of {lost.scale:g}",
-                f"switch loss scaling on (policy fp16), or {self.step.how_scaled(lost.scale)}",
+                f"a loss scale of {power(lost.scale)}",
+                f"{on}{self.step.how_scaled(lost.scale)}",
                 scale=lost.scale,
             )
             found = [scaled, *found]
@@ -439,8 +442,9 @@ def _not_reproduced(found: Diagnosis, trace: Trace) -> Diagnosis:
 
 def _scale_in_words(found: Diagnosis) -> str:
     return (
-        f"Only the loss scale of {found.loss_scale:g} was too high: the gradients of this step are "
-        "finite under a lower one. The scale settles by itself, at the price of the skipped step."
+        f"Only the loss scale of {power(found.loss_scale or 1.0)} was too high: the gradients of "
+        "this step are finite under a lower one. The scale settles by itself, at the price of the "
+        "skipped step."
     )
 
 

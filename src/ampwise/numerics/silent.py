@@ -14,6 +14,7 @@ signal is gone.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +29,7 @@ from ampwise.numerics.trace import Root, Trace
 from ampwise.step.recorder import Stash
 from ampwise.step.replayable import Replayable
 from ampwise.telemetry.ring import StepRecord
+from ampwise.words import power
 
 GRADIENT_DB = 3.0
 """SQNR of the whole gradient below which a step is wrong: an error of 70 % of its norm. Small and
@@ -45,6 +47,9 @@ gradient this small beside the first gradient."""
 
 FLUSHED = 0.5
 """Share of a parameter's gradient (by norm) that underflow may take before it is a fault."""
+
+_MOST_POWER = 126
+"""Of a loss scale, which is kept in float32."""
 
 _DIFFERENCES = ("sub", "add", "mean", "sum", "var", "addmm", "rsub", "native_layer_norm",
                 "native_batch_norm", "var_mean")  # fmt: skip
@@ -184,20 +189,45 @@ def _underflow(
     lost = {name: each.flushed for name, each in wrong.items() if each.flushed > FLUSHED}
     if not lost:
         return []
-    scale = _scale_for(step, stash, [run.gradients[name] for name in lost])
-    if scale <= float(stash.scale):  # they fit the format as it is: sums that cancel
+    needed = _scale_for(step, stash, [run.gradients[name] for name in lost])
+    if needed <= float(stash.scale):  # they fit the format as it is: sums that cancel
         return []
+    scale = _scale_that_lifts(step, stash, run, list(lost), needed)
     named = ", ".join(f"{name} {percent(share)}" for name, share in list(lost.items())[:6])
     more = f" and {len(lost) - 6} more" if len(lost) > 6 else ""
     first = next(iter(lost))
     fmt = formats.lookup(step.policy.compute_dtype)
     explanation = (
         f"Gradients underflow in {fmt}: of {len(lost)} of {len(run.gradients)} parameters most of "
-        f"the gradient became zero ({named}{more}). A loss scale of {scale:g} lifts them above "
-        f"{fmt.min_subnormal:.2g}."
+        f"the gradient became zero ({named}{more}). {_lifts(scale, needed, float(stash.scale))}"
     )
     place = _maker_of(first, run)
     return [Lost("UNDERFLOW", explanation, place, "", fmt.name, severe=True, scale=scale)]
+
+
+def _lifts(scale: float | None, needed: float, current: float) -> str:
+    """What was tried for them."""
+    if scale is not None:
+        return f"Under a loss scale of {power(scale)}, tried on this step, they are there."
+    return (
+        f"The loss scale is {power(current)}. It would take one of {power(needed)}, under which, "
+        "as under smaller ones that were tried, other gradients overflow or these stay zero."
+    )
+
+
+def _scale_that_lifts(
+    step: Replayable, stash: Stash, run: ShadowRun, lost: Sequence[str], needed: float
+) -> float | None:
+    """The largest loss scale up to the needed one under which they are there; None without one."""
+    current = float(stash.scale)
+    scale = needed
+    while scale > current:
+        result = step.replay(stash, scale=scale)
+        if result.clean:
+            errors = GradientErrors(result.gradients, run.gradients, scale / current)
+            return None if any(name in errors.missing() for name in lost) else scale
+        scale /= 4
+    return None
 
 
 def _scale_for(step: Replayable, stash: Stash, gradients: list[Tensor]) -> float:
@@ -212,8 +242,8 @@ def _scale_for(step: Replayable, stash: Stash, gradients: list[Tensor]) -> float
             least = min(least, float(torch.quantile(kept, 0.01)))
     if not math.isfinite(least) or least <= 0:
         return float(stash.scale)
-    power = math.ceil(math.log2(fmt.min_normal / least)) + math.log2(float(stash.scale))
-    return 2.0 ** max(0, min(24, power))
+    needed = math.ceil(math.log2(fmt.min_normal / least)) + math.log2(float(stash.scale))
+    return 2.0 ** max(0, min(_MOST_POWER, needed))
 
 
 def _maker_of(parameter: str, run: ShadowRun) -> Place:

@@ -123,6 +123,8 @@ class Trace:
         The operation that raised, with its place.
     before_error
         Of a replay that raised: the root that it seems to be about, if there is one.
+    spans
+        Where the operations of forward were, in order; each run of the same place once.
     """
 
     replayed: Replayed
@@ -133,6 +135,7 @@ class Trace:
     target: str = ""
     failed: Root | None = None
     before_error: Root | None = None
+    spans: list[Place] = field(default_factory=list[Place])
 
 
 def watch(
@@ -160,7 +163,8 @@ def watch(
         for name, tensor, kind in sources(step.models, stash):
             watcher.source(name, tensor, kind)
         replayed = step.replay(stash, around=lambda: watcher, scale=scale, backward=backward)
-    trace = Trace(replayed, watcher.count, watcher.roots, failed=watcher.failed)
+    trace = Trace(replayed, watcher.count, watcher.roots, failed=watcher.failed,
+                  spans=watcher.spans)  # fmt: skip
     if replayed.error is not None:
         trace.before_error = watcher.before_error()
     watcher.conclude(trace)
@@ -237,6 +241,7 @@ class Watcher(TorchDispatchMode):
         self.count = 0
         self.roots: dict[int, Root] = {}
         self.failed: Root | None = None
+        self.spans: list[Place] = []
         self._failed_on: list[Root] = []
         self._places = places
         self._capture = capture
@@ -263,6 +268,8 @@ class Watcher(TorchDispatchMode):
         if self._phase is not None:
             place = replace(place, phase=self._phase)
         index, self.count = self.count, self.count + 1
+        if place.phase == "forward" and (not self.spans or self.spans[-1] != place):
+            self.spans.append(place)
         before = None
         if operation.mutates:
             before = tree_map(_copy, (args, kwargs))

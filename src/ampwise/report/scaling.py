@@ -9,10 +9,10 @@ from rich.text import Text
 from ampwise.bench.scaling_report import Scaled, ScalingReport
 from ampwise.bench.stats import Interval
 from ampwise.report.console import Console
-from ampwise.report.page import cell, number, page, prose, size_unit, table
+from ampwise.report.page import cell, number, page, prose, table
 from ampwise.report.table import PlainTable, new_table
 from ampwise.telemetry.environment import named
-from ampwise.words import counted
+from ampwise.words import counted, size_unit
 
 CAPTION = (
     "median [95 % interval of paired ratios]; efficiency: rate over processes x the rate of one; "
