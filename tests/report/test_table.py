@@ -8,8 +8,8 @@ import pytest
 
 from ampwise.report.canvas import log_scale, svg
 from ampwise.report.console import Console
-from ampwise.words import size
 from ampwise.report.table import new_table
+from ampwise.words import size
 
 NAME = "[car] acc$\\frac$[/b] :smile:"
 

@@ -15,8 +15,11 @@ from torch import Tensor, nn
 from ampwise import formats
 from ampwise.data.move import changed, leaves
 from ampwise.numerics import interventions as change
+from ampwise.numerics.cause import VARIANCES
+from ampwise.numerics.domain import domain_of
 from ampwise.numerics.interventions import Scope, on
 from ampwise.numerics.places import Place
+from ampwise.numerics.trace import FILLS
 from ampwise.policy import PRESETS, Policy
 from ampwise.step.recorder import Stash
 from ampwise.step.replayable import Replayable
@@ -89,7 +92,7 @@ def candidates(
     if exponential:
         found += _smaller_exponent(place, dtype, op.removesuffix("_"))
     if cause in _OF_CAUSE and not (exponential and cause == "DOMAIN_ERROR"):
-        found += _OF_CAUSE[cause](step, stash, place)
+        found += _of_operation(step, place, cause, op) or _OF_CAUSE[cause](step, stash, place)
     singular = cause == "BACKWARD_SINGULARITY" and step.policy.autocast
     narrow = step.policy.autocast or dtype != "float32"
     if (cause in FLOAT32_CAUSES and narrow) or singular:
@@ -108,7 +111,43 @@ def candidates(
     return found
 
 
-def _finite_constant(step: Replayable, _: Stash, place: Place) -> list[Candidate]:
+def _of_operation(step: Replayable, place: Place, cause: str, op: str) -> list[Candidate]:
+    """What mends a cause in this operation, and in no other."""
+    scope, bounded = Scope(place.file, place.line), domain_of(op)
+    if cause == "BACKWARD_SINGULARITY" and op in FILLS:
+        return _finite_constant(step, None, place)
+    if cause == "EMPTY_REDUCTION" and op in VARIANCES:
+        how = f"line {place.line}: {op}(..., correction=0), or leave out what has one sample"
+        return [Candidate("the spread of one sample is 0", how, on(scope, change.uncorrected))]
+    if cause == "DOMAIN_ERROR" and bounded is not None:
+        low, high = bounded.bounds(torch.float32)
+        ends = [f"{end}={value:.9g}" for end, value in (("min", low), ("max", high))
+                if value is not None]  # fmt: skip
+        how = (
+            f"line {place.line}: clamp the argument into the function's domain: "
+            f"x.clamp({', '.join(ends)}), for float32; or mend what makes it. No precision helps"
+        )
+        return [Candidate(f"keep the argument of {op} inside", how,
+                          on(scope, change.inside_domain))]  # fmt: skip
+    if cause == "EPS_UNDERFLOW" and op.startswith("clamp"):
+        return _bounds_that_hold(step, scope)
+    return []
+
+
+def _bounds_that_hold(step: Replayable, scope: Scope) -> list[Candidate]:
+    """Both bounds as numbers that the format has, next to 0 and to 1."""
+    fmt = formats.lookup(step.policy.compute_dtype)
+    least = 2 * fmt.min_normal if fmt.name == "float16" else 1e-6
+    return [
+        Candidate(
+            f"bounds that {fmt} holds",
+            f"line {scope.lines[0]}: clamp to {least:.2g} from 0 and to {fmt.eps:.2g} from 1",
+            on(scope, change.constants(least, math.inf, 1 - fmt.eps)),
+        )
+    ]
+
+
+def _finite_constant(step: Replayable, _: Stash | None, place: Place) -> list[Candidate]:
     most = formats.lookup(step.policy.compute_dtype).max
     return [
         Candidate(
@@ -153,8 +192,8 @@ def _difference_first(step: Replayable, _: Stash, place: Place) -> list[Candidat
         Candidate(
             f"the function around line {place.line} in float64",
             ".double() on its inputs, and .float() on what it returns. Cheaper, but not tried: "
-            f"take the difference on line {place.line} first, as (x - x.mean()).square().mean() "
-            "or torch.var does",
+            f"take the difference on line {place.line} before anything is rounded or squared, as "
+            "torch.var does, or sigmoid(-x) for 1 - sigmoid(x)",
             on(scope, change.Raised(step.device.type, torch.float64), change.lowered),
         )
     ]

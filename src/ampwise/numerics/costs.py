@@ -11,6 +11,7 @@ code, so it is compared with the step under the same look that changes nothing.
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -152,14 +153,14 @@ def _turns(
 ) -> dict[str, list[float]] | None:
     """Times of each arm, round by round; None if one raises."""
     times: dict[str, list[float]] = {name: [] for name in arms}
-    order = list(arms)
+    order, draw = list(arms), random.Random(0)
     for _ in range(rounds + 1):
+        draw.shuffle(order)  # caches are warm from the arm before: it must not be the same always
         for name in order:
             taken = _time_s(step, stash, arms[name], backward=backward)
             if taken is None:
                 return None
             times[name].append(taken)
-        order = [*order[1:], order[0]]  # whoever comes after a slow arm is not always the same
     return {name: each[1:] for name, each in times.items()}  # the first round warms up
 
 

@@ -25,14 +25,14 @@ from ampwise.errors import kind_and_words
 from ampwise.numerics import compiled, fix, stagnation
 from ampwise.numerics.candidates import FLOAT32_CAUSES, Candidate, candidates
 from ampwise.numerics.cause import Finding as Cause
-from ampwise.numerics.cause import constant_beyond, explain, of_itself
+from ampwise.numerics.cause import constant_beyond, explain, extreme_of, in_float64, of_itself
 from ampwise.numerics.places import NOWHERE, Phase, Place, is_internal
-from ampwise.numerics.result import Diagnosis, Finding, Fix, OpError, Origin
+from ampwise.numerics.result import Diagnosis, Finding, Fix, OpError, Origin, Passed
 from ampwise.numerics.shadow import ShadowRun
 from ampwise.numerics.silent import Lost, silent_faults
 from ampwise.numerics.stagnation import Stagnant
-from ampwise.numerics.trace import Root, Trace, has_finite_inputs, watch
-from ampwise.numerics.values import at, exponents, loss_of, origin_of
+from ampwise.numerics.trace import Root, Trace, bad_bits, has_finite_inputs, watch
+from ampwise.numerics.values import at, broken, exponents, loss_of, origin_of, passed
 from ampwise.policy import PRESETS
 from ampwise.step.compiled import is_compiled
 from ampwise.step.recorder import Stash, finite
@@ -136,6 +136,7 @@ class Examiner:
         place = made_by.place
         found.origin = _origin(root, cause)
         found.cause, found.explanation = cause.cause, cause.explanation
+        self._evidence(found, root, stash)
         found.path, found.target = trace.path, trace.target
         found.findings += _poisoned(plain.poisoned)
         self._progress.found(found)
@@ -147,6 +148,20 @@ class Examiner:
         if cause.cause in FLOAT32_CAUSES:
             found.notes += _beyond_fixes(found.fixes, wanted, step)
         return found
+
+    def _evidence(self, found: Diagnosis, root: Root, stash: Stash) -> None:
+        """Which part broke, what it was before, and under which loss scale that was measured."""
+        found.extent, found.history = broken(root, stash), passed(root)
+        ideal = in_float64(root) if root.func is not None and found.origin is not None else None
+        if ideal is not None and not any(map(bad_bits, ideal)):
+            place = root.place
+            found.history.append(
+                Passed(root.name, place.module, place.file, place.line, place.phase, "float64",
+                       extreme_of(ideal))
+            )  # fmt: skip
+        if root.place.phase == "backward" and self.step.scales_loss:
+            found.measured_scale = float(stash.scale)
+            found.explanation += f" Measured under a loss scale of {power(float(stash.scale))}."
 
     def _reproduces(self, found: Diagnosis, stash: Stash, plain: Replayed) -> bool:
         """Whether a replay gave the losses and gradients of the recorded step, bit for bit.
@@ -200,6 +215,7 @@ class Examiner:
         if cause is not None:
             found.origin = _origin(root, cause)
             found.cause, found.explanation = cause.cause, cause.explanation
+        self._evidence(found, root, stash)
         return found
 
     def _only_the_scale(
@@ -224,6 +240,7 @@ class Examiner:
         found.target = trace.target
         if trace.origin is not None:
             found.phase, found.origin = trace.origin.place.phase, origin_of(trace.origin)
+            found.extent, found.history = broken(trace.origin, stash), passed(trace.origin)
             found.path = trace.path
         place = NOWHERE if trace.origin is None else trace.origin.place
         mends = candidates(self.step, stash, "SCALE_TOO_HIGH", place)
@@ -263,6 +280,7 @@ class Examiner:
         cause = explain(self.step, stash, root)
         found.status, found.cause, found.origin = "fault", cause.cause, _origin(root, cause)
         found.explanation = f"{cause.explanation} The step then raises {message}."
+        self._evidence(found, root, stash)
         place = (cause.made_by or root).place
         found.phase = place.phase
         return place

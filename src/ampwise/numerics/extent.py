@@ -11,8 +11,9 @@ from ampwise.numerics.result import Extent, Span
 from ampwise.words import counted
 
 _SHOWN = 8
-_PICTURES = 4
-"""Dimensions from which on channels come second, as in convolutions."""
+CHANNELS_SECOND = frozenset(["convolution", "convolution_backward", "native_batch_norm",
+                             "native_batch_norm_backward", "native_group_norm"])  # fmt: skip
+"""Operations whose second dimension counts channels, and the last positions."""
 
 
 def extent_of(bad: Tensor, samples: int = 0, *, channels_second: bool = False) -> Extent:

@@ -7,6 +7,7 @@ own kernels by a dispatch mode. None of them touches the model or its code.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -18,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from ampwise.numerics import domain
 from ampwise.numerics.extent import which
 from ampwise.numerics.places import is_internal
 from ampwise.step.precision import Islands
@@ -219,8 +221,11 @@ def lowered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(*tree_map(down, args), **tree_map(down, kwargs))
 
 
-def constants(least: float, most: float) -> Change:
-    """Run with constants that the format holds: none between 0 and `least`, none beyond `most`."""
+def constants(least: float, most: float, near_one: float = 1.0) -> Change:
+    """Run with constants that the format holds.
+
+    None between 0 and `least`, none beyond `most`, none between `near_one` and 1.
+    """
 
     def fit(value: Any) -> Any:
         if isinstance(value, Tensor) and not value.dim() and value.is_floating_point():
@@ -229,6 +234,8 @@ def constants(least: float, most: float) -> Change:
             return value
         if 0 < value < least and value < 1e-3:
             return least
+        if near_one < abs(value) < 1:
+            return math.copysign(near_one, value)
         return max(-most, min(most, value))
 
     def change(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -273,6 +280,22 @@ def away_from_singularities() -> Change:
         return torch.where(singular, before, made)
 
     return change
+
+
+def inside_domain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Make a call with its argument clamped to where the function is defined."""
+    if args and isinstance(args[0], Tensor):
+        args = (domain.inside(getattr(func, "__name__", ""), args[0]), *args[1:])
+    return func(*args, **kwargs)
+
+
+def uncorrected(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Make a variance divide by the number of values, not by one less."""
+    if getattr(func, "__name__", "") not in ("var", "std", "var_mean", "std_mean"):
+        return func(*args, **kwargs)
+    kwargs = {name: each for name, each in kwargs.items() if name != "unbiased"}
+    args = tuple(each for each in args if not isinstance(each, bool))
+    return func(*args, **(kwargs | {"correction": 0}))
 
 
 def zero_for_nothing() -> Change:

@@ -214,7 +214,8 @@ class Diagnosis(Document):
     extent
         Which samples, positions, channels and how many elements broke; None where not known.
     history
-        The operations before the origin, and how large what they gave was; the latest last.
+        The operations before the origin, and how large what they gave was; the latest last. Where
+        the origin's own result is finite in float64, that comes last.
     measured_scale
         The loss scale under which figures of backward were taken; None where none was in force.
     """

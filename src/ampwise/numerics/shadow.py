@@ -25,7 +25,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from ampwise.numerics.ancestry import Ancestor, lost_constants
+from ampwise import formats
+from ampwise.numerics.ancestry import Ancestor, cancelled, flushed, lost_constants
 from ampwise.numerics.attention import by_formula, is_attention
 from ampwise.numerics.places import Place, Places, placing
 from ampwise.numerics.trace import (
@@ -213,6 +214,8 @@ class OperationError:
         Whether integers came out rounded.
     miscounted
         Whether the result is wrong and integers that were rounded before took part in it.
+    occurrence
+        How many operations of the same name at the same place came before it.
     """
 
     index: int
@@ -228,6 +231,7 @@ class OperationError:
     zeros: float = 0.0
     integers: bool = False
     miscounted: bool = False
+    occurrence: int = 0
 
 
 @dataclass(slots=True)
@@ -244,8 +248,9 @@ class ShadowRun:
         Float64 losses.
     terms
         Size of the terms that each loss is the sum of: how small an error of it can be asked for.
-    inputs
-        Shadows of the inputs of the operation that was asked for, as arguments for it.
+    inputs, actual
+        Shadows of the inputs of the operation that was asked for, as arguments for it; and these
+        inputs as they are.
     makers
         What made each tensor among them; None where it comes from outside.
     """
@@ -256,6 +261,7 @@ class ShadowRun:
     losses: list[Tensor] = field(default_factory=list[Tensor])
     terms: list[float] = field(default_factory=list[float])
     inputs: tuple[Any, Any] | None = None
+    actual: tuple[Any, Any] | None = None
     makers: list[Ancestor | None] = field(default_factory=list["Ancestor | None"])
 
 
@@ -285,7 +291,8 @@ def shadow(
         for _, tensor, _ in sources(step.models, stash):
             mode.source(tensor)
         replayed = step.replay(stash, around=lambda: mode, policy=policy, scale=scale)
-    run = ShadowRun(replayed, mode.errors, inputs=mode.inputs, makers=mode.makers)
+    run = ShadowRun(replayed, mode.errors, inputs=mode.inputs, actual=mode.actual,
+                    makers=mode.makers)  # fmt: skip
     if at is None:
         run.losses = [_or_actual(mode.of(each), each) for each in replayed.losses]
         run.terms = [mode.terms_of(each) for each in replayed.losses]
@@ -312,11 +319,12 @@ class Shadow(TorchDispatchMode):
         super().__init__()
         self.errors: list[OperationError] = []
         self.inputs: tuple[Any, Any] | None = None
+        self.actual: tuple[Any, Any] | None = None
         self.makers: list[Ancestor | None] = []
+        self._seen: dict[tuple[str, Place], int] = {}
         self._places = places
         self._measure = errors
         self._at = at
-        self._met = 0
         self._count = 0
         self._twins: dict[tuple[int, torch.dtype], tuple[Any, Tensor]] = {}
         self._quality: dict[tuple[int, torch.dtype], float] = {}
@@ -392,7 +400,10 @@ class Shadow(TorchDispatchMode):
             self._terms = {k: v for k, v in self._terms.items() if k in self._twins}
             self._made = {k: v for k, v in self._made.items() if k in self._twins}
             self._rounded &= self._twins.keys()
-        self._stop_if_asked(operation.name, place, args, kwargs)
+        occurrence = self._seen.get((operation.name, place), 0)
+        self._seen[operation.name, place] = occurrence + 1
+        if self._at == (operation.name, place, occurrence):
+            self._stop(args, kwargs)
         floating = [each for each in _tensors((args, kwargs)) if each.dtype in _FLOATS]
         actual_inputs = tree_map(_kept, (args, kwargs)) if operation.mutates else (args, kwargs)
         raised = tree_map(self._input, args), tree_map(self._input, kwargs)
@@ -416,31 +427,35 @@ class Shadow(TorchDispatchMode):
             return result
         propagated = self._propagate(written, references)
         if references is not None and self._measure:
-            self._note(index, operation, place, actual_inputs, written, references, result,
-                       worst, propagated)  # fmt: skip
+            self._note(index, occurrence, operation, place, actual_inputs, written, references,
+                       result, worst, propagated)  # fmt: skip
         if self._at is not None:
-            self._remember(operation, place, floating, actual_inputs, written, worst, propagated)
+            self._remember(operation, place, floating, actual_inputs[0], raised[0], written,
+                           references, worst, propagated)  # fmt: skip
         return result
 
     def _remember(
-        self, operation: Operation, place: Place, floating: list[Tensor], inputs: Any,
-        written: list[Tensor], worst: float, propagated: float,
+        self, operation: Operation, place: Place, floating: list[Tensor], args: Any, ideal: Any,
+        written: list[Tensor], references: list[Tensor] | None, worst: float, propagated: float,
     ) -> None:  # fmt: skip
         """Note which operation made what was written, and from what."""
         parents = tuple(self._made[_twin(each)] for each in floating if _twin(each) in self._made)
-        lost = lost_constants(operation.name, inputs[0], inputs[1], written[0])
-        dtype = _dtype_of(written[0])
-        maker = Ancestor(operation.name, place, dtype, worst, propagated, lost, parents)
+        result, name, dtype = written[0], operation.name, _dtype_of(written[0])
+        wanted = references[0] if references else result.double()
+        count, rounded_to = cancelled(name, args, ideal, result, wanted)
+        gone = flushed(result, wanted, formats.lookup(dtype).min_subnormal)
+        amax = float(result.detach().abs().max()) if result.numel() else 0.0
+        lost = lost_constants(name, args, ideal, result)
+        maker = Ancestor(name, place, dtype, worst, propagated, lost, parents, count, rounded_to,
+                         gone, amax)  # fmt: skip
         self._made.update(dict.fromkeys(map(_twin, written), maker))
 
-    def _stop_if_asked(self, name: str, place: Place, args: Any, kwargs: Any) -> None:
-        if self._at is None or (name, place) != self._at[:2]:
-            return
-        if self._met == self._at[2]:
-            self.inputs = (tree_map(self._input, args), tree_map(self._input, kwargs))
-            self.makers = [self._made.get(_twin(each)) for each in _tensors(args)]
-            raise _ReachedError
-        self._met += 1
+    def _stop(self, args: Any, kwargs: Any) -> None:
+        """Keep what the operation that was asked for is given, and go no further."""
+        self.inputs = (tree_map(self._input, args), tree_map(self._input, kwargs))
+        self.actual = tree_map(_kept, (args, kwargs))
+        self.makers = [self._made.get(_twin(each)) for each in _tensors(args)]
+        raise _ReachedError
 
     def _shadowed(
         self, func: Any, raised: tuple[Any, Any], result: Any, written: list[Tensor]
@@ -476,8 +491,9 @@ class Shadow(TorchDispatchMode):
         return propagated
 
     def _note(
-        self, index: int, operation: Operation, place: Place, inputs: Any, written: list[Tensor],
-        references: list[Tensor], result: Any, worst: float, propagated: float,
+        self, index: int, occurrence: int, operation: Operation, place: Place, inputs: Any,
+        written: list[Tensor], references: list[Tensor], result: Any, worst: float,
+        propagated: float,
     ) -> None:  # fmt: skip
         """Measure an operation's own error."""
         actual = written[0]
@@ -488,6 +504,7 @@ class Shadow(TorchDispatchMode):
             return
         error = OperationError(
             index, operation.name, place, _dtype_of(actual), math.inf, propagated, worst,
+            occurrence=occurrence,
         )  # fmt: skip
         self.errors.append(error)
         wrong = propagated < WRONG_DB and worst >= RIGHT_DB
