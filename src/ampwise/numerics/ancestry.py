@@ -17,10 +17,11 @@ DIFFERENCES = frozenset(["sub", "sub_", "rsub", "add", "add_", "sum", "mean"])
 _CANCELLED_DB = 10.0
 """Loss of SQNR from the inputs to a difference above which its digits cancelled."""
 
+_NARROW = ("float16", "bfloat16")
 _ELEMENTWISE = frozenset(["sub", "sub_", "rsub", "add", "add_"])
 _SUMS = frozenset(["add", "add_"])
 _BOUNDS = frozenset(["clamp", "clamp_", "clamp_min", "clamp_min_", "clamp_max", "clamp_max_"])
-_RIGHT, _WRONG = 0.1, 0.5
+_RIGHT, _WRONG = 0.1, 0.3
 """Relative errors up to which an element is right, and from which on it is lost."""
 
 
@@ -76,6 +77,11 @@ def back_from(start: Ancestor | None) -> Iterator[Ancestor]:
         yield (each := queue.popleft())
         queue += [parent for parent in each.parents if parent not in met]
         met.update(each.parents)
+
+
+def narrow_before(start: Ancestor | None) -> Ancestor | None:
+    """The nearest operation, from `start` on, that rounded to 16 bits."""
+    return next((each for each in back_from(start) if each.dtype in _NARROW), None)
 
 
 def lost_constants(name: str, args: Any, ideal: Any, result: Tensor) -> tuple[float, ...]:

@@ -129,7 +129,7 @@ def _of_operation(step: Replayable, place: Place, cause: str, op: str) -> list[C
         )
         return [Candidate(f"keep the argument of {op} inside", how,
                           on(scope, change.inside_domain))]  # fmt: skip
-    if cause == "EPS_UNDERFLOW" and op.startswith("clamp"):
+    if cause == "EPS_UNDERFLOW" and op.removesuffix("_") in ("clamp", "clamp_max"):
         return _bounds_that_hold(step, scope)
     return []
 

@@ -32,7 +32,7 @@ from ampwise import formats
 from ampwise.numerics import domain
 from ampwise.numerics.ancestry import Ancestor, back_from
 from ampwise.numerics.attention import inside, is_attention, mask_of
-from ampwise.numerics.shadow import UnsupportedError, exact, shadow
+from ampwise.numerics.shadow import ShadowRun, UnsupportedError, exact, shadow
 from ampwise.numerics.trace import FILLS, NAN, NEGATIVE, Root, _tensors, bad_bits
 from ampwise.step.recorder import Stash
 from ampwise.step.replayable import Replayable
@@ -242,7 +242,11 @@ def _all_ignored(root: Root) -> bool:
 def _damaged_inputs(step: Replayable, stash: Stash, root: Root) -> Finding:
     """Local result bad as well: would it be, had nothing been rounded before?"""
     at = (root.name, root.place, root.occurrence)
-    run = shadow(step, stash, errors=False, at=at)
+    return damaged(root, shadow(step, stash, errors=False, at=at))
+
+
+def damaged(root: Root, run: ShadowRun) -> Finding:
+    """The cause, given what the operation's inputs would be without rounding."""
     ideal = None
     if run.inputs is not None:
         try:
@@ -394,6 +398,7 @@ def _zeros(root: Root, fmt: formats.FloatFormat, wanted: Tensor, maker: Ancestor
             f"{are}: the constant {eps[0]:g}, which should keep them away from 0, is lost. The "
             f"smallest number of {fmt} is {fmt.min_subnormal:.2g}, and it keeps "
             f"{fmt.mantissa_bits + 1} bits.",
+            _if_elsewhere(eps[1], root),
         )
     span = f"{least:.3g}" if most <= 1.001 * least else f"{least:.3g} to {most:.3g}"
     is_and_should = f"{are} and should be {span}"
@@ -412,6 +417,12 @@ def _zeros(root: Root, fmt: formats.FloatFormat, wanted: Tensor, maker: Ancestor
         f"{fmt.min_subnormal:.2g}{where}.",
         lost,
     )
+
+
+def _if_elsewhere(made_by: Ancestor, root: Root) -> Ancestor | None:
+    """Where it began, if that is another line: of its own the root shows more."""
+    place = made_by.place
+    return None if (place.file, place.line) == (root.place.file, root.place.line) else made_by
 
 
 def _lost_in(maker: Ancestor | None) -> list[tuple[float, Ancestor]]:

@@ -27,7 +27,7 @@ from ampwise.numerics.candidates import FLOAT32_CAUSES, Candidate, candidates
 from ampwise.numerics.cause import Finding as Cause
 from ampwise.numerics.cause import constant_beyond, explain, extreme_of, in_float64, of_itself
 from ampwise.numerics.places import NOWHERE, Phase, Place, is_internal
-from ampwise.numerics.result import Diagnosis, Finding, Fix, OpError, Origin, Passed
+from ampwise.numerics.result import Diagnosis, Extent, Finding, Fix, OpError, Origin, Passed
 from ampwise.numerics.shadow import ShadowRun
 from ampwise.numerics.silent import Lost, silent_faults
 from ampwise.numerics.stagnation import Stagnant
@@ -241,6 +241,7 @@ class Examiner:
         if trace.origin is not None:
             found.phase, found.origin = trace.origin.place.phase, origin_of(trace.origin)
             found.extent, found.history = broken(trace.origin, stash), passed(trace.origin)
+            found.measured_scale = found.loss_scale
             found.path = trace.path
         place = NOWHERE if trace.origin is None else trace.origin.place
         mends = candidates(self.step, stash, "SCALE_TOO_HIGH", place)
@@ -330,6 +331,7 @@ class Examiner:
         if stagnant is not None and stagnant.share:
             found.status, found.phase, found.cause = "fault", "optimizer", "STAGNATION"
             found.explanation, found.origin = stagnation.in_words(stagnant, self.step)
+            found.extent = Extent(stagnant.still, stagnant.pushed)
             self._progress.found(found)
             found.fixes = self._stagnation_fixes()
         elif severe:
@@ -342,6 +344,9 @@ class Examiner:
         """Make the gravest silent fault the diagnosis."""
         cause, explanation, origin = self._explained(lost, stash)
         found.status, found.cause, found.explanation = "fault", cause, explanation
+        found.extent = lost.extent
+        if lost.root is not None:
+            found.extent, found.history = broken(lost.root, stash), passed(lost.root)
         found.phase, found.origin = lost.place.phase, origin
         self._progress.found(found)
         self._progress.stage("trying fixes on the step")

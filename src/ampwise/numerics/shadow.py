@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +30,7 @@ from ampwise import formats
 from ampwise.numerics.ancestry import Ancestor, cancelled, flushed, lost_constants
 from ampwise.numerics.attention import by_formula, is_attention
 from ampwise.numerics.places import Place, Places, placing
+from ampwise.numerics.result import Extent
 from ampwise.numerics.trace import (
     Operation,
     _key,
@@ -54,6 +56,8 @@ _SUMS = {
     "div": "div", "neg": "neg", "_to_copy": "_to_copy",
 }  # fmt: skip
 """Operations that sum or only scale, and what they are on magnitudes."""
+_COUNTS = frozenset(["add", "add_"])
+"""Operations that count, where all that they are given are integers."""
 _FROM_INTEGERS = frozenset(["arange", "_to_copy", "cumsum"])
 """Operations that turn integers into floating point: positions, counters."""
 
@@ -216,6 +220,10 @@ class OperationError:
         Whether the result is wrong and integers that were rounded before took part in it.
     occurrence
         How many operations of the same name at the same place came before it.
+    func
+        The operation itself.
+    miscounts
+        How many integers came out rounded.
     """
 
     index: int
@@ -232,6 +240,8 @@ class OperationError:
     integers: bool = False
     miscounted: bool = False
     occurrence: int = 0
+    func: Any = None
+    miscounts: Extent | None = None
 
 
 @dataclass(slots=True)
@@ -310,6 +320,12 @@ def _or_actual(reference: Tensor | None, actual: Tensor) -> Tensor:
 
 class _ReachedError(Exception):
     """The operation that was asked for."""
+
+
+def shadowed(mode: Shadow, act: Callable[[], object]) -> None:
+    """Do something beside a shadow, as far as the operation that is asked for."""
+    with mode, suppress(_ReachedError):
+        act()
 
 
 class Shadow(TorchDispatchMode):
@@ -498,13 +514,14 @@ class Shadow(TorchDispatchMode):
         """Measure an operation's own error."""
         actual = written[0]
         floating = any(each.is_floating_point() for each in _tensors(inputs[0]))
-        if operation.mutates or not actual.numel() or not (
-            floating or operation.name in _FROM_INTEGERS
-        ):  # fmt: skip
+        if not actual.numel() or not (floating or operation.name in _FROM_INTEGERS):
+            return
+        counts = operation.name in _COUNTS and _are_integers(inputs[0], actual)
+        if operation.mutates and not counts:
             return
         error = OperationError(
             index, operation.name, place, _dtype_of(actual), math.inf, propagated, worst,
-            occurrence=occurrence,
+            occurrence=occurrence, func=operation.func,
         )  # fmt: skip
         self.errors.append(error)
         wrong = propagated < WRONG_DB and worst >= RIGHT_DB
@@ -512,11 +529,11 @@ class Shadow(TorchDispatchMode):
         if propagated < _LOW_DB:
             error.exact_amax = float(references[0].abs().max())
         if actual.element_size() < _FLOAT32_BYTES:
-            self._own_error(error, operation, inputs, actual, result, floating)
+            self._own_error(error, operation, inputs, actual, result, counts or not floating)
 
     def _own_error(
         self, error: OperationError, operation: Operation, inputs: Any, actual: Tensor,
-        result: Any, floating: bool,
+        result: Any, counts: bool,
     ) -> None:  # fmt: skip
         try:
             local = exact(operation.func, inputs[0], inputs[1], result)[0]
@@ -531,10 +548,11 @@ class Shadow(TorchDispatchMode):
         if error.local_db < _LOW_DB:
             found = compare(actual, local)
             error.flushed, error.zeros = found.flushed, found.zeros
-        if not floating and error.local_db < math.inf:
+        if counts and error.local_db < math.inf:
             error.integers = bool((local == local.round()).all())
             if error.integers:
                 self._rounded.add(_twin(actual))
+                error.miscounts = Extent(int((actual.double() != local).sum()), local.numel())
             error.exact_amax = float(local.abs().max())
 
     def _input(self, value: Any) -> Any:
@@ -542,6 +560,20 @@ class Shadow(TorchDispatchMode):
             return value
         twin = self.of(value)
         return value.detach().double() if twin is None else twin.clone()
+
+
+def _are_integers(args: Any, result: Tensor) -> bool:
+    """Whether integers in 16 bits are counted up, to a little beyond what these hold at most."""
+    if result.element_size() >= _FLOAT32_BYTES:
+        return False
+    most = 2 ** (formats.lookup(result.dtype).mantissa_bits + 2)
+    numbers = [float(each) for each in args if isinstance(each, int | float)]
+    tensors = [each for each in _tensors(args) if each.is_floating_point()]
+    return all(map(float.is_integer, numbers)) and all(
+        bool((each == each.round()).all()) and 0 < float(each.abs().max()) <= most
+        for each in tensors
+        if each.numel()
+    )
 
 
 def _twin(tensor: Tensor) -> tuple[int, torch.dtype]:

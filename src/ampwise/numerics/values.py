@@ -44,12 +44,13 @@ def origin_of(root: Root) -> Origin:
     )
 
 
-def broken(root: Root, stash: Stash) -> Extent | None:
+def broken(root: Root, stash: Stash | None = None) -> Extent | None:
     """Which part of a root's result is not finite; None where its result was not kept."""
     if not root.outputs:
         return None
     result = root.outputs[0]
-    batches = [each for batch in stash.micro_batches for _, each in leaves(batch.batch)]
+    seen = [] if stash is None else stash.micro_batches
+    batches = [each for batch in seen for _, each in leaves(batch.batch)]
     return extent_of(
         ~torch.isfinite(result),
         samples_in(batches),
