@@ -33,18 +33,6 @@ def vanishing(model, batch):
     return square(model, batch) * 1e-19
 
 
-class Flushed16(nn.Module):
-    """What is small has to be there: 1e-24 is 0 in float16, whatever the loss scale."""
-
-    def __init__(self):
-        super().__init__()
-        self.lin = nn.Linear(8, 8)
-
-    def forward(self, x):
-        h = self.lin(x).float() * 1e-24
-        return h.half().float()  # <- here
-
-
 def test_a_gradient_that_stays_zero_is_not_mended_however_small_it_should_be():
     found = diagnose(task(lambda: Plain(8), vanishing, data(8, 8)), "fp16", steps=3)
     assert found.cause == "UNDERFLOW"
