@@ -351,6 +351,8 @@ def test_rounding_is_placed_where_it_began_not_where_float32_shows_it():
     assert (found.cause, origin_line(found)) == ("CANCELLATION", line_of(ShownLater))
     assert "at a spacing of 4" in found.explanation
     assert "in float32, only shows it" in found.explanation
+    assert [each.op for each in found.history] == ["add", "_to_copy", "_to_copy"]
+    assert all(1000 < each.extreme <= 1004 for each in found.history)
 
 
 # -- extent, history, scale, signs -----------------------------------------------------------------

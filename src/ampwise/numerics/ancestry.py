@@ -45,8 +45,8 @@ class Ancestor:
         The constant that it was taken from, or added to, and that those terms had rounded to.
     flushed
         Elements of its result that are 0 and too small for the format.
-    amax
-        Largest magnitude of its result.
+    extreme
+        The value of the largest magnitude in its result, with its sign.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Ancestor:
     cancelled: int = 0
     rounded_to: float | None = None
     flushed: int = 0
-    amax: float = 0.0
+    extreme: float = 0.0
 
     @property
     def cancels(self) -> bool:
@@ -77,6 +77,14 @@ def back_from(start: Ancestor | None) -> Iterator[Ancestor]:
         yield (each := queue.popleft())
         queue += [parent for parent in each.parents if parent not in met]
         met.update(each.parents)
+
+
+def largest_before(start: Ancestor, most: int) -> list[Ancestor]:
+    """An operation and the last ones before it that made the largest of what they had, in order."""
+    found: list[Ancestor] = [start]
+    while found[-1].parents and len(found) < most:
+        found.append(max(found[-1].parents, key=lambda each: abs(each.extreme)))
+    return found[::-1]
 
 
 def narrow_before(start: Ancestor | None) -> Ancestor | None:

@@ -151,7 +151,7 @@ class Examiner:
 
     def _evidence(self, found: Diagnosis, root: Root, stash: Stash) -> None:
         """Which part broke, what it was before, and under which loss scale that was measured."""
-        found.extent, found.history = broken(root, stash), passed(root)
+        found.extent, found.history = broken(root, stash), passed(root.history)
         ideal = in_float64(root) if root.func is not None and found.origin is not None else None
         if ideal is not None and not any(map(bad_bits, ideal)):
             place = root.place
@@ -240,7 +240,7 @@ class Examiner:
         found.target = trace.target
         if trace.origin is not None:
             found.phase, found.origin = trace.origin.place.phase, origin_of(trace.origin)
-            found.extent, found.history = broken(trace.origin, stash), passed(trace.origin)
+            found.extent, found.history = broken(trace.origin, stash), passed(trace.origin.history)
             found.measured_scale = found.loss_scale
             found.path = trace.path
         place = NOWHERE if trace.origin is None else trace.origin.place
@@ -344,9 +344,9 @@ class Examiner:
         """Make the gravest silent fault the diagnosis."""
         cause, explanation, origin = self._explained(lost, stash)
         found.status, found.cause, found.explanation = "fault", cause, explanation
-        found.extent = lost.extent
+        found.extent, found.history = lost.extent, list(lost.history)
         if lost.root is not None:
-            found.extent, found.history = broken(lost.root, stash), passed(lost.root)
+            found.extent, found.history = broken(lost.root, stash), passed(lost.root.history)
         found.phase, found.origin = lost.place.phase, origin
         self._progress.found(found)
         self._progress.stage("trying fixes on the step")

@@ -460,10 +460,11 @@ class Shadow(TorchDispatchMode):
         wanted = references[0] if references else result.double()
         count, rounded_to = cancelled(name, args, ideal, result, wanted)
         gone = flushed(result, wanted, formats.lookup(dtype).min_subnormal)
-        amax = float(result.detach().abs().max()) if result.numel() else 0.0
+        ends = torch.aminmax(result.detach()) if result.numel() else ()
+        extreme = max(map(float, ends), key=abs, default=0.0)
         lost = lost_constants(name, args, ideal, result)
         maker = Ancestor(name, place, dtype, worst, propagated, lost, parents, count, rounded_to,
-                         gone, amax)  # fmt: skip
+                         gone, extreme)  # fmt: skip
         self._made.update(dict.fromkeys(map(_twin, written), maker))
 
     def _stop(self, args: Any, kwargs: Any) -> None:

@@ -22,11 +22,11 @@ from torch import Tensor
 
 from ampwise import formats
 from ampwise.data import leaves
-from ampwise.numerics.ancestry import Ancestor, back_from, narrow_before
+from ampwise.numerics.ancestry import Ancestor, back_from, largest_before, narrow_before
 from ampwise.numerics.extent import extent_of, lost_elements, samples_in
 from ampwise.numerics.gradients import GradientErrors, in_words
 from ampwise.numerics.places import NOWHERE, Place
-from ampwise.numerics.result import Extent, percent
+from ampwise.numerics.result import Extent, Passed, percent
 from ampwise.numerics.shadow import (
     RIGHT_DB,
     WRONG_DB,
@@ -36,7 +36,8 @@ from ampwise.numerics.shadow import (
     exact,
     shadow,
 )
-from ampwise.numerics.trace import Root, Trace
+from ampwise.numerics.trace import HISTORY, Root, Trace
+from ampwise.numerics.values import passed
 from ampwise.step.recorder import Stash
 from ampwise.step.replayable import Replayable
 from ampwise.telemetry.ring import StepRecord
@@ -85,6 +86,7 @@ class Lost:
     root: Root | None = None
     scale: float | None = None
     extent: Extent | None = None
+    history: Sequence[Passed] = ()
 
 
 def silent_faults(
@@ -175,7 +177,8 @@ def _culprits(
             before = shadow(step, stash, errors=False, at=(each.name, each.place, each.occurrence))
             own = each.local_db < RIGHT_DB
             began = None if own else _where_it_began(before, each, damage)
-            return [replace(began or _lost_at(each, damage), extent=_extent(each, before, stash))]
+            lost = began or _lost_at(each, damage)
+            return [replace(lost, extent=_extent(each, before, stash), history=_history(before))]
     return []
 
 
@@ -197,9 +200,9 @@ def _where_it_began(run: ShadowRun, error: OperationError, damage: str) -> Lost 
     narrow = [each for each in map(narrow_before, makers) if each is not None]
     if not narrow or (error.name not in _TURNS and error.dtype in ("float16", "bfloat16")):
         return None
-    made_by = max(narrow, key=lambda each: each.amax)
-    fmt = formats.lookup(made_by.dtype)
-    kept = f"{figure(made_by.amax)} {{}} kept in {fmt} at a spacing of {fmt.ulp(made_by.amax):g}"
+    made_by = max(narrow, key=lambda each: abs(each.extreme))
+    fmt, most = formats.lookup(made_by.dtype), made_by.extreme
+    kept = f"{figure(most)} {{}} kept in {fmt} at a spacing of {fmt.ulp(most):g}"
     line = f"on line {error.place.line}"
     if error.name in _TURNS:
         words = (
@@ -243,6 +246,15 @@ def _extent(error: OperationError, run: ShadowRun, stash: Stash) -> Extent | Non
         return None
     batches = [each for batch in stash.micro_batches for _, each in leaves(batch.batch)]
     return extent_of(lost_elements(made, wanted), samples_in(batches))
+
+
+def _history(run: ShadowRun) -> list[Passed]:
+    """The operations before the one that was asked for, and how large what they gave was."""
+    makers = [each for each in run.makers if each is not None]
+    if not makers:
+        return []
+    chain = largest_before(max(makers, key=lambda each: abs(each.extreme)), HISTORY)
+    return passed(chain)
 
 
 def _subtracts(name: str) -> bool:

@@ -37,7 +37,7 @@ NAN, POSITIVE, NEGATIVE = 1, 2, 4
 _CAPTURED = 8
 """Roots whose inputs are kept."""
 
-_HISTORY = 6
+HISTORY = 6
 """Operations before a root that are told."""
 
 _EMPTY = frozenset(["empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"])
@@ -92,7 +92,7 @@ class Root:
         """The last operations before it, the latest last."""
         found: list[Flow] = []
         flow = self.before
-        while flow is not None and len(found) < _HISTORY:
+        while flow is not None and len(found) < HISTORY:
             found.append(flow)
             flow = flow.before
         return found[::-1]

@@ -59,7 +59,7 @@ def in_update(task: Task, policy: Policy, settings: Settings, steps: int, found:
     cause = of_itself(root) or _by_shadow(before(), root)
     found.phase, found.step = "optimizer", steps
     found.origin = replace(origin_of(root), module=name.rpartition(".")[0])
-    found.extent, found.history, found.measured_scale = broken(root), passed(root), None
+    found.extent, found.history, found.measured_scale = broken(root), passed(root.history), None
     found.cause = cause.cause
     found.explanation = (
         f"{cause.explanation} The update of step {steps} made it so: {root.name} turned finite "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,10 +12,11 @@ from torch import Tensor
 
 from ampwise import formats
 from ampwise.data import leaves
+from ampwise.numerics.ancestry import Ancestor
 from ampwise.numerics.extent import CHANNELS_SECOND, extent_of, samples_in
 from ampwise.numerics.places import Place
 from ampwise.numerics.result import Extent, Origin, Passed, Values
-from ampwise.numerics.trace import Root
+from ampwise.numerics.trace import Flow, Root
 from ampwise.step.recorder import Stash
 
 _SAMPLE = 20_000
@@ -58,12 +60,12 @@ def broken(root: Root, stash: Stash | None = None) -> Extent | None:
     )
 
 
-def passed(root: Root) -> list[Passed]:
-    """The operations before a root as plain values."""
+def passed(operations: Iterable[Flow | Ancestor]) -> list[Passed]:
+    """Operations that a value came through as plain values."""
     return [
         Passed(each.name, each.place.module, each.place.file, each.place.line, each.place.phase,
                each.dtype, each.extreme)
-        for each in root.history
+        for each in operations
     ]  # fmt: skip
 
 
