@@ -220,7 +220,7 @@ def test_a_step_that_does_not_read_as_itself_measures_nothing(monkeypatch):
 def test_a_step_that_takes_long_is_not_timed(monkeypatch):
     monkeypatch.setattr("ampwise.numerics.costs._time_s", lambda *_, backward: 3.0)
     found = diagnose(CASES["scores before scaling"].make(), "fp16", steps=2)
-    assert fix(found, "line").cost.startswith("time not measured: a step takes 3.0 s")
+    assert fix(found, "line").cost.startswith("time not measured: one pass takes 3.0 s")
 
 
 def test_arms_take_turns(monkeypatch):

@@ -103,7 +103,7 @@ class _Race:
     def in_words(self, ratio: Interval) -> tuple[str, Interval | None]:
         """A ratio in words, and itself where it says something."""
         if not self.rounds:
-            return f"time not measured: a step takes {self.alone_s:.1f} s", None
+            return f"time not measured: one pass takes {self.alone_s:.1f} s", None
         if max(self.noise.median, 1 / self.noise.median) > NOISY:
             why = f"too noisy: the step against itself reads {self.noise}"
             return f"time not measured: the machine is {why}", None
@@ -154,7 +154,10 @@ def _turns(
     """Times of each arm, round by round; None if one raises."""
     times: dict[str, list[float]] = {name: [] for name in arms}
     order, draw = list(arms), random.Random(0)
-    for _ in range(rounds + 1):
+    began = time.perf_counter()
+    for made in range(rounds + 1):
+        if made > _LEAST_ROUNDS and time.perf_counter() - began > 2 * _LIMIT_S:
+            break  # a fix may be slower by far than the step
         draw.shuffle(order)  # caches are warm from the arm before: it must not be the same always
         for name in order:
             taken = _time_s(step, stash, arms[name], backward=backward)
