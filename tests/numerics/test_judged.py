@@ -272,6 +272,32 @@ def test_two_functions_mend_what_none_of_them_does():
     assert not fix(found, "line").verified
 
 
+def rounded(x):
+    return (x + 1000).to(torch.bfloat16)
+
+
+def shown(h):
+    return h.to(torch.bfloat16).float() - 1000
+
+
+class Twice16(nn.Module):
+    """Rounds in one function, and again in another: each alone loses the digits."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.lin(shown(rounded(x)))
+
+
+def test_two_functions_mend_a_silent_fault_too():
+    found = diagnose(task(Twice16, square, data(8, 8)), "bf16", steps=2)
+    assert found.cause == "CANCELLATION"
+    held = [each.what for each in found.fixes if each.verified]
+    assert [each.partition(" around lines")[0] for each in held] == ["the functions"]
+
+
 STAGES = """
 def stage{i}(x, layer):
     return x + layer(x)

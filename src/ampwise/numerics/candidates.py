@@ -117,7 +117,7 @@ def _of_operation(step: Replayable, place: Place, cause: str, op: str) -> list[C
     if cause == "BACKWARD_SINGULARITY" and op in FILLS:
         return _finite_constant(step, None, place)
     if cause == "EMPTY_REDUCTION" and op in VARIANCES:
-        how = f"line {place.line}: {op}(..., correction=0), or leave out what has one sample"
+        how = f"line {place.line}: {op}(..., correction=0)"
         return [Candidate("the spread of one sample is 0", how, on(scope, change.uncorrected))]
     if cause == "DOMAIN_ERROR" and bounded is not None:
         low, high = bounded.bounds(torch.float32)

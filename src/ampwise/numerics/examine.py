@@ -335,12 +335,15 @@ class Examiner:
             self._progress.found(found)
             found.fixes = self._stagnation_fixes()
         elif severe:
-            self._tell(found, severe.pop(0), stash, wanted)
-        found.findings += [self._finding(each, stash, wanted) for each in severe]
+            self._tell(found, severe.pop(0), stash, wanted, trace.spans)
+        found.findings += [self._finding(each, stash, wanted, trace.spans) for each in severe]
         found.findings += _poisoned(trace.replayed.poisoned)
         return found
 
-    def _tell(self, found: Diagnosis, lost: Lost, stash: Stash, wanted: fix.Reference) -> None:
+    def _tell(
+        self, found: Diagnosis, lost: Lost, stash: Stash, wanted: fix.Reference,
+        spans: Sequence[Place],
+    ) -> None:  # fmt: skip
         """Make the gravest silent fault the diagnosis."""
         cause, explanation, origin = self._explained(lost, stash)
         found.status, found.cause, found.explanation = "fault", cause, explanation
@@ -350,11 +353,13 @@ class Examiner:
         found.phase, found.origin = lost.place.phase, origin
         self._progress.found(found)
         self._progress.stage("trying fixes on the step")
-        found.fixes = self._silent_fixes(lost, cause, stash, wanted)
+        found.fixes = self._silent_fixes(lost, cause, stash, wanted, spans)
 
-    def _finding(self, lost: Lost, stash: Stash, wanted: fix.Reference) -> Finding:
+    def _finding(
+        self, lost: Lost, stash: Stash, wanted: fix.Reference, spans: Sequence[Place]
+    ) -> Finding:
         cause, explanation, origin = self._explained(lost, stash)
-        fixes = self._silent_fixes(lost, cause, stash, wanted)
+        fixes = self._silent_fixes(lost, cause, stash, wanted, spans)
         return Finding(cause, explanation, lost.place.phase, origin, fixes)
 
     def _explained(self, lost: Lost, stash: Stash) -> tuple[str, str, Any]:
@@ -364,9 +369,9 @@ class Examiner:
         return cause.cause, f"{cause.explanation} {lost.explanation}", _origin(lost.root, cause)
 
     def _silent_fixes(
-        self, lost: Lost, cause: str, stash: Stash, wanted: fix.Reference
+        self, lost: Lost, cause: str, stash: Stash, wanted: fix.Reference, spans: Sequence[Place]
     ) -> list[Fix]:
-        found = candidates(self.step, stash, cause, lost.place, lost.dtype)
+        found = candidates(self.step, stash, cause, lost.place, lost.dtype, lost.op, spans)
         if lost.scale is not None:
             on = "" if self.step.scales_loss else "switch loss scaling on (policy fp16): "
             scaled = Candidate(
