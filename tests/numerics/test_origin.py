@@ -177,7 +177,7 @@ def test_an_optimizer_that_breaks_the_parameters():
     broken = Task(model=Lin, batches=lambda: [batch] * 9, loss=square, optimizer=lambda m:
                   Blows(m.parameters()), name="blows")  # fmt: skip
     found = diagnose(broken, "bf16", steps=8)
-    assert (found.cause, found.phase, found.step) == ("BAD_PARAMETER", "optimizer", 3)
+    assert (found.cause, found.phase, found.step) == ("DOMAIN_ERROR", "optimizer", 3)
     assert found.origin is not None
     assert found.origin.line == line_of(Blows)
     assert "The update of step 3 made it so" in found.explanation

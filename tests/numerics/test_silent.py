@@ -23,6 +23,7 @@ from tests.numerics.cases import (
     LOOK_ALIKES,
     VARIANTS,
     BranchAndOverflow,
+    ChannelNorm,
     data,
     fourth,
     line_of,
@@ -85,7 +86,7 @@ def test_where_float32_fails_too_it_is_said_and_not_offered():
     torch.manual_seed(0)
     found = diagnose(VARIANTS["variance becomes zero in float32"].make(), "fp32", steps=2)
     assert [each.what for each in found.fixes] == [
-        "subtract before squaring, or compute in float64"
+        f"the function around line {line_of(ChannelNorm)} in float64"
     ]
     assert any("float32 itself fails on this step" in note for note in found.notes)
 

@@ -7,9 +7,9 @@ import io
 import pytest
 
 from ampwise.report.canvas import log_scale, svg
-from ampwise.report.page import size
 from ampwise.report.table import new_table
 from ampwise_lint.base.console import Console
+from ampwise_lint.base.words import size
 
 NAME = "[car] acc$\\frac$[/b] :smile:"
 

@@ -21,6 +21,7 @@ lower loss scale is SCALE_TOO_HIGH. Of fused attention it is the operation insid
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,17 +29,19 @@ import torch
 from torch import Tensor
 
 from ampwise import formats
+from ampwise.numerics import domain
 from ampwise.numerics.ancestry import Ancestor, back_from
 from ampwise.numerics.attention import inside, is_attention, mask_of
-from ampwise.numerics.shadow import UnsupportedError, exact, shadow
-from ampwise.numerics.trace import FILLS, NAN, Root, _tensors, bad_bits
+from ampwise.numerics.shadow import ShadowRun, UnsupportedError, exact, shadow
+from ampwise.numerics.trace import FILLS, NAN, NEGATIVE, Root, _tensors, bad_bits
 from ampwise.step.recorder import Stash
 from ampwise.step.replayable import Replayable
-from ampwise_lint.base.words import counted
+from ampwise_lint.base.words import counted, figure
 
 _SOFTMAX = ("_softmax", "_log_softmax", "_safe_softmax", "softmax", "log_softmax")
 _REDUCTIONS = ("mean", "var", "std", "sum", "amax", "amin", "max", "min", "div", "logsumexp",
                "nll_loss_forward", "cross_entropy")  # fmt: skip
+VARIANCES = ("std", "var", "std_mean", "var_mean")
 _FEW = 4
 """Times the smallest number of a format below which a value counts as flushed."""
 
@@ -78,7 +81,7 @@ def of_itself(root: Root) -> Finding | None:
 
 
 def _by_itself(root: Root) -> Finding | None:
-    experiments = (_empty, _masked_row, _fed, _beyond_range)
+    experiments = (_empty, _one_sample, _masked_row, _fed, _beyond_range)
     return next((found for each in experiments if (found := each(root)) is not None), None)
 
 
@@ -106,7 +109,7 @@ def _from_outside(root: Root) -> Finding:
 
 def _fed(root: Root) -> Finding | None:
     """Infinities of the batch (which may be a mask) that are no mask to this operation."""
-    local = _local(root)
+    local = in_float64(root)
     source = root.fed_by
     if source is None or source.name != "batch" or local is None:
         return None
@@ -124,7 +127,7 @@ def _fed(root: Root) -> Finding | None:
     )
 
 
-def _local(root: Root) -> list[Tensor] | None:
+def in_float64(root: Root) -> list[Tensor] | None:
     """The operation in float64 on the actual inputs; None where it has no such form."""
     try:
         return exact(root.func, root.args, root.kwargs)
@@ -134,28 +137,29 @@ def _local(root: Root) -> list[Tensor] | None:
 
 def _beyond_range(root: Root) -> Finding | None:
     """Local result finite: the format could not hold it, or an intermediate of it."""
-    local = _local(root)
+    local = in_float64(root)
     if local is None or any(map(bad_bits, local)):
         return None
     fmt = format_of(root)
-    peak = max((float(each.abs().max()) for each in local if each.numel()), default=0.0)
+    peak = extreme_of(local)
     constant = constant_beyond(root, fmt)
-    if constant is not None and peak >= fmt.max:
+    if constant is not None and abs(peak) >= fmt.max:
         return Finding(
             "MASK_CONSTANT",
             f"The constant {constant:g} is beyond {fmt}, which ends at {fmt.max:,.0f}, and becomes "
             f"{'-inf' if constant < 0 else 'inf'}. In float32 it is finite.",
         )
-    if peak > fmt.max:
+    if abs(peak) > fmt.max:
         return Finding(
             "RANGE_OVERFLOW",
-            f"The result of {root.name} would be {_figure(peak)}; {fmt} ends at "
-            f"{_figure(fmt.max)}. Its inputs are finite, the largest {_figure(_amax(root))}.",
+            f"The result of {root.name} would be {figure(peak)}; {fmt} ends at "
+            f"{figure(math.copysign(fmt.max, peak))}. Its inputs are finite, the largest "
+            f"{figure(extreme_of(_tensors((root.args, root.kwargs))))}.",
         )
     return Finding(
         "RANGE_OVERFLOW",
-        f"Inside {root.name} an intermediate went beyond {fmt}, which ends at {_figure(fmt.max)}. "
-        f"The result itself, {_figure(peak)}, would fit.",
+        f"Inside {root.name} an intermediate went beyond {fmt}, which ends at {figure(fmt.max)}. "
+        f"The result itself, {figure(peak)}, would fit.",
     )
 
 
@@ -201,6 +205,21 @@ def _masked_row(root: Root) -> Finding | None:
     )
 
 
+def _one_sample(root: Root) -> Finding | None:
+    """A variance with as many degrees of freedom as it has none."""
+    if root.name not in VARIANCES or bad_bits(root.args[0]):
+        return None
+    values, result = root.args[0], root.outputs[0]
+    size = values.numel() // max(1, result.numel())
+    if not size or not root.bits & NAN:
+        return None
+    return Finding(
+        "EMPTY_REDUCTION",
+        f"{root.name} of {counted(size, 'value')} divides by one less than their number, which is "
+        f"{size - 1}. A spread needs two; with correction=0 that of one is 0.",
+    )
+
+
 def _empty(root: Root) -> Finding | None:
     tensors = _tensors((root.args, root.kwargs))
     floats = [each for each in tensors if each.is_floating_point()]
@@ -223,7 +242,11 @@ def _all_ignored(root: Root) -> bool:
 def _damaged_inputs(step: Replayable, stash: Stash, root: Root) -> Finding:
     """Local result bad as well: would it be, had nothing been rounded before?"""
     at = (root.name, root.place, root.occurrence)
-    run = shadow(step, stash, errors=False, at=at)
+    return damaged(root, shadow(step, stash, errors=False, at=at))
+
+
+def damaged(root: Root, run: ShadowRun) -> Finding:
+    """The cause, given what the operation's inputs would be without rounding."""
     ideal = None
     if run.inputs is not None:
         try:
@@ -231,7 +254,7 @@ def _damaged_inputs(step: Replayable, stash: Stash, root: Root) -> Finding:
         except UnsupportedError:
             ideal = None
     if ideal is None or any(map(bad_bits, ideal)):
-        return _wrong_anyway(root)
+        return _mask_times_zero(root, run.makers) or _wrong_anyway(root)
     assert run.inputs is not None
     return _lost(root, run.inputs, run.makers)
 
@@ -244,10 +267,35 @@ def _wrong_anyway(root: Root) -> Finding:
             "by zero, or multiplies zero by infinity, in any precision. A branch that `where` does "
             "not take is differentiated all the same.",
         )
+    outside = domain.in_words(root.name, root.args[0]) if root.args else ""
+    if not outside:
+        outside = f"{root.name} has no finite value for these inputs {_domain(root)}"
     return Finding(
         "DOMAIN_ERROR",
-        f"{root.name} has no finite value for these inputs {_domain(root)}. float64 gives none "
-        "either: the fault is in the model or loss, not in the precision.",
+        f"{outside}. float64 gives none either: the fault is in the model or loss, not in the "
+        "precision.",
+    )
+
+
+def _mask_times_zero(root: Root, makers: list[Ancestor | None]) -> Finding | None:
+    """The -inf of a mask, times a gradient of 0: where something that is learned scales it."""
+    tensors = _tensors(root.args)
+    if root.place.phase != "backward" or root.name != "mul" or len(makers) != len(tensors):
+        return None
+    masks = [(each, maker) for each, maker in zip(tensors, makers, strict=True)
+             if bad_bits(each) == NEGATIVE]  # fmt: skip
+    if len(masks) != 1:
+        return None
+    mask, maker = masks[0]
+    fill = next((each for each in back_from(maker) if each.name in FILLS), None)
+    count = int(torch.isneginf(mask).sum())
+    made = f"made on line {fill.place.line}, " if fill is not None else ""
+    return Finding(
+        "BACKWARD_SINGULARITY",
+        f"{counted(count, 'element')} of -inf, {made}{'is' if count == 1 else 'are'} a factor on "
+        f"line {root.place.line}: the gradient of the other factor is 0 times -inf, which is NaN, "
+        "in any precision. Mask after the scaling, or with a finite number.",
+        fill,
     )
 
 
@@ -282,10 +330,57 @@ def _lost(root: Root, ideal: tuple[Any, Any], makers: list[Ancestor | None]) -> 
                 f"{float(wanted[outside][actual[outside].argmin()]):.4g}"
             )
             return _cancelled(is_and_should, maker, fmt)
+        edge = _at_the_edge(root.name, actual, wanted)
+        if bool(edge.any()):
+            return _edge(root, fmt, actual[edge], wanted[edge], maker)
     return Finding(
         "PRECISION_LOSS",
         f"The inputs of {root.name} lost so much that it has no finite value for them. In float64 "
         "the same computation is finite throughout.",
+    )
+
+
+def _at_the_edge(name: str, actual: Tensor, wanted: Tensor) -> Tensor:
+    """Which arguments lie at the end of a function's domain, or outside, and should not."""
+    known = domain.domain_of(name)
+    if known is None:
+        return torch.zeros_like(actual, dtype=torch.bool)
+    below, above = known.outside(actual)
+    low, high = known.outside(wanted)
+    return (below | above) & ~(low | high)
+
+
+def _edge(
+    root: Root, fmt: formats.FloatFormat, actual: Tensor, wanted: Tensor, maker: Ancestor | None
+) -> Finding:
+    """Arguments that were rounded to the end of a domain: a bound that was lost, or digits."""
+    to = float(actual[0])
+    bound = next(
+        (pair for pair in _lost_in(maker) if pair[0] != to and _rounded(pair[0], fmt) == to), None
+    )
+    count = counted(len(actual), "argument")
+    if bound is None:
+        return Finding(
+            "PRECISION_LOSS",
+            f"{count} of {root.name} rounded to {figure(to)}, which is the end of its domain, and "
+            f"should be {figure(float(wanted[0]))}. {fmt} keeps {fmt.mantissa_bits + 1} bits.",
+        )
+    return _lost_bound(f"{count} of {root.name} reach {figure(to)}", *bound, fmt)
+
+
+def _rounded(value: float, fmt: formats.FloatFormat) -> float:
+    return round(value / fmt.ulp(value)) * fmt.ulp(value)
+
+
+def _lost_bound(what: str, bound: float, by: Ancestor, fmt: formats.FloatFormat) -> Finding:
+    """A bound just inside 1 that rounds to 1."""
+    nearest = math.copysign(1.0 - fmt.eps / 2, bound)
+    return Finding(
+        "EPS_UNDERFLOW",
+        f"{what}: the bound {bound!r} of {by.name} on line {by.place.line} rounds to "
+        f"{math.copysign(1, bound):g} in {fmt}, and keeps nothing away. Its number next to it is "
+        f"{nearest:.6g}.",
+        by,
     )
 
 
@@ -294,13 +389,16 @@ def _zeros(root: Root, fmt: formats.FloatFormat, wanted: Tensor, maker: Ancestor
     least, most = float(wanted.min()), float(wanted.max())
     count = counted(len(wanted), "value")
     are = f"{count} that {root.name} needs {'are' if len(wanted) > 1 else 'is'} 0"
-    eps = next((each for each in _lost_in(maker) if _guards(each, least)), None)
+    eps = next((pair for pair in _lost_in(maker) if _guards(pair[0], least)), None)
+    if eps is not None and eps[0] > 0.5:
+        return _lost_bound(are, *eps, formats.lookup(eps[1].dtype))
     if eps is not None:
         return Finding(
             "EPS_UNDERFLOW",
-            f"{are}: the constant {eps:g}, which should keep them away from 0, is lost. The "
+            f"{are}: the constant {eps[0]:g}, which should keep them away from 0, is lost. The "
             f"smallest number of {fmt} is {fmt.min_subnormal:.2g}, and it keeps "
             f"{fmt.mantissa_bits + 1} bits.",
+            _if_elsewhere(eps[1], root),
         )
     span = f"{least:.3g}" if most <= 1.001 * least else f"{least:.3g} to {most:.3g}"
     is_and_should = f"{are} and should be {span}"
@@ -309,23 +407,33 @@ def _zeros(root: Root, fmt: formats.FloatFormat, wanted: Tensor, maker: Ancestor
             "UNDERFLOW",
             f"{is_and_should}. The smallest number of {fmt} is {fmt.min_subnormal:.2g}.",
         )
-    if any(each.cancels for each in back_from(maker)):
+    lost = next((each for each in back_from(maker) if each.cancels or each.flushed), None)
+    if lost is not None and not lost.flushed:
         return _cancelled(is_and_should, maker, fmt)
+    where = "" if lost is None else f", in {lost.name} on line {lost.place.line}"
     return Finding(
         "UNDERFLOW",
         f"{is_and_should}. On the way to them something fell below the smallest number of {fmt}, "
-        f"{fmt.min_subnormal:.2g}.",
+        f"{fmt.min_subnormal:.2g}{where}.",
+        lost,
     )
 
 
-def _lost_in(maker: Ancestor | None) -> set[float]:
-    """Constants that had no effect in the operations that a value was made by."""
-    return {constant for each in back_from(maker) for constant in each.lost}
+def _if_elsewhere(made_by: Ancestor, root: Root) -> Ancestor | None:
+    """Where it began, if that is another line: of its own the root shows more."""
+    place = made_by.place
+    return None if (place.file, place.line) == (root.place.file, root.place.line) else made_by
+
+
+def _lost_in(maker: Ancestor | None) -> list[tuple[float, Ancestor]]:
+    """Constants that had no effect, and the operations they were lost in, the nearest first."""
+    return [(constant, each) for each in back_from(maker) for constant in each.lost]
 
 
 def _guards(eps: float, least: float) -> bool:
-    """Whether a constant, or its root, is what would have kept a value away from 0."""
-    return any(0.5 * least <= part <= 1.001 * least for part in (eps, math.sqrt(eps)))
+    """Whether a constant, its root, or its distance from 1 would have kept a value away from 0."""
+    parts = (eps, math.sqrt(abs(eps)), 1 - eps if eps > 0.5 else 0.0)
+    return any(0.5 * least <= part <= 1.001 * least for part in parts)
 
 
 def _cancelled(is_and_should: str, maker: Ancestor | None, fmt: formats.FloatFormat) -> Finding:
@@ -338,21 +446,29 @@ def _cancelled(is_and_should: str, maker: Ancestor | None, fmt: formats.FloatFor
             f"keeps {fmt.mantissa_bits + 1} bits.",
         )
     fmt = formats.lookup(made_by.dtype)
+    if made_by.rounded_to is not None:
+        end = made_by.rounded_to
+        return Finding(
+            "CANCELLATION",
+            f"{is_and_should}: {made_by.name} on line {made_by.place.line} takes the difference to "
+            f"{end:g} of numbers that rounded to {end:g}. Next below it {fmt} has "
+            f"{end - fmt.ulp(end) / 2:.6g}; make the difference before rounding.",
+            made_by,
+        )
+    left = f"{made_by.propagated_db:.0f} dB are left of {made_by.inputs_db:.0f} dB"
+    if made_by.cancelled:
+        left = f"{counted(made_by.cancelled, 'element')} of its result is lost"
+        left = left if made_by.cancelled == 1 else left.replace(" is lost", " are lost")
     return Finding(
         "CANCELLATION",
         f"{is_and_should}: {made_by.name} on line {made_by.place.line} subtracts nearly equal "
-        f"numbers, and their digits cancel. {fmt} keeps {fmt.mantissa_bits + 1} bits; "
-        f"{made_by.propagated_db:.0f} dB are left of {made_by.inputs_db:.0f} dB.",
+        f"numbers, and their digits cancel. {fmt} keeps {fmt.mantissa_bits + 1} bits; {left}.",
         made_by,
     )
 
 
-def _amax(root: Root) -> float:
-    floats = [each for each in _tensors((root.args, root.kwargs))
-              if each.is_floating_point() and each.numel()]  # fmt: skip
-    peaks = [float(each.detach().abs().max()) for each in floats]
-    return max((each for each in peaks if math.isfinite(each)), default=0.0)
-
-
-def _figure(value: float) -> str:
-    return f"{value:,.0f}" if 100 <= value < 1e9 else f"{value:.4g}"
+def extreme_of(tensors: Iterable[Tensor]) -> float:
+    """The finite value of the largest magnitude, with its sign; 0 without any."""
+    held = (each.detach()[torch.isfinite(each)] for each in tensors if each.is_floating_point())
+    ends = [float(end) for each in held if each.numel() for end in torch.aminmax(each)]
+    return max(ends, key=abs, default=0.0)

@@ -26,8 +26,7 @@ from ampwise.numerics import stagnation
 from ampwise.numerics.examine import Examiner, Progress, Silent
 from ampwise.numerics.ranks import all_raised, examined, first_at_fault, talks
 from ampwise.numerics.result import Diagnosis
-from ampwise.numerics.trace import watch_update
-from ampwise.numerics.values import origin_of
+from ampwise.numerics.update import in_update
 from ampwise.policy import Policy
 from ampwise.step.recorder import NonFiniteLossError, Recorder, Stash, UntilBad
 from ampwise.step.replay import Replay
@@ -126,7 +125,7 @@ def explore(task: Task, config: DiagnoseConfig, progress: Progress) -> tuple[Arm
             stash = step.open or step.closed
             assert stash is not None
             if failure.cause == "BAD_PARAMETER" and made and arm.step.ranks == 1:
-                in_update(task, config, made, failure)
+                in_update(task, config.policy, config.settings, made, failure)
             return arm, failure, stash
         found = failure or found
         if last:
@@ -139,6 +138,8 @@ def explore(task: Task, config: DiagnoseConfig, progress: Progress) -> tuple[Arm
         return examiner.quiet(stash, still, begun)
 
     quiet = _compared(examiner, stash, alone)
+    if quiet.cause == "BAD_PARAMETER" and arm.step.ranks == 1:
+        in_update(task, config.policy, config.settings, arm.step.steps, quiet)
     return arm, found if quiet.status == "clean" and found is not None else quiet, stash
 
 
@@ -180,28 +181,6 @@ def _turns(task: Task) -> Iterator[Turn]:
     source = DataRandom()
     while True:
         yield from turns(task.batches, dist.get_rank(), dist.get_world_size(), source)
-
-
-def in_update(task: Task, config: DiagnoseConfig, steps: int, found: Diagnosis) -> None:
-    """A parameter went bad in an earlier update: train again up to the last, and watch it.
-
-    Changes phase, origin and explanation of `found` where the update is the culprit.
-    """
-    arm = Arm(task, config.policy, config.settings)
-    batches = endless(task)
-    while arm.step.steps < steps - 1:
-        arm.run(next(batches))
-    while arm.step.position < config.settings.accumulate:
-        batch = to_device(next(batches), arm.step.device)
-        arm.step.micro_batch(arm.loss, batch)
-    root, name = watch_update(Replay(arm.step), arm.step.update)
-    if root is None:
-        return
-    found.phase, found.origin, found.step = "optimizer", origin_of(root), steps
-    found.explanation = (
-        f"{found.explanation} The update of step {steps} made it so: {root.name} turned finite "
-        f"gradients and state into values of {name} that are not."
-    )
 
 
 def _one_step(

@@ -25,14 +25,14 @@ from ampwise.errors import kind_and_words
 from ampwise.numerics import compiled, fix, stagnation
 from ampwise.numerics.candidates import FLOAT32_CAUSES, Candidate, candidates
 from ampwise.numerics.cause import Finding as Cause
-from ampwise.numerics.cause import constant_beyond, explain, of_itself
+from ampwise.numerics.cause import constant_beyond, explain, extreme_of, in_float64, of_itself
 from ampwise.numerics.places import NOWHERE, Phase, Place, is_internal
-from ampwise.numerics.result import Diagnosis, Finding, Fix, OpError, Origin
+from ampwise.numerics.result import Diagnosis, Extent, Finding, Fix, OpError, Origin, Passed
 from ampwise.numerics.shadow import ShadowRun
 from ampwise.numerics.silent import Lost, silent_faults
 from ampwise.numerics.stagnation import Stagnant
-from ampwise.numerics.trace import Root, Trace, has_finite_inputs, watch
-from ampwise.numerics.values import at, exponents, loss_of, origin_of
+from ampwise.numerics.trace import Root, Trace, bad_bits, has_finite_inputs, watch
+from ampwise.numerics.values import at, broken, exponents, loss_of, origin_of, passed
 from ampwise.policy import PRESETS
 from ampwise.step.compiled import is_compiled
 from ampwise.step.recorder import Stash, finite
@@ -40,6 +40,7 @@ from ampwise.step.replay import let_go
 from ampwise.step.replayable import Replayable, Replayed
 from ampwise.telemetry.environment import environment
 from ampwise.telemetry.ring import StepRecord
+from ampwise_lint.base.words import power
 
 _WORST = 10
 _MODULES = 48
@@ -135,16 +136,32 @@ class Examiner:
         place = made_by.place
         found.origin = _origin(root, cause)
         found.cause, found.explanation = cause.cause, cause.explanation
+        self._evidence(found, root, stash)
         found.path, found.target = trace.path, trace.target
         found.findings += _poisoned(plain.poisoned)
         self._progress.found(found)
         self._progress.stage("trying fixes on the step")
         wanted = fix.reference(step, stash)
-        mends = candidates(step, stash, cause.cause, place, found.origin.dtype, found.origin.op)
+        mends = candidates(step, stash, cause.cause, place, found.origin.dtype, found.origin.op,
+                           trace.spans)  # fmt: skip
         found.fixes = fix.tried(step, stash, mends, wanted)
         if cause.cause in FLOAT32_CAUSES:
             found.notes += _beyond_fixes(found.fixes, wanted, step)
         return found
+
+    def _evidence(self, found: Diagnosis, root: Root, stash: Stash) -> None:
+        """Which part broke, what it was before, and under which loss scale that was measured."""
+        found.extent, found.history = broken(root, stash), passed(root.history)
+        ideal = in_float64(root) if root.func is not None and found.origin is not None else None
+        if ideal is not None and not any(map(bad_bits, ideal)):
+            place = root.place
+            found.history.append(
+                Passed(root.name, place.module, place.file, place.line, place.phase, "float64",
+                       extreme_of(ideal))
+            )  # fmt: skip
+        if root.place.phase == "backward" and self.step.scales_loss:
+            found.measured_scale = float(stash.scale)
+            found.explanation += f" Measured under a loss scale of {power(float(stash.scale))}."
 
     def _reproduces(self, found: Diagnosis, stash: Stash, plain: Replayed) -> bool:
         """Whether a replay gave the losses and gradients of the recorded step, bit for bit.
@@ -198,6 +215,7 @@ class Examiner:
         if cause is not None:
             found.origin = _origin(root, cause)
             found.cause, found.explanation = cause.cause, cause.explanation
+        self._evidence(found, root, stash)
         return found
 
     def _only_the_scale(
@@ -222,6 +240,8 @@ class Examiner:
         found.target = trace.target
         if trace.origin is not None:
             found.phase, found.origin = trace.origin.place.phase, origin_of(trace.origin)
+            found.extent, found.history = broken(trace.origin, stash), passed(trace.origin.history)
+            found.measured_scale = found.loss_scale
             found.path = trace.path
         place = NOWHERE if trace.origin is None else trace.origin.place
         mends = candidates(self.step, stash, "SCALE_TOO_HIGH", place)
@@ -261,6 +281,7 @@ class Examiner:
         cause = explain(self.step, stash, root)
         found.status, found.cause, found.origin = "fault", cause.cause, _origin(root, cause)
         found.explanation = f"{cause.explanation} The step then raises {message}."
+        self._evidence(found, root, stash)
         place = (cause.made_by or root).place
         found.phase = place.phase
         return place
@@ -310,26 +331,35 @@ class Examiner:
         if stagnant is not None and stagnant.share:
             found.status, found.phase, found.cause = "fault", "optimizer", "STAGNATION"
             found.explanation, found.origin = stagnation.in_words(stagnant, self.step)
+            found.extent = Extent(stagnant.still, stagnant.pushed)
             self._progress.found(found)
             found.fixes = self._stagnation_fixes()
         elif severe:
-            self._tell(found, severe.pop(0), stash, wanted)
-        found.findings += [self._finding(each, stash, wanted) for each in severe]
+            self._tell(found, severe.pop(0), stash, wanted, trace.spans)
+        found.findings += [self._finding(each, stash, wanted, trace.spans) for each in severe]
         found.findings += _poisoned(trace.replayed.poisoned)
         return found
 
-    def _tell(self, found: Diagnosis, lost: Lost, stash: Stash, wanted: fix.Reference) -> None:
+    def _tell(
+        self, found: Diagnosis, lost: Lost, stash: Stash, wanted: fix.Reference,
+        spans: Sequence[Place],
+    ) -> None:  # fmt: skip
         """Make the gravest silent fault the diagnosis."""
         cause, explanation, origin = self._explained(lost, stash)
         found.status, found.cause, found.explanation = "fault", cause, explanation
+        found.extent, found.history = lost.extent, list(lost.history)
+        if lost.root is not None:
+            found.extent, found.history = broken(lost.root, stash), passed(lost.root.history)
         found.phase, found.origin = lost.place.phase, origin
         self._progress.found(found)
         self._progress.stage("trying fixes on the step")
-        found.fixes = self._silent_fixes(lost, cause, stash, wanted)
+        found.fixes = self._silent_fixes(lost, cause, stash, wanted, spans)
 
-    def _finding(self, lost: Lost, stash: Stash, wanted: fix.Reference) -> Finding:
+    def _finding(
+        self, lost: Lost, stash: Stash, wanted: fix.Reference, spans: Sequence[Place]
+    ) -> Finding:
         cause, explanation, origin = self._explained(lost, stash)
-        fixes = self._silent_fixes(lost, cause, stash, wanted)
+        fixes = self._silent_fixes(lost, cause, stash, wanted, spans)
         return Finding(cause, explanation, lost.place.phase, origin, fixes)
 
     def _explained(self, lost: Lost, stash: Stash) -> tuple[str, str, Any]:
@@ -339,13 +369,14 @@ class Examiner:
         return cause.cause, f"{cause.explanation} {lost.explanation}", _origin(lost.root, cause)
 
     def _silent_fixes(
-        self, lost: Lost, cause: str, stash: Stash, wanted: fix.Reference
+        self, lost: Lost, cause: str, stash: Stash, wanted: fix.Reference, spans: Sequence[Place]
     ) -> list[Fix]:
-        found = candidates(self.step, stash, cause, lost.place, lost.dtype)
+        found = candidates(self.step, stash, cause, lost.place, lost.dtype, lost.op, spans)
         if lost.scale is not None:
+            on = "" if self.step.scales_loss else "switch loss scaling on (policy fp16): "
             scaled = Candidate(
-                f"a loss scale of {lost.scale:g}",
-                f"switch loss scaling on (policy fp16), or {self.step.how_scaled(lost.scale)}",
+                f"a loss scale of {power(lost.scale)}",
+                f"{on}{self.step.how_scaled(lost.scale)}",
                 scale=lost.scale,
             )
             found = [scaled, *found]
@@ -439,8 +470,9 @@ def _not_reproduced(found: Diagnosis, trace: Trace) -> Diagnosis:
 
 def _scale_in_words(found: Diagnosis) -> str:
     return (
-        f"Only the loss scale of {found.loss_scale:g} was too high: the gradients of this step are "
-        "finite under a lower one. The scale settles by itself, at the price of the skipped step."
+        f"Only the loss scale of {power(found.loss_scale or 1.0)} was too high: the gradients of "
+        "this step are finite under a lower one. The scale settles by itself, at the price of the "
+        "skipped step."
     )
 
 

@@ -70,7 +70,7 @@ class GradientErrors:
         """Between all gradients as one vector, and the reference's; 1 where both are zero."""
         own = math.sqrt(sum(each.actual for each in self._sums.values()))
         if self.norm == 0 or own == 0:
-            return 1.0 if own == self.norm or self.norm < 1e-15 else 0.0
+            return 1.0 if own == self.norm else 0.0
         return sum(each.product for each in self._sums.values()) / (own * self.norm)
 
     def missing(self) -> dict[str, Error]:

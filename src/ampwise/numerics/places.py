@@ -16,7 +16,7 @@ import sysconfig
 from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import FrameType
@@ -62,6 +62,8 @@ class Place:
         The user's own.
     library
         ``file:line`` inside a library, where the innermost frame is one.
+    function
+        First line of the function that the line is in.
     """
 
     phase: Phase
@@ -70,6 +72,7 @@ class Place:
     file: str
     line: int
     library: str = ""
+    function: int = 0
 
     @property
     def source(self) -> str:
@@ -171,10 +174,8 @@ class Places:
         own = self._of_frames("backward")  # Python code of a custom Function's backward
         if own is not None:
             module, call = made_by.module, made_by.call
-            return Place("backward", module, call, own.file, own.line, own.library)
-        return Place(
-            "backward", made_by.module, made_by.call, made_by.file, made_by.line, made_by.library
-        )
+            return replace(own, module=module, call=call)
+        return replace(made_by, phase="backward")
 
     def _of_frames(self, phase: Phase) -> Place | None:
         """Place of the innermost user's frame; None if the autograd engine is met first."""
@@ -185,7 +186,8 @@ class Places:
             code = frame.f_code
             kind = kind_of(code.co_filename)
             if kind == "user":
-                return Place(phase, module, call, code.co_filename, frame.f_lineno, library)
+                return Place(phase, module, call, code.co_filename, frame.f_lineno, library,
+                             code.co_firstlineno)  # fmt: skip
             if kind == "library" and not library:
                 library = f"{code.co_filename}:{frame.f_lineno}"
             if kind == "engine" and code.co_name == "_engine_run_backward":

@@ -33,6 +33,8 @@ class Values:
         Smallest magnitude that is not zero.
     zero, subnormal, non_finite
         Shares of the elements, 0 to 1.
+    low, high
+        Smallest and largest finite value, with their signs.
     """
 
     name: str
@@ -43,6 +45,65 @@ class Values:
     zero: float
     subnormal: float
     non_finite: float
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True)
+class Span:
+    """How far something reaches along one dimension of a tensor.
+
+    Attributes
+    ----------
+    name
+        What the dimension counts: ``sample``, ``position``, ``channel``, or ``index`` where that is
+        not known.
+    size, count
+        How many there are, and how many of them are hit.
+    first
+        The first few that are.
+    """
+
+    name: str
+    size: int
+    count: int
+    first: list[int]
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Which part of a tensor broke.
+
+    Attributes
+    ----------
+    elements, of
+        How many of its elements, of how many.
+    spans
+        Along each of its dimensions.
+    """
+
+    elements: int
+    of: int
+    spans: list[Span] = field(default_factory=list[Span])
+
+
+@dataclass(frozen=True)
+class Passed:
+    """An operation that a value came through, and how large it then was.
+
+    Attributes
+    ----------
+    extreme
+        The finite value of the largest magnitude, with its sign.
+    """
+
+    op: str
+    module: str
+    file: str
+    line: int
+    phase: Phase
+    dtype: str
+    extreme: float
 
 
 @dataclass(frozen=True)
@@ -87,10 +148,11 @@ class Fix:
     verified
         Whether the failing step, replayed with it, was clean and close to the reference.
     cost
-        What it costs, measured; or why it was not verified.
-    step_time_ratio
+        What it costs, measured; or why it was not verified: ``tried: ...``, or ``could not be
+        tried: ...``.
+    step_time_ratio, step_time_low, step_time_high
         Time of the replayed step with it over that without it (of the forward, where the step takes
-        long); None where not measured.
+        long), and its 95 % interval; None where not measured.
     activation_bytes
         What forward saves for backward with it, less what it does without; None where not measured.
     """
@@ -101,6 +163,8 @@ class Fix:
     cost: str
     step_time_ratio: float | None = None
     activation_bytes: int | None = None
+    step_time_low: float | None = None
+    step_time_high: float | None = None
 
 
 @dataclass(frozen=True)
@@ -147,6 +211,13 @@ class Diagnosis(Document):
         What a reader should know of how it was found.
     rank
         With several processes: the first one whose own part of the step was at fault.
+    extent
+        Which samples, positions, channels and how many elements broke; None where not known.
+    history
+        The operations before the origin, and how large what they gave was; the latest last. Where
+        the origin's own result is finite in float64, that comes last.
+    measured_scale
+        The loss scale under which figures of backward were taken; None where none was in force.
     """
 
     schema = "ampwise.diagnosis/1"
@@ -171,3 +242,6 @@ class Diagnosis(Document):
     notes: list[str] = field(default_factory=list[str])
     environment: dict[str, Any] = field(default_factory=dict[str, Any])
     rank: int | None = None
+    extent: Extent | None = None
+    history: list[Passed] = field(default_factory=list[Passed])
+    measured_scale: float | None = None

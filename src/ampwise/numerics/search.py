@@ -24,6 +24,7 @@ from ampwise.errors import UsageError
 from ampwise.numerics import fix
 from ampwise.numerics import interventions as change
 from ampwise.numerics.candidates import Candidate
+from ampwise.numerics.costs import time_ratio
 from ampwise.numerics.diagnose import DiagnoseConfig, explore
 from ampwise.numerics.examine import Silent
 from ampwise.numerics.result import Diagnosis
@@ -306,9 +307,9 @@ class Search:
             together = [parent, *(each for each in names if each not in children)]
             if parent in self._modules and self.holds(together):
                 window = self.windows[0]
-                one = fix.time_ratio(self.step, window, self._candidate([parent]))
-                several = fix.time_ratio(self.step, window, self._candidate(children))
-                if one is not None and several is not None and one <= several:
+                one = time_ratio(self.step, window, self._candidate([parent]))
+                several = time_ratio(self.step, window, self._candidate(children))
+                if one is not None and several is not None and one.median <= several.median:
                     names = together
         return names
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,9 +26,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from ampwise.numerics.ancestry import Ancestor, lost_constants
+from ampwise import formats
+from ampwise.numerics.ancestry import Ancestor, cancelled, flushed, lost_constants
 from ampwise.numerics.attention import by_formula, is_attention
 from ampwise.numerics.places import Place, Places, placing
+from ampwise.numerics.result import Extent
 from ampwise.numerics.trace import (
     Operation,
     _key,
@@ -53,6 +56,8 @@ _SUMS = {
     "div": "div", "neg": "neg", "_to_copy": "_to_copy",
 }  # fmt: skip
 """Operations that sum or only scale, and what they are on magnitudes."""
+_COUNTS = frozenset(["add", "add_"])
+"""Operations that count, where all that they are given are integers."""
 _FROM_INTEGERS = frozenset(["arange", "_to_copy", "cumsum"])
 """Operations that turn integers into floating point: positions, counters."""
 
@@ -213,6 +218,12 @@ class OperationError:
         Whether integers came out rounded.
     miscounted
         Whether the result is wrong and integers that were rounded before took part in it.
+    occurrence
+        How many operations of the same name at the same place came before it.
+    func
+        The operation itself.
+    miscounts
+        How many integers came out rounded.
     """
 
     index: int
@@ -228,6 +239,9 @@ class OperationError:
     zeros: float = 0.0
     integers: bool = False
     miscounted: bool = False
+    occurrence: int = 0
+    func: Any = None
+    miscounts: Extent | None = None
 
 
 @dataclass(slots=True)
@@ -244,8 +258,9 @@ class ShadowRun:
         Float64 losses.
     terms
         Size of the terms that each loss is the sum of: how small an error of it can be asked for.
-    inputs
-        Shadows of the inputs of the operation that was asked for, as arguments for it.
+    inputs, actual
+        Shadows of the inputs of the operation that was asked for, as arguments for it; and these
+        inputs as they are.
     makers
         What made each tensor among them; None where it comes from outside.
     """
@@ -256,6 +271,7 @@ class ShadowRun:
     losses: list[Tensor] = field(default_factory=list[Tensor])
     terms: list[float] = field(default_factory=list[float])
     inputs: tuple[Any, Any] | None = None
+    actual: tuple[Any, Any] | None = None
     makers: list[Ancestor | None] = field(default_factory=list["Ancestor | None"])
 
 
@@ -285,7 +301,8 @@ def shadow(
         for _, tensor, _ in sources(step.models, stash):
             mode.source(tensor)
         replayed = step.replay(stash, around=lambda: mode, policy=policy, scale=scale)
-    run = ShadowRun(replayed, mode.errors, inputs=mode.inputs, makers=mode.makers)
+    run = ShadowRun(replayed, mode.errors, inputs=mode.inputs, actual=mode.actual,
+                    makers=mode.makers)  # fmt: skip
     if at is None:
         run.losses = [_or_actual(mode.of(each), each) for each in replayed.losses]
         run.terms = [mode.terms_of(each) for each in replayed.losses]
@@ -305,6 +322,12 @@ class _ReachedError(Exception):
     """The operation that was asked for."""
 
 
+def shadowed(mode: Shadow, act: Callable[[], object]) -> None:
+    """Do something beside a shadow, as far as the operation that is asked for."""
+    with mode, suppress(_ReachedError):
+        act()
+
+
 class Shadow(TorchDispatchMode):
     """The dispatch mode of `shadow`."""
 
@@ -312,11 +335,12 @@ class Shadow(TorchDispatchMode):
         super().__init__()
         self.errors: list[OperationError] = []
         self.inputs: tuple[Any, Any] | None = None
+        self.actual: tuple[Any, Any] | None = None
         self.makers: list[Ancestor | None] = []
+        self._seen: dict[tuple[str, Place], int] = {}
         self._places = places
         self._measure = errors
         self._at = at
-        self._met = 0
         self._count = 0
         self._twins: dict[tuple[int, torch.dtype], tuple[Any, Tensor]] = {}
         self._quality: dict[tuple[int, torch.dtype], float] = {}
@@ -392,7 +416,10 @@ class Shadow(TorchDispatchMode):
             self._terms = {k: v for k, v in self._terms.items() if k in self._twins}
             self._made = {k: v for k, v in self._made.items() if k in self._twins}
             self._rounded &= self._twins.keys()
-        self._stop_if_asked(operation.name, place, args, kwargs)
+        occurrence = self._seen.get((operation.name, place), 0)
+        self._seen[operation.name, place] = occurrence + 1
+        if self._at == (operation.name, place, occurrence):
+            self._stop(args, kwargs)
         floating = [each for each in _tensors((args, kwargs)) if each.dtype in _FLOATS]
         actual_inputs = tree_map(_kept, (args, kwargs)) if operation.mutates else (args, kwargs)
         raised = tree_map(self._input, args), tree_map(self._input, kwargs)
@@ -416,31 +443,36 @@ class Shadow(TorchDispatchMode):
             return result
         propagated = self._propagate(written, references)
         if references is not None and self._measure:
-            self._note(index, operation, place, actual_inputs, written, references, result,
-                       worst, propagated)  # fmt: skip
+            self._note(index, occurrence, operation, place, actual_inputs, written, references,
+                       result, worst, propagated)  # fmt: skip
         if self._at is not None:
-            self._remember(operation, place, floating, actual_inputs, written, worst, propagated)
+            self._remember(operation, place, floating, actual_inputs[0], raised[0], written,
+                           references, worst, propagated)  # fmt: skip
         return result
 
     def _remember(
-        self, operation: Operation, place: Place, floating: list[Tensor], inputs: Any,
-        written: list[Tensor], worst: float, propagated: float,
+        self, operation: Operation, place: Place, floating: list[Tensor], args: Any, ideal: Any,
+        written: list[Tensor], references: list[Tensor] | None, worst: float, propagated: float,
     ) -> None:  # fmt: skip
         """Note which operation made what was written, and from what."""
         parents = tuple(self._made[_twin(each)] for each in floating if _twin(each) in self._made)
-        lost = lost_constants(operation.name, inputs[0], inputs[1], written[0])
-        dtype = _dtype_of(written[0])
-        maker = Ancestor(operation.name, place, dtype, worst, propagated, lost, parents)
+        result, name, dtype = written[0], operation.name, _dtype_of(written[0])
+        wanted = references[0] if references else result.double()
+        count, rounded_to = cancelled(name, args, ideal, result, wanted)
+        gone = flushed(result, wanted, formats.lookup(dtype).min_subnormal)
+        ends = torch.aminmax(result.detach()) if result.numel() else ()
+        extreme = max(map(float, ends), key=abs, default=0.0)
+        lost = lost_constants(name, args, ideal, result)
+        maker = Ancestor(name, place, dtype, worst, propagated, lost, parents, count, rounded_to,
+                         gone, extreme)  # fmt: skip
         self._made.update(dict.fromkeys(map(_twin, written), maker))
 
-    def _stop_if_asked(self, name: str, place: Place, args: Any, kwargs: Any) -> None:
-        if self._at is None or (name, place) != self._at[:2]:
-            return
-        if self._met == self._at[2]:
-            self.inputs = (tree_map(self._input, args), tree_map(self._input, kwargs))
-            self.makers = [self._made.get(_twin(each)) for each in _tensors(args)]
-            raise _ReachedError
-        self._met += 1
+    def _stop(self, args: Any, kwargs: Any) -> None:
+        """Keep what the operation that was asked for is given, and go no further."""
+        self.inputs = (tree_map(self._input, args), tree_map(self._input, kwargs))
+        self.actual = tree_map(_kept, (args, kwargs))
+        self.makers = [self._made.get(_twin(each)) for each in _tensors(args)]
+        raise _ReachedError
 
     def _shadowed(
         self, func: Any, raised: tuple[Any, Any], result: Any, written: list[Tensor]
@@ -476,18 +508,21 @@ class Shadow(TorchDispatchMode):
         return propagated
 
     def _note(
-        self, index: int, operation: Operation, place: Place, inputs: Any, written: list[Tensor],
-        references: list[Tensor], result: Any, worst: float, propagated: float,
+        self, index: int, occurrence: int, operation: Operation, place: Place, inputs: Any,
+        written: list[Tensor], references: list[Tensor], result: Any, worst: float,
+        propagated: float,
     ) -> None:  # fmt: skip
         """Measure an operation's own error."""
         actual = written[0]
         floating = any(each.is_floating_point() for each in _tensors(inputs[0]))
-        if operation.mutates or not actual.numel() or not (
-            floating or operation.name in _FROM_INTEGERS
-        ):  # fmt: skip
+        if not actual.numel() or not (floating or operation.name in _FROM_INTEGERS):
+            return
+        counts = operation.name in _COUNTS and _are_integers(inputs[0], actual)
+        if operation.mutates and not counts:
             return
         error = OperationError(
             index, operation.name, place, _dtype_of(actual), math.inf, propagated, worst,
+            occurrence=occurrence, func=operation.func,
         )  # fmt: skip
         self.errors.append(error)
         wrong = propagated < WRONG_DB and worst >= RIGHT_DB
@@ -495,11 +530,11 @@ class Shadow(TorchDispatchMode):
         if propagated < _LOW_DB:
             error.exact_amax = float(references[0].abs().max())
         if actual.element_size() < _FLOAT32_BYTES:
-            self._own_error(error, operation, inputs, actual, result, floating)
+            self._own_error(error, operation, inputs, actual, result, counts or not floating)
 
     def _own_error(
         self, error: OperationError, operation: Operation, inputs: Any, actual: Tensor,
-        result: Any, floating: bool,
+        result: Any, counts: bool,
     ) -> None:  # fmt: skip
         try:
             local = exact(operation.func, inputs[0], inputs[1], result)[0]
@@ -514,10 +549,11 @@ class Shadow(TorchDispatchMode):
         if error.local_db < _LOW_DB:
             found = compare(actual, local)
             error.flushed, error.zeros = found.flushed, found.zeros
-        if not floating and error.local_db < math.inf:
+        if counts and error.local_db < math.inf:
             error.integers = bool((local == local.round()).all())
             if error.integers:
                 self._rounded.add(_twin(actual))
+                error.miscounts = Extent(int((actual.double() != local).sum()), local.numel())
             error.exact_amax = float(local.abs().max())
 
     def _input(self, value: Any) -> Any:
@@ -525,6 +561,20 @@ class Shadow(TorchDispatchMode):
             return value
         twin = self.of(value)
         return value.detach().double() if twin is None else twin.clone()
+
+
+def _are_integers(args: Any, result: Tensor) -> bool:
+    """Whether integers in 16 bits are counted up, to a little beyond what these hold at most."""
+    if result.element_size() >= _FLOAT32_BYTES:
+        return False
+    most = 2 ** (formats.lookup(result.dtype).mantissa_bits + 2)
+    numbers = [float(each) for each in args if isinstance(each, int | float)]
+    tensors = [each for each in _tensors(args) if each.is_floating_point()]
+    return all(map(float.is_integer, numbers)) and all(
+        bool((each == each.round()).all()) and 0 < float(each.abs().max()) <= most
+        for each in tensors
+        if each.numel()
+    )
 
 
 def _twin(tensor: Tensor) -> tuple[int, torch.dtype]:

@@ -14,20 +14,34 @@ signal is gone.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from ampwise import formats
+from ampwise.data import leaves
+from ampwise.numerics.ancestry import Ancestor, back_from, largest_before, narrow_before
+from ampwise.numerics.extent import extent_of, lost_elements, samples_in
 from ampwise.numerics.gradients import GradientErrors, in_words
 from ampwise.numerics.places import NOWHERE, Place
-from ampwise.numerics.result import percent
-from ampwise.numerics.shadow import RIGHT_DB, WRONG_DB, OperationError, ShadowRun, shadow
-from ampwise.numerics.trace import Root, Trace
+from ampwise.numerics.result import Extent, Passed, percent
+from ampwise.numerics.shadow import (
+    RIGHT_DB,
+    WRONG_DB,
+    OperationError,
+    ShadowRun,
+    UnsupportedError,
+    exact,
+    shadow,
+)
+from ampwise.numerics.trace import HISTORY, Root, Trace
+from ampwise.numerics.values import passed
 from ampwise.step.recorder import Stash
 from ampwise.step.replayable import Replayable
 from ampwise.telemetry.ring import StepRecord
+from ampwise_lint.base.words import counted, figure, power
 
 GRADIENT_DB = 3.0
 """SQNR of the whole gradient below which a step is wrong: an error of 70 % of its norm. Small and
@@ -46,8 +60,17 @@ gradient this small beside the first gradient."""
 FLUSHED = 0.5
 """Share of a parameter's gradient (by norm) that underflow may take before it is a fault."""
 
+_MOST_POWER = 126
+"""Of a loss scale, which is kept in float32."""
+
 _DIFFERENCES = ("sub", "add", "mean", "sum", "var", "addmm", "rsub", "native_layer_norm",
                 "native_batch_norm", "var_mean")  # fmt: skip
+
+
+_DIVIDES = ("div", "reciprocal", "rsqrt", "log", "log2", "log10", "pow")
+"""Operations to which a small argument matters as much as a large one."""
+
+_TURNS = ("sin", "cos", "tan")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +85,8 @@ class Lost:
     severe: bool  # else a note
     root: Root | None = None
     scale: float | None = None
+    extent: Extent | None = None
+    history: Sequence[Passed] = ()
 
 
 def silent_faults(
@@ -84,10 +109,10 @@ def silent_faults(
     if not damage and (loss := _wrong_loss(run)):
         found.append(_note(f"{loss}; the gradient, which training follows, is right."))
     if damage:
-        found += _culprits(trace, run, damage)
+        found += _culprits(step, stash, trace, run, damage)
     if not any(each.severe for each in found):  # else they follow from it
         found += _underflow(step, stash, run, errors)
-    found += _rounded_integers(run, damage)
+    found = _rounded_integers(run, damage) + found
     if errors.sqnr_db < 0 and not any(each.severe for each in found):
         found.append(_unexplained(run, damage))
     return sorted(found, key=lambda each: not each.severe), run, errors
@@ -134,7 +159,9 @@ def _note(text: str) -> Lost:
     return Lost("", text[0].upper() + text[1:], NOWHERE, "", "", severe=False)
 
 
-def _culprits(trace: Trace, run: ShadowRun, damage: str) -> list[Lost]:
+def _culprits(
+    step: Replayable, stash: Stash, trace: Trace, run: ShadowRun, damage: str
+) -> list[Lost]:
     """The operations at which values went wrong."""
     for root in trace.roots.values():
         if root.func is None or root.swallowed_by is None:
@@ -147,8 +174,91 @@ def _culprits(trace: Trace, run: ShadowRun, damage: str) -> list[Lost]:
             return [Lost("", note, root.place, root.name, "", severe=True, root=root)]
     for each in (error for error in run.errors if error.place.phase == "forward"):
         if each.inputs_db >= RIGHT_DB and each.propagated_db < WRONG_DB:
-            return [_lost_at(each, damage)]
+            before = shadow(step, stash, errors=False, at=(each.name, each.place, each.occurrence))
+            own = each.local_db < RIGHT_DB
+            began = None if own else _where_it_began(before, each, damage)
+            lost = began or _lost_at(each, damage)
+            return [replace(lost, extent=_extent(each, before, stash), history=_history(before))]
     return []
+
+
+def _where_it_began(run: ShadowRun, error: OperationError, damage: str) -> Lost | None:
+    """The rounding, or the difference, before an operation that only shows it; None if it does not.
+
+    Small errors of an argument become large where a function divides by it, or turns with it.
+
+    Parameters
+    ----------
+    run
+        What the operation was given, and what that was made of.
+    """
+    makers = [each for each in run.makers if each is not None]
+    if error.name in _DIVIDES:
+        lost = (each for maker in makers for each in back_from(maker) if each.cancelled)
+        if (made_by := next(lost, None)) is not None:
+            return _cancelled_at(made_by, error, damage)
+    narrow = [each for each in map(narrow_before, makers) if each is not None]
+    if not narrow or (error.name not in _TURNS and error.dtype in ("float16", "bfloat16")):
+        return None
+    made_by = max(narrow, key=lambda each: abs(each.extreme))
+    fmt, most = formats.lookup(made_by.dtype), made_by.extreme
+    kept = f"{figure(most)} {{}} kept in {fmt} at a spacing of {fmt.ulp(most):g}"
+    line = f"on line {error.place.line}"
+    if error.name in _TURNS:
+        words = (
+            f"Angles of {kept.format('are')}, by {made_by.name} on line {made_by.place.line}, and "
+            f"{error.name} {line} repeats every 6.28"
+        )
+    else:
+        words = (
+            f"{made_by.name} on line {made_by.place.line} rounds: {kept.format('is')}. "
+            f"{error.name} {line}, in {error.dtype}, only shows it: it keeps "
+            f"{error.propagated_db:.0f} dB, of {error.inputs_db:.0f} dB"
+        )
+    cause = "CANCELLATION" if _subtracts(error.name) else "PRECISION_LOSS"
+    return Lost(cause, f"{words}. Silently wrong: {damage}.", made_by.place, made_by.name,
+                made_by.dtype, severe=True)  # fmt: skip
+
+
+def _cancelled_at(made_by: Ancestor, error: OperationError, damage: str) -> Lost:
+    fmt = formats.lookup(made_by.dtype)
+    rounded = made_by.rounded_to
+    what = "nearly equal numbers" if rounded is None else f"from {rounded:g} what rounded to it"
+    words = (
+        f"{made_by.name} on line {made_by.place.line} subtracts {what}: "
+        f"{counted(made_by.cancelled, 'element')} of its result lost all digits of the "
+        f"{fmt.mantissa_bits + 1} bits of {fmt}; {error.name} on line {error.place.line} shows it"
+    )
+    return Lost("CANCELLATION", f"{words}. Silently wrong: {damage}.", made_by.place, made_by.name,
+                made_by.dtype, severe=True)  # fmt: skip
+
+
+def _extent(error: OperationError, run: ShadowRun, stash: Stash) -> Extent | None:
+    """Which elements of an operation's result are wrong, by what it was given; None if unknown."""
+    if run.inputs is None or run.actual is None or error.func is None:
+        return None
+    try:
+        wanted = exact(error.func, *run.inputs)[0]
+    except UnsupportedError:
+        return None
+    made = error.func(*run.actual[0], **run.actual[1])
+    if not isinstance(made, Tensor) or made.shape != wanted.shape:
+        return None
+    batches = [each for batch in stash.micro_batches for _, each in leaves(batch.batch)]
+    return extent_of(lost_elements(made, wanted), samples_in(batches))
+
+
+def _history(run: ShadowRun) -> list[Passed]:
+    """The operations before the one that was asked for, and how large what they gave was."""
+    makers = [each for each in run.makers if each is not None]
+    if not makers:
+        return []
+    chain = largest_before(max(makers, key=lambda each: abs(each.extreme)), HISTORY)
+    return passed(chain)
+
+
+def _subtracts(name: str) -> bool:
+    return any(word in name for word in _DIFFERENCES)
 
 
 def _lost_at(error: OperationError, damage: str) -> Lost:
@@ -160,7 +270,7 @@ def _lost_at(error: OperationError, damage: str) -> Lost:
             f"{error.name} flushes {percent(error.zeros)} of its values to zero: they should be "
             f"up to {error.exact_amax:.3g}, and {fmt} ends at {fmt.min_subnormal:.2g} downwards"
         )
-    elif not own and any(word in error.name for word in _DIFFERENCES):
+    elif not own and _subtracts(error.name):
         cause = "CANCELLATION"
         words = (
             f"{error.name} subtracts nearly equal numbers: its result, about {error.exact_amax:.3g}"
@@ -184,20 +294,53 @@ def _underflow(
     lost = {name: each.flushed for name, each in wrong.items() if each.flushed > FLUSHED}
     if not lost:
         return []
-    scale = _scale_for(step, stash, [run.gradients[name] for name in lost])
-    if scale <= float(stash.scale):  # they fit the format as it is: sums that cancel
+    needed = _scale_for(step, stash, [run.gradients[name] for name in lost])
+    if needed <= float(stash.scale):  # they fit the format as it is: sums that cancel
         return []
+    scale = _scale_that_lifts(step, stash, run, list(lost), needed)
     named = ", ".join(f"{name} {percent(share)}" for name, share in list(lost.items())[:6])
     more = f" and {len(lost) - 6} more" if len(lost) > 6 else ""
     first = next(iter(lost))
     fmt = formats.lookup(step.policy.compute_dtype)
     explanation = (
         f"Gradients underflow in {fmt}: of {len(lost)} of {len(run.gradients)} parameters most of "
-        f"the gradient became zero ({named}{more}). A loss scale of {scale:g} lifts them above "
-        f"{fmt.min_subnormal:.2g}."
+        f"the gradient became zero ({named}{more}). {_lifts(scale, needed, float(stash.scale))}"
     )
     place = _maker_of(first, run)
-    return [Lost("UNDERFLOW", explanation, place, "", fmt.name, severe=True, scale=scale)]
+    return [Lost("UNDERFLOW", explanation, place, "", fmt.name, severe=True, scale=scale,
+                 extent=_zeros_in(run, list(lost)))]  # fmt: skip
+
+
+def _zeros_in(run: ShadowRun, names: Sequence[str]) -> Extent:
+    """How many elements of some gradients are 0 and should not be."""
+    pairs = [(run.replayed.gradients[name], run.gradients[name]) for name in names]
+    zeros = sum(int(((actual == 0) & (wanted != 0)).sum()) for actual, wanted in pairs)
+    return Extent(zeros, sum(wanted.numel() for _, wanted in pairs))
+
+
+def _lifts(scale: float | None, needed: float, current: float) -> str:
+    """What was tried for them."""
+    if scale is not None:
+        return f"Under a loss scale of {power(scale)}, tried on this step, they are there."
+    return (
+        f"The loss scale is {power(current)}. It would take one of {power(needed)}, under which, "
+        "as under smaller ones that were tried, other gradients overflow or these stay zero."
+    )
+
+
+def _scale_that_lifts(
+    step: Replayable, stash: Stash, run: ShadowRun, lost: Sequence[str], needed: float
+) -> float | None:
+    """The largest loss scale up to the needed one under which they are there; None without one."""
+    current = float(stash.scale)
+    scale = needed
+    while scale > current:
+        result = step.replay(stash, scale=scale)
+        if result.clean:
+            errors = GradientErrors(result.gradients, run.gradients, scale / current)
+            return None if any(name in errors.missing() for name in lost) else scale
+        scale /= 4
+    return None
 
 
 def _scale_for(step: Replayable, stash: Stash, gradients: list[Tensor]) -> float:
@@ -212,8 +355,8 @@ def _scale_for(step: Replayable, stash: Stash, gradients: list[Tensor]) -> float
             least = min(least, float(torch.quantile(kept, 0.01)))
     if not math.isfinite(least) or least <= 0:
         return float(stash.scale)
-    power = math.ceil(math.log2(fmt.min_normal / least)) + math.log2(float(stash.scale))
-    return 2.0 ** max(0, min(24, power))
+    needed = math.ceil(math.log2(fmt.min_normal / least)) + math.log2(float(stash.scale))
+    return 2.0 ** max(0, min(_MOST_POWER, needed))
 
 
 def _maker_of(parameter: str, run: ShadowRun) -> Place:
@@ -237,14 +380,21 @@ def _rounded_integers(run: ShadowRun, damage: str) -> list[Lost]:
         if each.integers and each.place.phase == "forward":
             fmt = formats.lookup(each.dtype)
             most = 2 ** (fmt.mantissa_bits + 1)
-            text = (
-                f"Integers up to {each.exact_amax:,.0f} are kept in {fmt}, which holds every "
-                f"integer only up to {most:,}. Neighbouring positions or counts become one."
-            )
+            if each.name.startswith("add"):
+                text = (
+                    f"Counts stop at {most:,} in {fmt}. On line {each.place.line} {most:,} + 1 is "
+                    f"{most:,} again."
+                )
+            else:
+                text = (
+                    f"Positions or counts of up to {each.exact_amax:,.0f} are kept in {fmt}, which "
+                    f"counts to {most:,} and goes on in steps of "
+                    f"{fmt.ulp(each.exact_amax):g}. Neighbours become one."
+                )
             if not harm:
                 return [_note(f"{text} Here (line {each.place.line}) it does no harm.")]
             return [Lost("PRECISION_LOSS", text, each.place, each.name, each.dtype,
-                         severe=True)]  # fmt: skip
+                         severe=True, extent=each.miscounts)]  # fmt: skip
     return []
 
 

@@ -25,10 +25,14 @@ class Stagnant:
     ----------
     share
         Of all elements with a non-zero gradient, those that stayed as they were, by parameter.
+    still, pushed
+        How many stayed, of how many, in these parameters.
     """
 
     share: dict[str, float]
     dtype: str
+    still: int = 0
+    pushed: int = 0
 
 
 def weights_of(step: Replayable) -> dict[str, Tensor]:
@@ -44,7 +48,7 @@ def stagnant(step: Replayable, before: dict[str, Tensor], record: StepRecord) ->
         return None
     touched = step.replay(step.closed).gradients
     share: dict[str, float] = {}
-    dtype = ""
+    dtype, stayed, all_pushed = "", 0, 0
     parameters = step.parameters()
     for name, old in before.items():
         now = parameters[name].detach()
@@ -54,10 +58,11 @@ def stagnant(step: Replayable, before: dict[str, Tensor], record: StepRecord) ->
         pushed = gradient != 0
         if not bool(pushed.any()):
             continue
-        still = float(((now == old) & pushed).sum()) / float(pushed.sum())
-        if still > 0.5:
-            share[name], dtype = still, str(now.dtype).removeprefix("torch.")
-    return Stagnant(share, dtype) if share else None
+        still, count = int(((now == old) & pushed).sum()), int(pushed.sum())
+        if still > 0.5 * count:
+            share[name], dtype = still / count, str(now.dtype).removeprefix("torch.")
+            stayed, all_pushed = stayed + still, all_pushed + count
+    return Stagnant(share, dtype, stayed, all_pushed) if share else None
 
 
 def in_words(stagnant: Stagnant, step: Replayable) -> tuple[str, Any]:

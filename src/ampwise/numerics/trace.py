@@ -37,6 +37,9 @@ NAN, POSITIVE, NEGATIVE = 1, 2, 4
 _CAPTURED = 8
 """Roots whose inputs are kept."""
 
+HISTORY = 6
+"""Operations before a root that are told."""
+
 _EMPTY = frozenset(["empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"])
 FILLS = frozenset(
     ["full", "full_like", "new_full", "fill", "fill_", "masked_fill", "masked_fill_", "where",
@@ -66,6 +69,8 @@ class Root:
         Name, place and occurrence of the operation that made finite values of it; None if none did.
     fed_by
         The tensor from outside whose infinities, taken for a mask, are among its inputs.
+    before
+        What made the largest of its inputs, with what came before that.
     """
 
     index: int
@@ -80,6 +85,17 @@ class Root:
     source: str = ""
     swallowed_by: tuple[str, Place, int] | None = None
     fed_by: Root | None = None
+    before: Flow | None = None
+
+    @property
+    def history(self) -> list[Flow]:
+        """The last operations before it, the latest last."""
+        found: list[Flow] = []
+        flow = self.before
+        while flow is not None and len(found) < HISTORY:
+            found.append(flow)
+            flow = flow.before
+        return found[::-1]
 
 
 @dataclass(slots=True)
@@ -90,6 +106,25 @@ class _State:
     bits: int
     deliberate: bool = False
     maker: int = -1  # root or carrier that made it bad
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """An operation that a value came through.
+
+    Attributes
+    ----------
+    extreme
+        The finite value of the largest magnitude, with its sign.
+    before
+        The one that made the largest of what it was given.
+    """
+
+    name: str
+    place: Place
+    dtype: str
+    extreme: float
+    before: Flow | None
 
 
 @dataclass(slots=True)
@@ -123,6 +158,8 @@ class Trace:
         The operation that raised, with its place.
     before_error
         Of a replay that raised: the root that it seems to be about, if there is one.
+    spans
+        Where the operations of forward were, in order; each run of the same place once.
     """
 
     replayed: Replayed
@@ -133,6 +170,7 @@ class Trace:
     target: str = ""
     failed: Root | None = None
     before_error: Root | None = None
+    spans: list[Place] = field(default_factory=list[Place])
 
 
 def watch(
@@ -160,7 +198,8 @@ def watch(
         for name, tensor, kind in sources(step.models, stash):
             watcher.source(name, tensor, kind)
         replayed = step.replay(stash, around=lambda: watcher, scale=scale, backward=backward)
-    trace = Trace(replayed, watcher.count, watcher.roots, failed=watcher.failed)
+    trace = Trace(replayed, watcher.count, watcher.roots, failed=watcher.failed,
+                  spans=watcher.spans)  # fmt: skip
     if replayed.error is not None:
         trace.before_error = watcher.before_error()
     watcher.conclude(trace)
@@ -212,18 +251,24 @@ def has_finite_inputs(root: Root) -> bool:
 
 def bad_bits(tensor: Tensor) -> int:
     """`NAN`, `POSITIVE`, `NEGATIVE` of a floating-point tensor; 0 if every value is finite."""
+    return _bits_and_extreme(tensor)[0]
+
+
+def _bits_and_extreme(tensor: Tensor) -> tuple[int, float]:
+    """What is wrong with a tensor; and its value of the largest magnitude."""
     if tensor.is_sparse:
         tensor = tensor._values()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     if not tensor.is_floating_point() or not tensor.numel() or hollow(tensor):
-        return 0
+        return 0, 0.0
     if tensor.element_size() == 1:
         tensor = tensor.float()
     low, high = (each.item() for each in torch.aminmax(tensor))
     if math.isnan(low) or math.isnan(high):
-        return NAN
-    return (POSITIVE if high == math.inf else 0) | (NEGATIVE if low == -math.inf else 0)
+        return NAN, math.nan
+    bits = (POSITIVE if high == math.inf else 0) | (NEGATIVE if low == -math.inf else 0)
+    return bits, high if high >= -low else low
 
 
 class Watcher(TorchDispatchMode):
@@ -237,11 +282,13 @@ class Watcher(TorchDispatchMode):
         self.count = 0
         self.roots: dict[int, Root] = {}
         self.failed: Root | None = None
+        self.spans: list[Place] = []
         self._failed_on: list[Root] = []
         self._places = places
         self._capture = capture
         self._states: dict[int, _State] = {}
         self._carriers: dict[int, _Carrier] = {}
+        self._flows: dict[int, Flow] = {}
         self._seen: dict[tuple[str, Place], int] = {}
 
     def source(self, name: str, tensor: Tensor, kind: str) -> None:
@@ -251,7 +298,8 @@ class Watcher(TorchDispatchMode):
             return
         index = -2 - len(self.roots)
         deliberate = bits == NEGATIVE and kind != "parameter"  # an additive mask
-        self.roots[index] = Root(index, kind, NOWHERE, bits, source=f"{kind} {name}")
+        held = [tensor.detach()] if tensor.is_floating_point() and not tensor.is_sparse else []
+        self.roots[index] = Root(index, kind, NOWHERE, bits, outputs=held, source=f"{kind} {name}")
         self._set(tensor, _State(None, bits, deliberate, index))
 
     def __torch_dispatch__(
@@ -263,9 +311,11 @@ class Watcher(TorchDispatchMode):
         if self._phase is not None:
             place = replace(place, phase=self._phase)
         index, self.count = self.count, self.count + 1
-        before = None
+        if place.phase == "forward" and (not self.spans or self.spans[-1] != place):
+            self.spans.append(place)
+        copies = None
         if operation.mutates:
-            before = tree_map(_copy, (args, kwargs))
+            copies = tree_map(_copy, (args, kwargs))
         inputs = self._inputs(args, kwargs)
         try:
             result = func(*args, **kwargs)
@@ -277,12 +327,12 @@ class Watcher(TorchDispatchMode):
         if not operation.empty:
             written = _written(operation, args, kwargs, result)
             if written:
-                self._look(index, operation, place, args, kwargs, before, inputs, written)
+                self._look(index, operation, place, args, kwargs, copies, inputs, written)
         return result
 
     def _look(
         self, index: int, operation: Operation, place: Place, args: Any, kwargs: Any,
-        before: Any, inputs: list[_State], written: list[Tensor],
+        copies: Any, inputs: list[_State], written: list[Tensor],
     ) -> None:  # fmt: skip
         """Judge the results of one operation."""
         key = (operation.name, place)
@@ -291,9 +341,12 @@ class Watcher(TorchDispatchMode):
         own = {_key(each) for each in _tensors((args, kwargs))}
         bits = 0
         bad: list[Tensor] = []
+        before = self._largest(args, kwargs)
         for tensor in written:
-            found = bad_bits(tensor)
+            found, extreme = _bits_and_extreme(tensor)
             bits |= found
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            self._flows[_key(tensor)] = Flow(operation.name, place, dtype, extreme, before)
             if found:
                 bad.append(tensor)
             elif _key(tensor) in self._states and (_key(tensor) not in own or _whole(tensor)):
@@ -312,8 +365,9 @@ class Watcher(TorchDispatchMode):
             state = _State(None, bits, maker=index)
         else:
             self.roots[index] = self._root(
-                index, operation, place, bits, occurrence, args, kwargs, before, bad
+                index, operation, place, bits, occurrence, args, kwargs, copies, bad
             )
+            self.roots[index].before = before
             outside = (self.roots[each.maker] for each in inputs if each.maker in self.roots)
             self.roots[index].fed_by = next(outside, None)
             state = _State(None, bits, maker=index)
@@ -322,14 +376,14 @@ class Watcher(TorchDispatchMode):
 
     def _root(
         self, index: int, operation: Operation, place: Place, bits: int, occurrence: int,
-        args: Any, kwargs: Any, before: Any, bad: list[Tensor],
+        args: Any, kwargs: Any, copies: Any, bad: list[Tensor],
     ) -> Root:  # fmt: skip
         root = Root(index, operation.name, place, bits, occurrence)
         if sum(each.func is not None for each in self.roots.values()) < _CAPTURED or (
             index == self._capture
         ):
             root.func = operation.func
-            root.args, root.kwargs = before or _copies(args, kwargs)
+            root.args, root.kwargs = copies or _copies(args, kwargs)
             root.outputs = [each.detach().clone() for each in bad]
         return root
 
@@ -360,6 +414,12 @@ class Watcher(TorchDispatchMode):
                     met.add(parent)
                     queue.append(parent)
         return list(found.values())
+
+    def _largest(self, args: Any, kwargs: Any) -> Flow | None:
+        """What made the largest of some arguments; None where all come from outside."""
+        known = [self._flows.get(_key(each)) for each in _tensors((args, kwargs))]
+        flows = [each for each in known if each is not None and math.isfinite(each.extreme)]
+        return max(flows, key=lambda flow: abs(flow.extreme), default=None)
 
     def _inputs(self, args: Any, kwargs: Any) -> list[_State]:
         """States of the bad tensors among the inputs."""

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ampwise import formats
+from ampwise.data import leaves
+from ampwise.numerics.ancestry import Ancestor
+from ampwise.numerics.extent import CHANNELS_SECOND, extent_of, samples_in
 from ampwise.numerics.places import Place
-from ampwise.numerics.result import Origin, Values
-from ampwise.numerics.trace import Root
+from ampwise.numerics.result import Extent, Origin, Passed, Values
+from ampwise.numerics.trace import Flow, Root
+from ampwise.step.recorder import Stash
 
 _SAMPLE = 20_000
 """Values of a tensor that its histogram is made of, at least, where there are more."""
@@ -39,6 +44,29 @@ def origin_of(root: Root) -> Origin:
         inputs=inputs[:8],
         outputs=[values_of("result", each) for each in root.outputs[:4]],
     )
+
+
+def broken(root: Root, stash: Stash | None = None) -> Extent | None:
+    """Which part of a root's result is not finite; None where its result was not kept."""
+    if not root.outputs:
+        return None
+    result = root.outputs[0]
+    seen = [] if stash is None else stash.micro_batches
+    batches = [each for batch in seen for _, each in leaves(batch.batch)]
+    return extent_of(
+        ~torch.isfinite(result),
+        samples_in(batches),
+        channels_second=root.name in CHANNELS_SECOND or result.dim() > 3,
+    )
+
+
+def passed(operations: Iterable[Flow | Ancestor]) -> list[Passed]:
+    """Operations that a value came through as plain values."""
+    return [
+        Passed(each.name, each.place.module, each.place.file, each.place.line, each.place.phase,
+               each.dtype, each.extreme)
+        for each in operations
+    ]  # fmt: skip
 
 
 def at(place: Place, op: str, dtype: str = "") -> Origin:
@@ -74,6 +102,7 @@ def values_of(name: str, tensor: Tensor) -> Values:
     count = max(1, flat.numel())
     finite = flat[torch.isfinite(flat)]
     nonzero = finite[finite > 0]
+    signed = tensor.flatten()[torch.isfinite(flat)]
     return Values(
         name=name,
         dtype=dtype,
@@ -83,6 +112,8 @@ def values_of(name: str, tensor: Tensor) -> Values:
         zero=float((flat == 0).sum()) / count,
         subnormal=float((nonzero < fmt.min_normal).sum()) / count,
         non_finite=1 - finite.numel() / count if flat.numel() else 0.0,
+        low=float(signed.min()) if signed.numel() else None,
+        high=float(signed.max()) if signed.numel() else None,
     )
 
 

@@ -31,6 +31,7 @@ from ampwise.step.modules import held_by, modules_of, parameters_by_name
 from ampwise.step.recorder import MicroBatch, RandomState, Stash, finite
 from ampwise.step.replay import finite_buffers, gradients_of, let_go, undisturbed
 from ampwise.step.replayable import Replayed
+from ampwise_lint.base.words import power
 
 
 @dataclass(frozen=True)
@@ -197,16 +198,16 @@ class Observed:
             return f'torch.autocast("{self.device.type}", enabled=False)'
         return f'torch.autocast("{self.device.type}", dtype=torch.{policy.compute_dtype})'
 
-    def how_in_float32(self, module: str) -> str:
-        """What to write to keep a module in float32."""
+    def how_in_float32(self, *modules: str) -> str:
+        """What to write to keep modules in float32."""
         return (
             f'with torch.autocast("{self.device.type}", enabled=False): in the forward of '
-            f"{module}, and .float() on its inputs"
+            f"{' and '.join(modules)}, and .float() on its inputs"
         )
 
     def how_scaled(self, scale: float) -> str:
         """What to write for a loss scale that begins with this."""
-        return f"GradScaler(init_scale={scale:g})"
+        return f"GradScaler(init_scale={power(scale).replace('^', '.0**')})"
 
 
 class _Again:

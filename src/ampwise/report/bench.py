@@ -10,11 +10,10 @@ from ampwise.bench.levers import Levers, Refit
 from ampwise.bench.memory import PARTS
 from ampwise.bench.result import BenchReport, PrecisionResult, Requirement
 from ampwise.bench.stats import Interval
-from ampwise.report.page import size, size_unit
 from ampwise.report.table import new_table
 from ampwise.telemetry.environment import named
 from ampwise_lint.base.console import Console
-from ampwise_lint.base.words import counted
+from ampwise_lint.base.words import counted, size, size_unit
 
 _STYLES = {"pass": "green", "fail": "red", "not measured": "yellow"}
 _SIGNS = {"pass": "pass", "fail": "FAIL", "not measured": "not measured"}

@@ -10,14 +10,16 @@ from typing import Any
 from rich.text import Text
 
 from ampwise import formats
-from ampwise.numerics.result import Diagnosis, Fix, Origin, Values, percent
+from ampwise.numerics.extent import in_words
+from ampwise.numerics.result import Diagnosis, Fix, Origin, Passed, Values, percent
 from ampwise.policy import Policy
+from ampwise.report import page as pages
 from ampwise.report.canvas import COLOURS, INK, short, svg
-from ampwise.report.page import cell, figure, number, page, place, prose, table
+from ampwise.report.page import cell, number, page, place, prose, table
 from ampwise.report.table import new_table
 from ampwise_lint.base import neutral
 from ampwise_lint.base.console import Console
-from ampwise_lint.base.words import counted
+from ampwise_lint.base.words import counted, figure
 
 _STYLES = {"fault": "bold red", "clean": "bold green", "benign": "bold yellow"}
 _MOST_ROWS = 24
@@ -51,6 +53,8 @@ def render_cause(found: Diagnosis, console: Console) -> None:
         for each in (*origin.inputs[:6], *origin.outputs[:2]):
             drawn.add_row(*_cells(each))
         console.print(drawn)
+    for fact in _facts(found):
+        console.print(Text(fact))
     if len(found.path) > 1:
         console.print(Text(f"The bad value went {_path(found)}.", style="dim"))
 
@@ -107,6 +111,8 @@ def to_markdown(found: Diagnosis) -> str:
 def body(found: Diagnosis) -> list[str]:
     """Explanation, origin and fixes, as lines of Markdown."""
     lines = [prose(found.explanation), ""]
+    for fact in _facts(found):
+        lines += [prose(fact), ""]
     if found.origin is not None and found.origin.source:
         source = neutral.line(found.origin.source).replace("```", "'''")
         lines += [prose(place(found.origin.file, found.origin.line)), "", "```", source, "```", ""]
@@ -125,10 +131,12 @@ def to_html(found: Diagnosis) -> str:
         standing={"fault": "fail", "clean": "pass"}.get(found.status, "open"),
         where=_where,
         path=_path(found),
+        told=_facts(found),
+        largest=_largest,
         number=number,
         percent=percent,
         tensors=[*found.origin.inputs, *found.origin.outputs] if found.origin else [],
-        histogram=figure(
+        histogram=pages.figure(
             _histogram(found),
             "Exponents of what each module returns, by share of its values; lines: the limits of "
             "the format",
@@ -147,10 +155,33 @@ def _where(origin: Origin | None) -> str:
     return f"{op}{place}{call}{line}"
 
 
+def _facts(found: Diagnosis) -> list[str]:
+    """Which part broke, and how it came to that, as sentences."""
+    facts: list[str] = []
+    if found.extent is not None:
+        facts.append(f"Broken: {in_words(found.extent)}.")
+    if found.history:
+        facts.append(f"How it came to that: {' -> '.join(map(_passed, found.history))}.")
+    return facts
+
+
+def _passed(each: Passed) -> str:
+    where = f" (line {each.line})" if each.line else ""
+    exact = " in float64" if each.dtype == "float64" else ""
+    return f"{each.op}{where} {figure(each.extreme)}{exact}"
+
+
 def _path(found: Diagnosis) -> str:
     shown = found.path if len(found.path) <= 7 else [*found.path[:4], "...", *found.path[-2:]]
     target = "the loss" if found.target == "loss" else f"the gradient of {found.target}"
     return f"{' -> '.join(shown)}, as far as {target}"
+
+
+def _largest(each: Values) -> str:
+    """The value of the largest magnitude, with its sign where that is known."""
+    ends = [end for end in (each.high, each.low) if end is not None]
+    largest = max(ends, key=abs, default=each.amax)
+    return "" if largest is None else figure(largest)
 
 
 def _cells(each: Values) -> tuple[str, ...]:
@@ -158,7 +189,7 @@ def _cells(each: Values) -> tuple[str, ...]:
         each.name,
         each.dtype,
         "x".join(map(str, each.shape)) or "scalar",
-        number(each.amax, ",.4g"),
+        _largest(each),
         number(each.min_nonzero, ".3g"),
         percent(each.zero),
         percent(each.non_finite),

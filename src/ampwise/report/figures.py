@@ -8,7 +8,7 @@ from typing import Any
 from ampwise.bench.memory import PARTS
 from ampwise.bench.result import BenchReport
 from ampwise.report.canvas import COLOURS, INK, SHADES, colour_of, log_scale, short, svg
-from ampwise.report.page import size_unit
+from ampwise_lint.base.words import size_unit
 
 
 def speed(report: BenchReport) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from ampwise.bench.result import BenchReport, PrecisionResult
 from ampwise.report.bench import asked, remarks
-from ampwise.report.page import cell, number, prose, size, table
+from ampwise.report.page import cell, number, prose, table
 from ampwise.telemetry.environment import named
-from ampwise_lint.base.words import counted
+from ampwise_lint.base.words import counted, size
 
 _HEAD = ("precision", "step ms", "speed, vs fp32", "peak memory", "saved", "accuracy difference")
 

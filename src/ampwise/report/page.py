@@ -33,17 +33,6 @@ def place(file: str, line: int) -> str:
     return f"{os.path.relpath(file) if below else file}:{line}"
 
 
-def size_unit(largest_bytes: float) -> tuple[str, float]:
-    """The unit that sizes up to this one are put in, and its bytes."""
-    return ("MB", 1e6) if largest_bytes >= 1e6 else ("kB", 1e3)
-
-
-def size(count: float) -> str:
-    """A number of bytes, as ``12.3 MB``, or in kB where that would be less than one."""
-    unit, one = size_unit(count)
-    return f"{count / one:,.1f} {unit}"
-
-
 def cell(text: str) -> str:
     """Text for Markdown that cannot end a cell or line, or begin markup."""
     return re.sub(r"[\\`*_\[\]<>|&#~$]", r"\\\g<0>", " ".join(neutral.line(text).split()))

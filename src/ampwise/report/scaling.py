@@ -8,11 +8,11 @@ from rich.text import Text
 
 from ampwise.bench.scaling_report import Scaled, ScalingReport
 from ampwise.bench.stats import Interval
-from ampwise.report.page import cell, number, page, prose, size_unit, table
+from ampwise.report.page import cell, number, page, prose, table
 from ampwise.report.table import PlainTable, new_table
 from ampwise.telemetry.environment import named
 from ampwise_lint.base.console import Console
-from ampwise_lint.base.words import counted
+from ampwise_lint.base.words import counted, size_unit
 
 CAPTION = (
     "median [95 % interval of paired ratios]; efficiency: rate over processes x the rate of one; "

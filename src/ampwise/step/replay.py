@@ -24,7 +24,7 @@ from ampwise.policy import Policy
 from ampwise.step.activity import Activity
 from ampwise.step.attributes import Attributes
 from ampwise.step.buffers import Snapshot
-from ampwise.step.loss_scale import LossScale, UnitLossScale
+from ampwise.step.loss_scale import CEILING, LossScale, UnitLossScale
 from ampwise.step.modules import modules_of
 from ampwise.step.parallel import OneRank
 from ampwise.step.recorder import (
@@ -39,6 +39,7 @@ from ampwise.step.recorder import (
 from ampwise.step.replayable import Replayable, Replayed
 from ampwise.step.train_step import TrainStep
 from ampwise.step.window import Weight
+from ampwise_lint.base.words import power
 
 
 class Replay:
@@ -165,15 +166,17 @@ class Replay:
         """What to write for another policy."""
         return f"--precision {policy.text}, or TrainStep(policy='{policy.text}')"
 
-    def how_in_float32(self, module: str) -> str:
-        """What to write to keep a module in float32."""
+    def how_in_float32(self, *modules: str) -> str:
+        """What to write to keep modules in float32."""
         if not self.policy.autocast:
             return self.how(self.policy)
-        return self.how(replace(self.policy, islands=(*self.policy.islands, module)))
+        return self.how(replace(self.policy, islands=(*self.policy.islands, *modules)))
 
     def how_scaled(self, scale: float) -> str:
         """What to write for a loss scale that begins with this."""
-        return f"TrainStep(loss_scale=LossScale(init_scale={scale:g}))"
+        written = power(scale).replace("^", ".0**")
+        ceiling = f", ceiling={written}" if scale > CEILING else ""
+        return f"TrainStep(loss_scale=LossScale(init_scale={written}{ceiling}))"
 
 
 def finite_buffers(models: Sequence[nn.Module]) -> list[tuple[str, Tensor]]:

@@ -154,8 +154,8 @@ class Replayable(Protocol):
         """What to write for another policy."""
         ...
 
-    def how_in_float32(self, module: str) -> str:
-        """What to write to keep a module in float32."""
+    def how_in_float32(self, *modules: str) -> str:
+        """What to write to keep modules in float32."""
         ...
 
     def how_scaled(self, scale: float) -> str:
