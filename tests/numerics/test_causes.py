@@ -431,3 +431,21 @@ def test_every_cause_says_how_much_broke(name, elements, of):
     assert found.cause == case.cause
     assert found.extent is not None
     assert (found.extent.elements, found.extent.of) == (elements, of)
+
+
+class SparseRoot(nn.Module):
+    """The gradient of an embedding is sparse, and infinite."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(20, 4, sparse=True)
+
+    def forward(self, words):
+        return (self.table(words) * 0).square().sum(-1).sqrt()  # <- here
+
+
+def test_a_sparse_gradient_is_followed_like_any_other():
+    words = torch.arange(20).view(4, 5)
+    found = diagnose(task(SparseRoot, square, words), "fp32", steps=2)
+    assert (found.cause, origin_line(found)) == ("BACKWARD_SINGULARITY", line_of(SparseRoot))
+    assert found.extent is not None

@@ -249,6 +249,11 @@ def has_finite_inputs(root: Root) -> bool:
     return not any(map(bad_bits, _tensors((root.args, root.kwargs))))
 
 
+def held_by(tensor: Tensor) -> Tensor:
+    """A tensor's values: of a sparse one, those that it has."""
+    return tensor._values() if tensor.is_sparse else tensor
+
+
 def bad_bits(tensor: Tensor) -> int:
     """`NAN`, `POSITIVE`, `NEGATIVE` of a floating-point tensor; 0 if every value is finite."""
     return _bits_and_extreme(tensor)[0]
@@ -256,8 +261,7 @@ def bad_bits(tensor: Tensor) -> int:
 
 def _bits_and_extreme(tensor: Tensor) -> tuple[int, float]:
     """What is wrong with a tensor; and its value of the largest magnitude."""
-    if tensor.is_sparse:
-        tensor = tensor._values()
+    tensor = held_by(tensor)
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     if not tensor.is_floating_point() or not tensor.numel() or hollow(tensor):
@@ -433,7 +437,7 @@ class Watcher(TorchDispatchMode):
         return found
 
     def _set(self, tensor: Tensor, state: _State) -> None:
-        kept = _State(tensor.untyped_storage(), state.bits, state.deliberate, state.maker)
+        kept = _State(held_by(tensor).untyped_storage(), state.bits, state.deliberate, state.maker)
         self._states[_key(tensor)] = kept
 
     def conclude(self, trace: Trace) -> None:
@@ -541,16 +545,15 @@ def _tensors(value: Any) -> list[Tensor]:
 
 def _key(tensor: Tensor) -> int:
     """Identity of the memory."""
-    if tensor.is_sparse:
-        tensor = tensor._values()
     try:
-        return tensor.untyped_storage()._cdata
+        return held_by(tensor).untyped_storage()._cdata
     except NotImplementedError:
         return id(tensor)
 
 
 def _whole(tensor: Tensor) -> bool:
     """Whether a tensor covers all of its memory."""
+    tensor = held_by(tensor)
     return tensor.numel() * tensor.element_size() >= tensor.untyped_storage().nbytes()
 
 

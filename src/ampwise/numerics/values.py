@@ -16,7 +16,7 @@ from ampwise.numerics.ancestry import Ancestor
 from ampwise.numerics.extent import CHANNELS_SECOND, extent_of, samples_in
 from ampwise.numerics.places import Place
 from ampwise.numerics.result import Extent, Origin, Passed, Values
-from ampwise.numerics.trace import Flow, Root
+from ampwise.numerics.trace import Flow, Root, held_by
 from ampwise.step.recorder import Stash
 
 _SAMPLE = 20_000
@@ -50,7 +50,7 @@ def broken(root: Root, stash: Stash | None = None) -> Extent | None:
     """Which part of a root's result is not finite; None where its result was not kept."""
     if not root.outputs:
         return None
-    result = root.outputs[0]
+    result = held_by(root.outputs[0])
     seen = [] if stash is None else stash.micro_batches
     batches = [each for batch in seen for _, each in leaves(batch.batch)]
     return extent_of(
@@ -95,7 +95,7 @@ def _floating(value: Any) -> bool:
 
 def values_of(name: str, tensor: Tensor) -> Values:
     """Range and shares of a floating-point tensor."""
-    tensor = tensor.detach()
+    tensor = held_by(tensor.detach())
     dtype = str(tensor.dtype).removeprefix("torch.")
     fmt = formats.lookup(dtype)
     flat = tensor.double().abs().flatten()
