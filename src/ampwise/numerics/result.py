@@ -93,6 +93,11 @@ class Fix:
         long); None where not measured.
     activation_bytes
         What forward saves for backward with it, less what it does without; None where not measured.
+    patch
+        Unified diff of the user's source, for ``git apply`` in the working directory; None where
+        the fix is none of code. `verified` then means that the patched source was run.
+    patch_status
+        ``verified: ...`` with how that was shown, or ``suggestion: ...`` with why it is no more.
     """
 
     what: str
@@ -101,6 +106,8 @@ class Fix:
     cost: str
     step_time_ratio: float | None = None
     activation_bytes: int | None = None
+    patch: str | None = None
+    patch_status: str = ""
 
 
 @dataclass(frozen=True)

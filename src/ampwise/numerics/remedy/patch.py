@@ -1,0 +1,158 @@
+"""From a diagnosis to patches of the user's source, tried until one is verified.
+
+The file and line are those of the origin. What could be written instead (`patches`) is tried in
+order, each in a fresh process (`trial`), up to the first that makes the failing step right and
+trains on. All that were tried are in the diagnosis, with what came of it.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import ampwise
+from ampwise.bench.arm import Arm, Settings
+from ampwise.errors import UsageError, in_one_line
+from ampwise.numerics import fix
+from ampwise.numerics.examine import Progress
+from ampwise.numerics.places import kind_of
+from ampwise.numerics.remedy import handover
+from ampwise.numerics.remedy.handover import TaskSource
+from ampwise.numerics.remedy.patches import Proposal, proposals
+from ampwise.numerics.remedy.patches.site import Site
+from ampwise.numerics.remedy.patches.source import UNREADABLE, SourceFile, dotted, unified
+from ampwise.numerics.remedy.probe import formats_at
+from ampwise.numerics.remedy.verify import Trials
+from ampwise.numerics.result import Diagnosis, Fix
+from ampwise.step.recorder import Stash
+from ampwise.step.replay import Replay
+
+_NO_CODE = ("BAD_INPUT", "BAD_PARAMETER", "BAD_BUFFER", "SCALE_TOO_HIGH", "STAGNATION",
+            "NONDETERMINISTIC")  # fmt: skip
+"""Causes that no change of a line mends."""
+_MOST = 12
+"""Patches that are tried."""
+
+
+def add_patches(
+    found: Diagnosis,
+    source: TaskSource,
+    arm: Arm,
+    settings: Settings,
+    stash: Stash,
+    progress: Progress,
+) -> None:
+    """Try patches of a fault's source, and add them to its fixes: a verified one in front."""
+    file = _own_file(found, source)
+    if file is None or found.origin is None or found.status != "fault" or arm.step.ranks > 1:
+        return
+    site = _site(found, file, arm, stash)
+    if site is None:
+        return
+    name = _shown_name(file, source)
+    before = site.source.module.bytes
+    fixes: list[Fix] = []
+    for each, status in _tried(
+        proposals(site)[:_MOST], file, source, arm, settings, stash, progress
+    ):
+        diff = unified(before, each.data, name, site.source.module.encoding)
+        verified = status.startswith("verified")
+        fixes.append(
+            Fix(each.what, each.why, verified, _cost(status), patch=diff, patch_status=status)
+        )
+    found.fixes = [
+        *(each for each in fixes if each.verified),
+        *found.fixes,
+        *(each for each in fixes if not each.verified),
+    ]
+
+
+def _cost(status: str) -> str:
+    return "cost not measured" if status.startswith("verified") else status
+
+
+def _site(found: Diagnosis, file: Path, arm: Arm, stash: Stash) -> Site | None:
+    """The place of the fault in its source; None where that cannot be read."""
+    assert found.origin is not None
+    origin = found.origin
+    try:
+        source = SourceFile.of(file, file.read_bytes())
+    except (OSError, *UNREADABLE):
+        return None
+    site = Site(
+        source, origin.line, origin.op, found.cause or "", origin.dtype,
+        arm.step.policy.compute_dtype,
+    )  # fmt: skip
+    names = {dotted(each) for each in site.roots} - {""}
+    seen = formats_at(Replay(arm.step), stash, origin.file, origin.line, names)
+    return replace(site, dtypes=seen)
+
+
+def _tried(
+    found: Sequence[Proposal],
+    file: Path,
+    source: TaskSource,
+    arm: Arm,
+    settings: Settings,
+    stash: Stash,
+    progress: Progress,
+) -> Iterator[tuple[Proposal, str]]:
+    """Each proposal with its status, up to the first that is verified."""
+    if not found:
+        return
+    with tempfile.TemporaryDirectory(prefix="ampwise-patches-") as folder:
+        try:
+            wanted = fix.reference(Replay(arm.step), stash)
+            handover.save(Path(folder) / "step.pt", source, arm, settings, stash, wanted)
+        except UsageError as error:
+            yield found[0], f"suggestion: not run: {in_one_line(error)}"
+            return
+        trials = Trials(Path(folder), file)
+        progress.stage("running the failing step in a fresh process")
+        if why := trials.control():
+            yield found[0], f"suggestion: not tried: {why}"
+            return
+        for number, each in enumerate(found, 1):
+            if trials.over:
+                return
+            progress.stage(f"patch {number} of at most {len(found)}: {each.what}")
+            outcome = trials.of(number, each.data)
+            yield each, outcome.in_words(stash.step)
+            if outcome.verified:
+                return
+
+
+# -- whose file -----------------------------------------------------------------------------------
+
+
+def _own_file(found: Diagnosis, source: TaskSource) -> Path | None:
+    """The file of the fault, if it is one of the task's own; no library's, nor one of ours."""
+    origin = found.origin
+    if origin is None or not origin.file or not origin.line or found.cause in _NO_CODE:
+        return None
+    file = Path(origin.file).resolve()
+    ours = Path(ampwise.__file__).parent
+    if kind_of(str(file)) != "user" or file.is_relative_to(ours) or not file.is_file():
+        return None
+    return file if any(file.is_relative_to(each) for each in _roots(source)) else None
+
+
+def _roots(source: TaskSource) -> list[Path]:
+    """Folders whose code is the task's own: the working directory, and that of the task's file."""
+    place = source.spec.rpartition(".py")
+    roots = [Path.cwd()]
+    if place[1]:
+        folder = Path(place[0]).expanduser().resolve().parent
+        while (folder / "__init__.py").is_file():
+            folder = folder.parent
+        roots.append(folder)
+    return roots
+
+
+def _shown_name(file: Path, source: TaskSource) -> str:
+    """The path in a diff: from the working directory, or else from the task's folder."""
+    root = next(each for each in _roots(source) if file.is_relative_to(each))
+    return os.fspath(file.relative_to(root).as_posix())

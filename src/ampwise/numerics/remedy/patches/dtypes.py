@@ -1,0 +1,141 @@
+"""Float32 for an operand, in place of a cast to 16 bits; and a cast that is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import libcst as cst
+
+from ampwise.numerics.remedy.patches.constants import terms
+from ampwise.numerics.remedy.patches.edit import Edit, enclosed, method
+from ampwise.numerics.remedy.patches.site import HALF, Site
+from ampwise.numerics.remedy.patches.source import Change, code_of, walk
+from ampwise.numerics.remedy.patches.terms import Term
+
+ELEMENTWISE = frozenset(
+    ["add", "sub", "mul", "div", "neg", "square", "pow", "sum", "mean", "prod", "cumsum", "cumprod",
+     "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt", "rsqrt", "reciprocal", "abs",
+     "var", "std", "norm", "vector_norm", "normalize", "cosine_similarity", "softmax",
+     "log_softmax", "sigmoid", "tanh", "clamp", "clamp_min", "clamp_max", "where", "maximum",
+     "minimum", "cosh", "sinh", "logsumexp", "nll_loss", "cross_entropy", "softplus",
+     "layer_norm", "rms_norm", "masked_fill"]
+)  # fmt: skip
+"""Operations that compute in the format of their operands, or in float32, under autocast."""
+
+_FLOAT32 = "float32 keeps the digits, and the range, that this operation needs."
+_INTO = {"index_add_": 2, "index_copy_": 2, "scatter_add_": 2, "scatter_": 2, "masked_scatter_": 1}
+"""Methods that write a tensor of their own format, and which argument that is."""
+
+
+def edits(site: Site) -> Iterator[Edit]:
+    """Float32 in place of 16 bits at the line, without leaving autocast."""
+    if site.cause == "DTYPE_ERROR":
+        yield from _matching(site)
+    yield from _uncast(site)
+    yield from _raised(site)
+
+
+# -- a cast that is too much ----------------------------------------------------------------------
+
+
+def wide(site: Site, node: cst.CSTNode) -> dict[cst.CSTNode, Change]:
+    """Changes that make casts to 16 bits in an expression casts to float32."""
+    changes: dict[cst.CSTNode, Change] = {}
+    for name in walk(node, cst.Attribute):
+        full = site.source.full(name)
+        if full.removeprefix("torch.") in (*HALF, "half") and full.startswith("torch."):
+            changes[name] = cst.parse_expression(site.source.spelled("torch.float32"))
+        elif name.attr.value in ("half", "bfloat16") and not full and _is_called(site, name):
+            changes[name.attr] = cst.Name("float")
+    return changes
+
+
+def _is_called(site: Site, name: cst.Attribute) -> bool:
+    above = site.source.parents[name]
+    return isinstance(above, cst.Call) and above.func is name
+
+
+def _uncast(site: Site) -> Iterator[Edit]:
+    """The casts at the line; or else those of what its names stand for."""
+    if site.statement is None:
+        return
+    here = wide(site, site.statement)
+    behind = {node: each for term in terms(site) for node, each in wide(site, term.node).items()}
+    for changes in (here, behind):
+        if changes:
+            yield Edit("a cast to float32 in place of 16 bits", _FLOAT32, changes)
+
+
+# -- operands -------------------------------------------------------------------------------------
+
+
+def _raised(site: Site) -> Iterator[Edit]:
+    """The operands of the operation in float32; of several like it on the line, all."""
+    found = [
+        each for each in map(site.term, site.expressions)
+        if each.op in ELEMENTWISE and _is_meant(site, each)
+    ]  # fmt: skip
+    changes: dict[cst.CSTNode, Change] = {}
+    for term in found:
+        for operand in _operands(site, term):
+            changes[operand] = method(operand, "float")
+    if changes:
+        yield Edit(f"the operands of {found[0].op} in float32", _FLOAT32, changes)
+
+
+def _is_meant(site: Site, term: Term) -> bool:
+    """Whether a term is the operation that the diagnosis names, by aten's name of it."""
+    op = site.op.removesuffix("_").removeprefix("_").removesuffix("_backward").removesuffix("_dim")
+    alike = {"square": ("mul", "pow", "square"), "std": ("std", "var"), "norm": ("norm", "linalg_vector_norm"),  # noqa: E501
+             "vector_norm": ("linalg_vector_norm",), "normalize": ("div", "norm", "linalg_vector_norm", "clamp_min"),  # noqa: E501
+             "nll_loss": ("nll_loss_forward",), "cross_entropy": ("nll_loss_forward", "log_softmax"),  # noqa: E501
+             "reciprocal": ("reciprocal", "mul", "div"), "sub": ("sub", "rsub"), "where": ("where",)}  # fmt: skip  # noqa: E501
+    return op in alike.get(term.op, (term.op,)) or op.startswith(f"{term.op}_")
+
+
+def _operands(site: Site, term: Term) -> Iterator[cst.BaseExpression]:
+    """Tensors that an operation takes, but those that are known to be no 16-bit ones."""
+    for name in ("input", "other", "x1", "x2"):
+        each = term.get(name)
+        if each is None or each.is_constant or is_float32(site, each.node):
+            continue
+        if name == "other" and each.op in ELEMENTWISE and not _mentions_half(site, each.node):
+            continue
+        yield each.node
+
+
+def is_float32(site: Site, node: cst.BaseExpression) -> bool:
+    """Whether an expression is known to be in another format than a 16-bit one."""
+    if kinds := site.kinds(node):
+        return not kinds & set(HALF)
+    return code_of(node).endswith(".float()")
+
+
+def _mentions_half(site: Site, node: cst.CSTNode) -> bool:
+    return any(
+        site.is_half(each) for kind in (cst.Name, cst.Attribute) for each in walk(node, kind)
+    )
+
+
+# -- a cast that is missing -----------------------------------------------------------------------
+
+
+def _matching(site: Site) -> Iterator[Edit]:
+    """What is written into a tensor, in the format of that."""
+    what = "what is written, in the format of the tensor"
+    why = "A tensor that is written into keeps its format; under autocast the value has another."
+    for node in walk(site.statement, cst.Assign) if site.statement is not None else ():
+        target = node.targets[0].target
+        if isinstance(target, cst.Subscript):
+            yield Edit(what, why, {node.value: _cast_like(node.value, target.value)})
+    for node in site.expressions:
+        if not isinstance(node, cst.Call) or not isinstance(node.func, cst.Attribute):
+            continue
+        place = _INTO.get(node.func.attr.value)
+        if place is not None and len(node.args) > place:
+            value = node.args[place].value
+            yield Edit(what, why, {value: _cast_like(value, node.func.value)})
+
+
+def _cast_like(value: cst.BaseExpression, target: cst.BaseExpression) -> cst.BaseExpression:
+    return method(enclosed(value), "to", cst.Attribute(target, cst.Name("dtype")))

@@ -1,0 +1,208 @@
+"""A user's file as libcst reads it: places, names that imports bind, and edits to the byte."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+import libcst as cst
+from libcst.codemod import CodemodContext
+from libcst.codemod.visitors import AddImportsVisitor
+from libcst.metadata import CodeRange, MetadataWrapper, ParentNodeProvider, PositionProvider
+
+from ampwise.numerics.remedy.lines import lines_of
+
+N = TypeVar("N", bound=cst.CSTNode)
+Change = cst.CSTNode | cst.RemovalSentinel
+
+_BOTH_HOMES = ("log_softmax", "softmax", "layer_norm", "rms_norm")
+"""Functions that ``torch`` has by the same name as ``torch.nn.functional``."""
+
+UNREADABLE = (cst.ParserSyntaxError, UnicodeDecodeError, SyntaxError, RecursionError)
+"""What `SourceFile.of` raises for a file that is no Python."""
+
+
+def code_of(node: cst.CSTNode) -> str:
+    """The text of a node."""
+    return cst.Module([]).code_for_node(node)
+
+
+def same(one: cst.CSTNode, other: cst.CSTNode) -> bool:
+    """Whether two expressions say the same, however they are laid out."""
+    return _key(one) == _key(other)
+
+
+def _key(node: cst.CSTNode) -> str:
+    code = code_of(node).strip()
+    try:
+        return ast.dump(ast.parse(f"({code})", mode="eval"))
+    except SyntaxError:
+        return code
+
+
+def dotted(node: cst.CSTNode) -> str:
+    """``a.b.c`` of names and attributes; empty for anything else."""
+    if isinstance(node, cst.Name):
+        return node.value
+    if isinstance(node, cst.Attribute):
+        home = dotted(node.value)
+        return f"{home}.{node.attr.value}" if home else ""
+    return ""
+
+
+@dataclass(eq=False)
+class SourceFile:
+    """A parsed file.
+
+    Attributes
+    ----------
+    module
+        Its tree; nodes of it are what edits name.
+    memo
+        What has been read from a node (`terms.read`).
+    """
+
+    path: Path
+    module: cst.Module
+    positions: Mapping[cst.CSTNode, CodeRange]
+    parents: Mapping[cst.CSTNode, cst.CSTNode]
+    memo: dict[cst.CSTNode, Any] = field(default_factory=dict[cst.CSTNode, Any], repr=False)
+
+    @classmethod
+    def of(cls, path: Path, data: bytes) -> SourceFile:
+        """Read a file's bytes; see `UNREADABLE`."""
+        wrapper = MetadataWrapper(cst.parse_module(data), unsafe_skip_copy=True)
+        places: Mapping[cst.CSTNode, CodeRange] = wrapper.resolve(PositionProvider)
+        return cls(path, wrapper.module, places, wrapper.resolve(ParentNodeProvider))
+
+    # -- places ------------------------------------------------------------------------------------
+
+    def covers(self, node: cst.CSTNode, line: int) -> bool:
+        """Whether a node has a part on a line."""
+        place = self.positions.get(node)
+        return place is not None and place.start.line <= line <= place.end.line
+
+    def start(self, node: cst.CSTNode) -> tuple[int, int]:
+        """Line and column where a node begins."""
+        begin = self.positions[node].start
+        return begin.line, begin.column
+
+    def up(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+        """What a node stands in, from the inside."""
+        while (above := self.parents.get(node)) is not None:
+            node = above
+            yield node
+
+    def inside(self, node: cst.CSTNode, outer: cst.CSTNode) -> bool:
+        """Whether a node is another, or a part of it."""
+        return node is outer or any(each is outer for each in self.up(node))
+
+    def statement(self, node: cst.CSTNode) -> cst.BaseStatement | None:
+        """The statement that an expression stands in."""
+        for each in self.up(node):
+            if isinstance(each, cst.SimpleStatementLine | cst.BaseCompoundStatement):
+                return each
+        return None
+
+    def function_at(self, line: int) -> cst.FunctionDef | None:
+        """The innermost function with a line."""
+        found = [each for each in walk(self.module, cst.FunctionDef) if self.covers(each, line)]
+        return max(found, key=self.start, default=None)
+
+    # -- names -------------------------------------------------------------------------------------
+
+    @cached_property
+    def imports(self) -> dict[str, str]:
+        """Names that import statements bind, and what they stand for."""
+        found: dict[str, str] = {}
+        for each in walk(self.module, cst.Import):
+            for alias in each.names:
+                full = dotted(alias.name)
+                own = alias.evaluated_alias
+                found[own or full.partition(".")[0]] = full if own else full.partition(".")[0]
+        for each in walk(self.module, cst.ImportFrom):
+            if each.relative or isinstance(each.names, cst.ImportStar) or each.module is None:
+                continue
+            for alias in each.names:
+                name = alias.evaluated_alias or alias.evaluated_name
+                found[name] = f"{dotted(each.module)}.{alias.evaluated_name}"
+        return found
+
+    def full(self, node: cst.CSTNode) -> str:
+        """The full name of ``F.softmax``, by the imports; empty where none is meant."""
+        first, _, rest = dotted(node).partition(".")
+        home = self.imports.get(first)
+        return "" if home is None else f"{home}.{rest}" if rest else home
+
+    def spelled(self, full: str) -> str:
+        """How this file writes a full name; with ``torch.`` in front where nothing is imported."""
+        ways = [full] + [
+            f"{local}{full.removeprefix(home)}"
+            for local, home in self.imports.items()
+            if full.startswith(f"{home}.") or full == home
+        ]
+        shortest = min(ways, key=lambda each: each.count("."))
+        name = full.rpartition(".")[2]
+        if shortest.count(".") > 1 and name in _BOTH_HOMES and full.startswith("torch."):
+            return self.spelled(f"torch.{name}")
+        return shortest
+
+    # -- edits -------------------------------------------------------------------------------------
+
+    def edited(self, changes: Mapping[cst.CSTNode, Change]) -> bytes:
+        """The file with nodes replaced or removed; torch is imported if need be."""
+        module = changed(self.module, changes)
+        if "torch" not in self.imports.values() and _names_torch(changes.values()):
+            context = CodemodContext()
+            AddImportsVisitor.add_needed_import(context, "torch")
+            module = AddImportsVisitor(context).transform_module(module)
+        return module.bytes
+
+
+def walk(node: cst.CSTNode, kind: type[N]) -> Iterator[N]:
+    """Nodes of a kind below a node, itself included, in order."""
+    if isinstance(node, kind):
+        yield node
+    for child in node.children:
+        yield from walk(child, kind)
+
+
+def changed(node: N, changes: Mapping[cst.CSTNode, Change]) -> N:
+    """A node with nodes below it replaced or removed."""
+    made = node.visit(_Editor(changes))
+    assert isinstance(made, type(node))
+    return made
+
+
+def _names_torch(changes: Iterable[Change]) -> bool:
+    nodes = [each for each in changes if isinstance(each, cst.CSTNode)]
+    return any(name.value == "torch" for each in nodes for name in walk(each, cst.Name))
+
+
+class _Editor(cst.CSTTransformer):
+    """Replaces nodes, found by identity."""
+
+    def __init__(self, changes: Mapping[cst.CSTNode, Change]) -> None:
+        super().__init__()
+        self._changes = changes
+
+    def on_leave(
+        self, original_node: cst.CSTNode, updated_node: cst.CSTNode
+    ) -> cst.CSTNode | cst.RemovalSentinel:
+        """The change of a node, if there is one."""
+        return self._changes.get(original_node, updated_node)
+
+
+def unified(before: bytes, after: bytes, name: str, encoding: str = "utf-8") -> str:
+    """The unified diff that ``git apply`` takes; `name` is the path from where it is applied."""
+    old, new = (lines_of(each.decode(encoding)) for each in (before, after))
+    tail = "\t" if " " in name else ""
+    lines = difflib.unified_diff(old, new, f"a/{name}{tail}", f"b/{name}{tail}")
+    return "".join(
+        each if each.endswith("\n") else f"{each}\n\\ No newline at end of file\n" for each in lines
+    )

@@ -1,0 +1,121 @@
+"""Patches held against the failing step, each in a process of its own (`trial`)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import ampwise
+from ampwise.document import read
+from ampwise.words import counted
+
+CONTROL = "control"
+NEXT_STEPS = 5
+TIMEOUT_S = 120.0
+"""Seconds for one trial; a step that takes longer is not tried in a fresh process."""
+BUDGET_S = 300.0
+"""Seconds after which no further trial is begun."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a trial.
+
+    Attributes
+    ----------
+    complaint
+        Why the failing step is not mended; empty if it is.
+    own_reference
+        Whether the step was held against float64 of the patched source, the original being wrong in
+        float64, too.
+    sqnr_db
+        Of its gradients against that reference; None where that is exact, or not to be had.
+    next_steps
+        Steps that trained after it.
+    next_complaint
+        What was wrong with the one after these; empty if all trained.
+    """
+
+    complaint: str
+    own_reference: bool = False
+    sqnr_db: float | None = None
+    next_steps: int = 0
+    next_complaint: str = ""
+
+    @property
+    def verified(self) -> bool:
+        """Whether the patched source mends the step, and trains."""
+        return not self.complaint and not self.next_complaint
+
+    def followed_by(self, trained: tuple[int, str]) -> Outcome:
+        """The same, with what came after the step."""
+        return replace(self, next_steps=trained[0], next_complaint=trained[1])
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return vars(self)
+
+    def in_words(self, step: int) -> str:
+        """The outcome, as a status of a patch."""
+        if self.complaint:
+            return f"suggestion: tried in a fresh process: {self.complaint}"
+        if self.next_complaint:
+            return (
+                f"suggestion: the failing step is mended, but step {step + self.next_steps + 1} "
+                f"is not right: {self.next_complaint}"
+            )
+        whose = "the patched source in float64" if self.own_reference else "float64"
+        near = f", its gradients {self.sqnr_db:.0f} dB from {whose}" if self.sqnr_db else ""
+        return (
+            f"verified: the patched source, in a fresh process, makes step {step} finite{near}, "
+            f"and the next {counted(self.next_steps, 'step')} train"
+        )
+
+
+class Trials:
+    """Trials of one failing step, in a folder that holds it (`handover`)."""
+
+    def __init__(self, folder: Path, file: Path) -> None:
+        self._folder = folder
+        self._began = time.monotonic()
+        (folder / "file.txt").write_text(str(file))
+
+    @property
+    def over(self) -> bool:
+        """Whether the time for trials is."""
+        return time.monotonic() - self._began > BUDGET_S
+
+    def control(self) -> str:
+        """Why a trial of this step says nothing; empty where the step fails here as it did."""
+        outcome = self._run(CONTROL)
+        if not outcome.complaint:
+            return "in a fresh process the step is right without a patch"
+        return outcome.complaint if outcome.complaint.startswith("no outcome") else ""
+
+    def of(self, number: int, data: bytes) -> Outcome:
+        """What becomes of the step with another text of the file."""
+        name = f"patch-{number}"
+        (self._folder / f"{name}.py").write_bytes(data)
+        return self._run(name)
+
+    def _run(self, name: str) -> Outcome:
+        command = [sys.executable, "-m", "ampwise.numerics.remedy.trial", str(self._folder), name]
+        home = str(Path(ampwise.__file__).parent.parent)
+        path = os.pathsep.join([home, *filter(None, [os.environ.get("PYTHONPATH", "")])])
+        try:
+            subprocess.run(  # noqa: S603 - our own module
+                command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, check=False,
+                stdin=subprocess.DEVNULL, timeout=TIMEOUT_S,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return Outcome(f"no outcome after {TIMEOUT_S:.0f} s")
+        try:
+            return read(Outcome, json.loads((self._folder / f"{name}.json").read_text()))
+        except (OSError, ValueError):
+            return Outcome("no outcome: the process ended early")
