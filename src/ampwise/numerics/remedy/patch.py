@@ -7,6 +7,7 @@ trains on. All that were tried are in the diagnosis, with what came of it.
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ import ampwise
 from ampwise.bench.arm import Arm, Settings
 from ampwise.errors import UsageError, in_one_line
 from ampwise.numerics import fix
+from ampwise.numerics.candidates import Candidate
 from ampwise.numerics.examine import Progress
 from ampwise.numerics.places import kind_of
 from ampwise.numerics.remedy import handover
@@ -105,12 +107,14 @@ def _tried(
         return
     with tempfile.TemporaryDirectory(prefix="ampwise-patches-") as folder:
         try:
-            wanted = fix.reference(Replay(arm.step), stash)
+            replay = Replay(arm.step)
+            wanted = fix.reference(replay, stash)
+            silent = not fix.complaint(replay, stash, Candidate("", ""), wanted, -math.inf)
             handover.save(Path(folder) / "step.pt", source, arm, settings, stash, wanted)
         except UsageError as error:
             yield found[0], f"suggestion: not run: {in_one_line(error)}"
             return
-        trials = Trials(Path(folder), file)
+        trials = Trials(Path(folder), file, silent=silent)
         progress.stage("running the failing step in a fresh process")
         if why := trials.control():
             yield found[0], f"suggestion: not tried: {why}"

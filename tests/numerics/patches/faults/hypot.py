@@ -13,7 +13,7 @@ class Model(nn.Module):
 
     def forward(self, x):
         re, im = self.project(x).chunk(2, dim=-1)
-        return torch.sqrt(re**2 + im**2)  # <- here
+        return torch.sqrt(re**2 + im**2) * 1e-2  # <- here
 
 
 def task():

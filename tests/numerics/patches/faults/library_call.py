@@ -11,7 +11,7 @@ class Model(nn.Module):
         super().__init__()
         self.project = identity(8)
         self.head = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
-        nn.init.constant_(self.head[0].weight, 20.0)
+        nn.init.normal_(self.head[0].weight, std=20.0)
 
     def forward(self, x):
         h = 3000 * self.project(x)

@@ -15,7 +15,7 @@ class Model(nn.Module):
         h = self.project(x) + 20.0
         mean = h.mean(-1, keepdim=True)
         variance = (h * h).mean(-1, keepdim=True) - mean * mean  # <- here
-        return (h - mean) / torch.sqrt(variance)
+        return ((h - mean) / torch.sqrt(variance))[:, :4]
 
 
 def task():

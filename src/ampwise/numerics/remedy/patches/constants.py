@@ -13,14 +13,13 @@ from ampwise.numerics.remedy.patches.site import Site
 from ampwise.numerics.remedy.patches.source import code_of, dotted, walk
 from ampwise.numerics.remedy.patches.terms import Term
 
-_FILLS = {"masked_fill": "value", "masked_fill_": "value", "where": "other", "fill_": "value",
+_FILLS = {"masked_fill": "value", "masked_fill_": "value", "fill_": "value",
           "full_like": "fill_value"}  # fmt: skip
 _MASKS = ("MASK_CONSTANT", "FULLY_MASKED_ROW")
 _WITH_EPS = ("normalize", "cosine_similarity", "layer_norm", "rms_norm")
 """Functions with a small `eps` by default."""
-_EPS = {"float16": 1e-4, "bfloat16": 1e-6}
+_EPS = {"float16": "1e-4", "bfloat16": "1e-6"}
 """A guard that is a normal number of the format, as the constants of the field are written."""
-_MOST_EPS = 1e-3
 
 
 def edits(site: Site) -> Iterator[Edit]:
@@ -53,18 +52,20 @@ def terms(site: Site) -> list[Term]:
 def _masks(site: Site) -> Iterator[Edit]:
     most = formats.lookup(site.compute_dtype).max
     for term in terms(site):
-        if term.op in _FILLS:
-            place, tensor = term.get(_FILLS[term.op]), term.get("input")
-            if term.op == "where" and place is not None and not _is_wide(site, place, most):
-                place, tensor = tensor, place
-        elif term.op == "mul":
-            place, tensor = term.get("other"), term.get("input")
-            if place is not None and not place.is_constant:
-                place, tensor = tensor, place
-        else:
-            continue
-        if place is not None and tensor is not None and _is_wide(site, place, most):
-            yield from _finite(place, tensor, site)
+        for place, tensor in _places(term):
+            if _is_wide(site, place, most):
+                yield from _finite(place, tensor, site)
+                break
+
+
+def _places(term: Term) -> Iterator[tuple[Term, Term]]:
+    """Parameters that a mask's constant may be, each with the tensor that has the format."""
+    if term.op in ("mul", "where"):
+        one, other = term.parameters["input"], term.parameters["other"]
+        pairs = ((one, other), (other, one))
+        yield from sorted(pairs, key=lambda pair: not pair[0].is_constant)
+    elif term.op in _FILLS and _FILLS[term.op] in term.parameters:
+        yield term.parameters[_FILLS[term.op]], term.parameters.get("input", term)
 
 
 def _is_wide(site: Site, term: Term, most: float) -> bool:
@@ -116,30 +117,23 @@ def _named(site: Site, node: cst.BaseExpression) -> str:
 
 
 def _guards(site: Site) -> Iterator[Edit]:
-    eps = _EPS.get(site.dtype or site.compute_dtype, 1e-6)
-    what, why = f"an eps of {eps:g}, which the format holds", (
-        "The smaller constant is rounded away, and guards nothing."
-    )  # fmt: skip
-    text = cst.Float(f"{eps:g}") if "." in f"{eps:g}" else cst.parse_expression(_spelled(eps))
+    eps = _EPS.get(site.dtype or site.compute_dtype, "1e-6")
+    what = f"an eps of {eps}, which the format holds"
+    why = "The smaller constant is rounded away, and guards nothing."
+    text = cst.Float(eps)
     for term in terms(site):
-        small = [e for e in term.parameters.values() if e.is_constant and _is_guard(e.value, eps)]
+        small = [e for e in term.parameters.values() if _is_guard(e.value, float(eps))]
         if small:
             yield Edit(what, why, {small[0].node: text})
     for node in site.expressions:
         if isinstance(node, cst.Call) and _takes_eps(site, node):
-            arg = cst.Arg(
-                text, cst.Name("eps"),
-                equal=cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace("")),
-            )  # fmt: skip
+            tight = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
+            arg = cst.Arg(text, cst.Name("eps"), equal=tight)
             yield Edit(what, why, {node: node.with_changes(args=[*node.args, arg])})
 
 
-def _spelled(eps: float) -> str:
-    return f"{eps:g}".replace("e-0", "e-")
-
-
-def _is_guard(value: float, eps: float) -> bool:
-    return not isinstance(value, bool) and 0 < value < min(eps, _MOST_EPS)
+def _is_guard(value: object, eps: float) -> bool:
+    return isinstance(value, float) and 0 < value < eps
 
 
 def _takes_eps(site: Site, node: cst.Call) -> bool:

@@ -9,7 +9,7 @@ import libcst as cst
 from ampwise.numerics.remedy.patches.constants import terms
 from ampwise.numerics.remedy.patches.edit import Edit, enclosed, method
 from ampwise.numerics.remedy.patches.site import HALF, Site
-from ampwise.numerics.remedy.patches.source import Change, code_of, walk
+from ampwise.numerics.remedy.patches.source import Change, code_of, dotted, walk
 from ampwise.numerics.remedy.patches.terms import Term
 
 ELEMENTWISE = frozenset(
@@ -22,6 +22,11 @@ ELEMENTWISE = frozenset(
 )  # fmt: skip
 """Operations that compute in the format of their operands, or in float32, under autocast."""
 
+_TENSORS = ("input", "other", "x1", "x2")
+"""Parameters of operations that are tensors."""
+_NO_TENSORS = ("math", "numpy", "len", "int", "float", "max", "min", "range")
+_KNOWN = ("numel", "size", "float", "double", "half", "bfloat16")
+"""Methods whose result is no tensor, or has the format that is written there."""
 _FLOAT32 = "float32 keeps the digits, and the range, that this operation needs."
 _INTO = {"index_add_": 2, "index_copy_": 2, "scatter_add_": 2, "scatter_": 2, "masked_scatter_": 1}
 """Methods that write a tensor of their own format, and which argument that is."""
@@ -33,6 +38,7 @@ def edits(site: Site) -> Iterator[Edit]:
         yield from _matching(site)
     yield from _uncast(site)
     yield from _raised(site)
+    yield from _formula(site)
 
 
 # -- a cast that is too much ----------------------------------------------------------------------
@@ -95,26 +101,62 @@ def _is_meant(site: Site, term: Term) -> bool:
 
 def _operands(site: Site, term: Term) -> Iterator[cst.BaseExpression]:
     """Tensors that an operation takes, but those that are known to be no 16-bit ones."""
-    for name in ("input", "other", "x1", "x2"):
+    for name in _TENSORS:
         each = term.get(name)
-        if each is None or each.is_constant or is_float32(site, each.node):
+        if each is None or each.is_constant or not may_be_half(site, each):
             continue
         if name == "other" and each.op in ELEMENTWISE and not _mentions_half(site, each.node):
             continue
         yield each.node
 
 
-def is_float32(site: Site, node: cst.BaseExpression) -> bool:
-    """Whether an expression is known to be in another format than a 16-bit one."""
+def may_be_half(site: Site, term: Term) -> bool:
+    """Whether an expression may be a 16-bit tensor."""
+    node = term.node
     if kinds := site.kinds(node):
-        return not kinds & set(HALF)
-    return code_of(node).endswith(".float()")
+        return bool(kinds & set(HALF))
+    if isinstance(node, cst.Call):
+        full = site.source.full(node.func) or dotted(node.func)
+        return full.partition(".")[0] not in _NO_TENSORS and term.op not in _KNOWN
+    return not code_of(node).endswith(".float()")
 
 
 def _mentions_half(site: Site, node: cst.CSTNode) -> bool:
     return any(
         site.is_half(each) for kind in (cst.Name, cst.Attribute) for each in walk(node, kind)
     )
+
+
+def _formula(site: Site) -> Iterator[Edit]:
+    """What the line computes with in float32, from where that comes in: a few lines above."""
+    found = [each for each in map(site.term, site.expressions) if each.op in ELEMENTWISE]
+    changes: dict[cst.CSTNode, Change] = {}
+    for term in found:
+        for leaf in _leaves(site, term):
+            changes[leaf.node] = method(leaf.node, "float")
+    nested = [each for each in changes if any(up in changes for up in site.source.up(each))]
+    for each in nested:
+        del changes[each]
+    if changes:
+        yield Edit("what the formula starts from in float32", _FLOAT32, changes)
+
+
+def _leaves(site: Site, term: Term) -> Iterator[Term]:
+    """What comes into a formula that is computed without products of matrices."""
+    if term.op in ELEMENTWISE:
+        for each in map(term.get, _TENSORS):
+            if each is not None:
+                yield from _leaves(site, each)
+        return
+    if isinstance(term.node, cst.Subscript):
+        yield from _leaves(site, site.term(term.node.value))
+        return
+    binding = site.definition(term.node)
+    inner = None if binding is None or binding.value is None else site.term(binding.value)
+    if inner is not None and (inner.op in ELEMENTWISE or isinstance(inner.node, cst.Call)):
+        yield from _leaves(site, inner)
+    elif not term.is_constant and may_be_half(site, term):
+        yield term
 
 
 # -- a cast that is missing -----------------------------------------------------------------------

@@ -39,8 +39,8 @@ def function(site: Site) -> Iterator[Edit]:
     body = site.function.body.body
     kept = 1 if _is_docstring(body[0]) else 0
     rest = body[kept:]
-    if not rest:
-        return
+    if not rest or _calls_an_argument(site.function):
+        return  # in float32 all of the model that is given would be
     names = [each for each in _arguments(site.function) if _is_half_at(site, each, rest[0])]
     casts = [cst.parse_statement(f"{each} = {each}.float()\n") for each in names]
     changes = {node: made for each in rest for node, made in wide(site, each).items()}
@@ -104,6 +104,11 @@ def _is_computed_with(site: Site, node: cst.BaseExpression) -> bool:
 def _calls(node: cst.CSTNode) -> list[cst.BaseExpression]:
     """Operations in a statement: calls and products."""
     return [*walk(node, cst.Call), *walk(node, cst.BinaryOperation)]
+
+
+def _calls_an_argument(function: cst.FunctionDef) -> bool:
+    names = set(_arguments(function))
+    return any(dotted(each.func) in names for each in walk(function, cst.Call))
 
 
 def _arguments(function: cst.FunctionDef) -> list[str]:

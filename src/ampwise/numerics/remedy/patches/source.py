@@ -20,11 +20,11 @@ from ampwise.numerics.remedy.lines import lines_of
 N = TypeVar("N", bound=cst.CSTNode)
 Change = cst.CSTNode | cst.RemovalSentinel
 
-_BOTH_HOMES = ("log_softmax", "softmax", "layer_norm", "rms_norm")
+_BOTH_HOMES = ("log_softmax", "softmax")
 """Functions that ``torch`` has by the same name as ``torch.nn.functional``."""
 
 UNREADABLE = (cst.ParserSyntaxError, UnicodeDecodeError, SyntaxError, RecursionError)
-"""What `SourceFile.of` raises for a file that is no Python."""
+"""What `SourceFile.of` raises for a file that cannot be changed."""
 
 
 def code_of(node: cst.CSTNode) -> str:
@@ -77,6 +77,8 @@ class SourceFile:
     def of(cls, path: Path, data: bytes) -> SourceFile:
         """Read a file's bytes; see `UNREADABLE`."""
         wrapper = MetadataWrapper(cst.parse_module(data), unsafe_skip_copy=True)
+        if wrapper.module.bytes != data:  # it drops form feeds
+            raise SyntaxError("the file cannot be written back to the byte")
         places: Mapping[cst.CSTNode, CodeRange] = wrapper.resolve(PositionProvider)
         return cls(path, wrapper.module, places, wrapper.resolve(ParentNodeProvider))
 
@@ -141,14 +143,15 @@ class SourceFile:
 
     def spelled(self, full: str) -> str:
         """How this file writes a full name; with ``torch.`` in front where nothing is imported."""
-        ways = [full] + [
+        ways = [
             f"{local}{full.removeprefix(home)}"
             for local, home in self.imports.items()
             if full.startswith(f"{home}.") or full == home
         ]
-        shortest = min(ways, key=lambda each: each.count("."))
+        shortest = min(ways, key=lambda each: each.count("."), default=full)
         name = full.rpartition(".")[2]
-        if shortest.count(".") > 1 and name in _BOTH_HOMES and full.startswith("torch."):
+        in_torch = full.startswith("torch.nn.") and name in _BOTH_HOMES
+        if in_torch and shortest.count(".") > 1 and (not ways or "torch" in self.imports.values()):
             return self.spelled(f"torch.{name}")
         return shortest
 
