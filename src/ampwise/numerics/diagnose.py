@@ -25,7 +25,7 @@ from ampwise.errors import UsageError
 from ampwise.numerics import stagnation
 from ampwise.numerics.examine import Examiner, Progress, Silent
 from ampwise.numerics.ranks import all_raised, examined, first_at_fault, talks
-from ampwise.numerics.remedy.handover import TaskSource
+from ampwise.numerics.remedy.handover import Failing, TaskSource
 from ampwise.numerics.result import Diagnosis
 from ampwise.numerics.trace import watch_update
 from ampwise.numerics.values import origin_of
@@ -98,10 +98,10 @@ def diagnose(
 def run_diagnosis(task: Task, config: DiagnoseConfig, progress: Progress) -> Diagnosis:
     """`diagnose`, with everything configurable."""
     arm, found, stash = explore(task, config, progress)
-    if config.source is not None and found.status == "fault":
+    if config.source is not None:
         from ampwise.numerics.remedy.patch import add_patches  # loads libcst
 
-        add_patches(found, config.source, arm, config.settings, stash, progress)
+        add_patches(found, Failing(config.source, arm, config.settings, stash), progress)
     return found
 
 

@@ -94,7 +94,7 @@ def _print_fixes(fixes: list[Fix], console: Console) -> None:
         sign, style = ("verified", "green") if each.verified else ("not verified", "dim")
         console.print(Text.assemble((f"  {sign}: ", style), (each.what, "bold"), f" ({each.cost})"))
         console.print(Text(f"    {each.how}", style="" if each.verified else "dim"))
-        if each.patch_status and each.verified:
+        if each.patch_status not in ("", each.cost):
             console.print(Text(f"    {each.patch_status}", style="dim"))
         for line in patch_lines(each):
             console.print(Text(f"    {line}", style=_SIGNS.get(line[:1], "")))

@@ -20,7 +20,7 @@ def site(code: str, half: str = "", **known) -> Site:
     line = next(i for i, each in enumerate(text.splitlines(), 1) if "# <-" in each)
     here = {name: {"float16"} for name in half.split()} | {"n": {"other"}}
     dtypes = dict.fromkeys(range(text.count("\n") + 1), here)
-    source = SourceFile.of(Path("x.py"), text.encode())
+    source = SourceFile.of(Path("x.py"), text.encode(), line)
     return Site(source, line, **{"dtype": "float16", **known}, dtypes=dtypes)
 
 
@@ -111,6 +111,17 @@ def test_then_the_function_is_an_island():
         "    with torch.autocast(x.device.type, enabled=False):\n"
         "        x = x.float()\n        y = x @ x\n        return y @ y  # <-\n"
     )
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "def loss(model, batch):\n    return (model(batch) * 1e5).mean()  # <-\n",
+        "loss = lambda m, b: (m(b) @ m(b)).mean()  # <-\n",
+    ],
+)
+def test_no_island_is_made_around_the_whole_model(code):
+    assert not any("autocast" in each for each in texts(code, cause="RANGE_OVERFLOW", op="mul"))
 
 
 def test_every_proposal_is_python_and_none_is_what_was_there():

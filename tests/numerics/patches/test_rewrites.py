@@ -17,7 +17,7 @@ from ampwise.numerics.remedy.patches.source import UNREADABLE, SourceFile
 from ampwise.numerics.remedy.patches.template import Rewrite
 
 ROWS = (*primitives.ROWS, *attention.ROWS, *domain.DOUBLE_WHERE)
-_SITE = Site(SourceFile.of(Path("x.py"), b""), 0, dtype="float16")
+_SITE = Site(SourceFile.of(Path("x.py"), b"", 0), 0, dtype="float16")
 CLAMPS = (*domain._clamped(_SITE), *domain._limited(_SITE), domain._EMPTY)
 HEAD = "import torch\nimport torch.nn.functional as F\n\n\n"
 
@@ -25,8 +25,9 @@ HEAD = "import torch\nimport torch.nn.functional as F\n\n\n"
 def apply(code: str, row: Rewrite, line: int = 0) -> str | None:
     """The code with the first change that a row makes at a line (of the code, from 1)."""
     data = (HEAD + code).encode()
-    source = SourceFile.of(Path("x.py"), data)
-    site = Site(source, (line or code.count("\n")) + 4, dtype="float16", compute_dtype="float16")
+    at = (line or code.count("\n")) + HEAD.count("\n")
+    source = SourceFile.of(Path("x.py"), data, at)
+    site = Site(source, at, dtype="float16", compute_dtype="float16")
     edit = next(row.edits(site), None)
     return None if edit is None else source.edited(edit.changes).decode().removeprefix(HEAD)
 
@@ -241,6 +242,16 @@ def test_over_several_lines_with_what_is_used_elsewhere_kept():
     )
 
 
+def test_nothing_is_called_a_second_time():
+    body = (
+        "def f(x):\n    p = torch.softmax({}, -1)\n    log_p = torch.log(p)\n    return log_p, p\n"
+    )
+    assert apply(body.format("self.drop(x)"), ROW, 3) is None
+    assert apply(body.format("x"), ROW, 3) == body.format("x").replace(
+        "torch.log(p)", "F.log_softmax(x, dim=-1)"
+    )
+
+
 def test_comments_above_a_line_that_goes_stay():
     code = "def f(x):\n    y = 2 * x\n    # softmax first\n    p = torch.softmax(y, -1)\n    return p.log()\n"
     assert apply(code, ROW) == (
@@ -260,7 +271,7 @@ def test_comments_above_a_line_that_goes_stay():
 )
 def test_names_are_written_as_the_file_writes_them(imports, wanted):
     code = f"{imports}\n\ndef f(x):\n    return x.softmax(-1).log()\n"
-    source = SourceFile.of(Path("x.py"), code.encode())
+    source = SourceFile.of(Path("x.py"), code.encode(), code.count("\n"))
     edit = next(ROW.edits(Site(source, code.count("\n"))))
     text = source.edited(edit.changes).decode()
     assert f"return {wanted}(x, dim=-1)" in text
@@ -273,7 +284,7 @@ def test_names_are_written_as_the_file_writes_them(imports, wanted):
 
 def test_torch_is_imported_where_it_is_not():
     code = '"""A loss."""\n\ndef f(x):\n    return x.softmax(-1).log()\n'
-    source = SourceFile.of(Path("x.py"), code.encode())
+    source = SourceFile.of(Path("x.py"), code.encode(), 4)
     text = source.edited(next(ROW.edits(Site(source, 4))).changes).decode()
     assert text.startswith('"""A loss."""\nimport torch\n')
     assert "return torch.log_softmax(x, dim=-1)" in text
@@ -282,7 +293,7 @@ def test_torch_is_imported_where_it_is_not():
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 def test_what_is_not_changed_stays_to_the_byte(end):
     code = f"import torch{end}def f(x):{end}\tp = x.softmax( -1 ){end}\treturn  p.log( ) {end}{end}q = [ 1,\t2 ]"
-    source = SourceFile.of(Path("x.py"), code.encode())
+    source = SourceFile.of(Path("x.py"), code.encode(), 4)
     text = source.edited(next(ROW.edits(Site(source, 4))).changes).decode()
     assert (
         text
@@ -292,4 +303,4 @@ def test_what_is_not_changed_stays_to_the_byte(end):
 
 def test_a_file_that_cannot_be_kept_to_the_byte_is_left_alone():
     with pytest.raises(UNREADABLE):
-        SourceFile.of(Path("x.py"), b"def f(x):\n    return x\n\n\x0cq = 1\n")
+        SourceFile.of(Path("x.py"), b"def f(x):\n    y = x\n\n\x0c    return y\n", 2)

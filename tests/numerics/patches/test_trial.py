@@ -20,7 +20,7 @@ from ampwise.numerics import fix
 from ampwise.numerics.diagnose import DiagnoseConfig, explore
 from ampwise.numerics.examine import Silent
 from ampwise.numerics.remedy import apply, handover
-from ampwise.numerics.remedy.handover import TaskSource
+from ampwise.numerics.remedy.handover import Failing, TaskSource
 from ampwise.numerics.remedy.verify import Outcome, Trials
 from ampwise.numerics.result import Diagnosis, Fix
 from ampwise.policy import Policy
@@ -71,7 +71,7 @@ def trials(gain, tmp_path):
     folder = tmp_path / "trials"
     folder.mkdir()
     wanted = fix.reference(Replay(arm.step), stash)
-    handover.save(folder / "step.pt", source, arm, settings, stash, wanted)
+    handover.save(folder / "step.pt", Failing(source, arm, settings, stash), wanted)
     return Trials(folder, gain)
 
 
@@ -115,7 +115,9 @@ def test_what_is_no_tensor_and_no_plain_value_is_said_to_be_in_the_way(gain, tmp
     stash.micro_batches[0].batch[1].add(open)
     wanted = fix.reference(Replay(arm.step), stash)
     with pytest.raises(UsageError, match="cannot be handed over"):
-        handover.save(tmp_path / "s.pt", TaskSource("gain.py"), arm, config.settings, stash, wanted)
+        handover.save(
+            tmp_path / "s.pt", Failing(TaskSource("gain.py"), arm, config.settings, stash), wanted
+        )
 
 
 @dataclass

@@ -22,7 +22,7 @@ def best(found: Diagnosis) -> Fix | None:
     """The patch to take: a verified one, or else one that could not be run."""
     patches = [each for each in found.fixes if each.patch]
     runnable = [each for each in patches if each.verified]
-    open_ones = [each for each in patches if each.patch_status.startswith("suggestion: not ")]
+    open_ones = [each for each in patches if each.patch_status.startswith("suggestion: not run")]
     return next(iter([*runnable, *open_ones]), None)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ampwise.bench.arm import Arm, Settings
-from ampwise.errors import UsageError
+from ampwise.errors import UsageError, in_one_line
 from ampwise.numerics.fix import Reference
 from ampwise.policy import Policy
 from ampwise.step.recorder import MicroBatch, RandomState, Stash
@@ -37,40 +37,57 @@ class TaskSource:
     settings: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
 
 
-def save(
-    file: Path, source: TaskSource, arm: Arm, settings: Settings, stash: Stash, wanted: Reference
-) -> None:
+@dataclass(frozen=True)
+class Failing:
+    """A step that failed, in the training that came to it."""
+
+    source: TaskSource
+    arm: Arm
+    settings: Settings
+    stash: Stash
+
+    @property
+    def step(self) -> Replay:
+        """The step, to be run again."""
+        return Replay(self.arm.step)
+
+
+def save(file: Path, failing: Failing, wanted: Reference) -> None:
     """Write what `load` and `restored` take.
 
     Raises
     ------
     UsageError
-        When a batch, or the optimizer's state, is more than tensors and plain values.
+        When a batch, or the optimizer's state, is more than tensors and plain values; or when it
+        cannot be written.
     """
-    replay = Replay(arm.step)
-    with undisturbed(replay):
-        content = {
-            "spec": source.spec,
-            "settings": dict(source.settings),
-            "policy": arm.step.policy.text,
-            "run": {**vars(settings), "device": str(settings.device)},
-            "parameters": dict(arm.model.named_parameters()),
-            "buffers": dict(arm.model.named_buffers()),
-            "optimizer": arm.optimizer.state_dict(),
-            "step": {k: v for k, v in arm.step.state_dict().items() if k not in _OPEN},
-            "window": _window(stash, settings.device),
-            "wanted": vars(wanted) | {"finite": wanted.finite},
-        }
-        torch.save(content, file)
     try:
+        with undisturbed(failing.step):
+            torch.save(_content(failing, wanted), file)
         load(file)
-    except Exception as error:  # noqa: BLE001 - unpickling raises anything
-        raise UsageError(f"the step cannot be handed over: {error}") from None
+    except Exception as error:  # noqa: BLE001 - pickling, and its undoing, raise anything
+        raise UsageError(f"the step cannot be handed over: {in_one_line(error)}") from None
 
 
 def load(file: Path) -> dict[str, Any]:
     """What `save` wrote."""
     return torch.load(file, weights_only=True)
+
+
+def _content(failing: Failing, wanted: Reference) -> dict[str, Any]:
+    arm = failing.arm
+    return {
+        "spec": failing.source.spec,
+        "settings": dict(failing.source.settings),
+        "policy": arm.step.policy.text,
+        "run": {**vars(failing.settings), "device": str(failing.settings.device)},
+        "parameters": dict(arm.model.named_parameters()),
+        "buffers": dict(arm.model.named_buffers()),
+        "optimizer": arm.optimizer.state_dict(),
+        "step": {k: v for k, v in arm.step.state_dict().items() if k not in _OPEN},
+        "window": _window(failing.stash, failing.settings.device),
+        "wanted": vars(wanted) | {"finite": wanted.finite},
+    }
 
 
 def _window(stash: Stash, device: torch.device) -> dict[str, Any]:

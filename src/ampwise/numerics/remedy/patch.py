@@ -15,22 +15,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import ampwise
-from ampwise.bench.arm import Arm, Settings
 from ampwise.errors import UsageError, in_one_line
 from ampwise.numerics import fix
 from ampwise.numerics.candidates import Candidate
 from ampwise.numerics.examine import Progress
 from ampwise.numerics.places import kind_of
 from ampwise.numerics.remedy import handover
-from ampwise.numerics.remedy.handover import TaskSource
+from ampwise.numerics.remedy.handover import Failing, TaskSource
 from ampwise.numerics.remedy.patches import Proposal, proposals
 from ampwise.numerics.remedy.patches.site import Site
 from ampwise.numerics.remedy.patches.source import UNREADABLE, SourceFile, dotted, unified
 from ampwise.numerics.remedy.probe import formats_at
 from ampwise.numerics.remedy.verify import Trials
 from ampwise.numerics.result import Diagnosis, Fix
-from ampwise.step.recorder import Stash
-from ampwise.step.replay import Replay
 
 _NO_CODE = ("BAD_INPUT", "BAD_PARAMETER", "BAD_BUFFER", "SCALE_TOO_HIGH", "STAGNATION",
             "NONDETERMINISTIC")  # fmt: skip
@@ -39,32 +36,21 @@ _MOST = 12
 """Patches that are tried."""
 
 
-def add_patches(
-    found: Diagnosis,
-    source: TaskSource,
-    arm: Arm,
-    settings: Settings,
-    stash: Stash,
-    progress: Progress,
-) -> None:
+def add_patches(found: Diagnosis, failing: Failing, progress: Progress) -> None:
     """Try patches of a fault's source, and add them to its fixes: a verified one in front."""
-    file = _own_file(found, source)
-    if file is None or found.origin is None or found.status != "fault" or arm.step.ranks > 1:
+    file = _own_file(found, failing.source)
+    if file is None or failing.arm.step.ranks > 1:
         return
-    site = _site(found, file, arm, stash)
+    site = _site(found, file, failing)
     if site is None:
         return
-    name = _shown_name(file, source)
-    before = site.source.module.bytes
+    name, before = _shown_name(file, failing.source), site.source
     fixes: list[Fix] = []
-    for each, status in _tried(
-        proposals(site)[:_MOST], file, source, arm, settings, stash, progress
-    ):
-        diff = unified(before, each.data, name, site.source.module.encoding)
+    for each, status in _tried(proposals(site)[:_MOST], file, failing, progress):
+        diff = unified(before.data, each.data, name, before.encoding)
         verified = status.startswith("verified")
-        fixes.append(
-            Fix(each.what, each.why, verified, _cost(status), patch=diff, patch_status=status)
-        )
+        cost = "cost not measured" if verified else status
+        fixes.append(Fix(each.what, each.why, verified, cost, patch=diff, patch_status=status))
     found.fixes = [
         *(each for each in fixes if each.verified),
         *found.fixes,
@@ -72,61 +58,61 @@ def add_patches(
     ]
 
 
-def _cost(status: str) -> str:
-    return "cost not measured" if status.startswith("verified") else status
-
-
-def _site(found: Diagnosis, file: Path, arm: Arm, stash: Stash) -> Site | None:
+def _site(found: Diagnosis, file: Path, failing: Failing) -> Site | None:
     """The place of the fault in its source; None where that cannot be read."""
     assert found.origin is not None
     origin = found.origin
     try:
-        source = SourceFile.of(file, file.read_bytes())
+        source = SourceFile.of(file, file.read_bytes(), origin.line)
     except (OSError, *UNREADABLE):
         return None
     site = Site(
         source, origin.line, origin.op, found.cause or "", origin.dtype,
-        arm.step.policy.compute_dtype,
+        failing.step.policy.compute_dtype,
     )  # fmt: skip
     names = {dotted(each) for each in site.roots} - {""}
-    seen = formats_at(Replay(arm.step), stash, origin.file, origin.line, names)
+    seen = formats_at(failing.step, failing.stash, origin.file, origin.line, names)
     return replace(site, dtypes=seen)
 
 
 def _tried(
-    found: Sequence[Proposal],
-    file: Path,
-    source: TaskSource,
-    arm: Arm,
-    settings: Settings,
-    stash: Stash,
-    progress: Progress,
+    found: Sequence[Proposal], file: Path, failing: Failing, progress: Progress
 ) -> Iterator[tuple[Proposal, str]]:
     """Each proposal with its status, up to the first that is verified."""
     if not found:
         return
     with tempfile.TemporaryDirectory(prefix="ampwise-patches-") as folder:
+        progress.stage("running the failing step in a fresh process")
         try:
-            replay = Replay(arm.step)
-            wanted = fix.reference(replay, stash)
-            silent = not fix.complaint(replay, stash, Candidate("", ""), wanted, -math.inf)
-            handover.save(Path(folder) / "step.pt", source, arm, settings, stash, wanted)
+            trials = _trials(Path(folder), file, failing)
         except UsageError as error:
             yield found[0], f"suggestion: not run: {in_one_line(error)}"
-            return
-        trials = Trials(Path(folder), file, silent=silent)
-        progress.stage("running the failing step in a fresh process")
-        if why := trials.control():
-            yield found[0], f"suggestion: not tried: {why}"
             return
         for number, each in enumerate(found, 1):
             if trials.over:
                 return
             progress.stage(f"patch {number} of at most {len(found)}: {each.what}")
             outcome = trials.of(number, each.data)
-            yield each, outcome.in_words(stash.step)
+            yield each, outcome.in_words(failing.stash.step)
             if outcome.verified:
                 return
+
+
+def _trials(folder: Path, file: Path, failing: Failing) -> Trials:
+    """What patches are tried with.
+
+    Raises
+    ------
+    UsageError
+        When trials would say nothing of this step.
+    """
+    wanted = fix.reference(failing.step, failing.stash)
+    as_it_is = fix.complaint(failing.step, failing.stash, Candidate("", ""), wanted, -math.inf)
+    handover.save(folder / "step.pt", failing, wanted)
+    trials = Trials(folder, file, silent=not as_it_is)
+    if why := trials.control():
+        raise UsageError(why)
+    return trials
 
 
 # -- whose file -----------------------------------------------------------------------------------
@@ -135,7 +121,7 @@ def _tried(
 def _own_file(found: Diagnosis, source: TaskSource) -> Path | None:
     """The file of the fault, if it is one of the task's own; no library's, nor one of ours."""
     origin = found.origin
-    if origin is None or not origin.file or not origin.line or found.cause in _NO_CODE:
+    if found.status != "fault" or found.cause in _NO_CODE or origin is None or not origin.line:
         return None
     file = Path(origin.file).resolve()
     ours = Path(ampwise.__file__).parent

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ampwise.numerics.remedy.patches.site import OTHER
+from ampwise.step.compiled import eager
 from ampwise.step.recorder import Stash
 from ampwise.step.replayable import Replayable
 
@@ -28,7 +29,8 @@ def formats_at(
         Such as ``x`` and ``self.weight``; what has to be computed first is left out.
     """
     seen: Seen = {}
-    step.replay(stash, around=lambda: _watched(file, line, names, seen), backward=False)
+    with eager(step.models):
+        step.replay(stash, around=lambda: _watched(file, line, names, seen), backward=False)
     return seen
 
 

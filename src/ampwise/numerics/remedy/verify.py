@@ -129,13 +129,14 @@ class Trials:
         home = str(Path(ampwise.__file__).parent.parent)
         path = os.pathsep.join([home, *filter(None, [os.environ.get("PYTHONPATH", "")])])
         try:
-            subprocess.run(  # noqa: S603 - our own module
+            done = subprocess.run(  # noqa: S603 - our own module
                 command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, check=False,
-                stdin=subprocess.DEVNULL, timeout=TIMEOUT_S,
+                stdin=subprocess.DEVNULL, timeout=TIMEOUT_S, text=True, errors="replace",
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             return Outcome(f"no outcome after {TIMEOUT_S:.0f} s")
         try:
             return read(Outcome, json.loads((self._folder / f"{name}.json").read_text()))
         except (OSError, ValueError):
-            return Outcome("no outcome: the process ended early")
+            last = done.stderr.strip().rpartition("\n")[2]
+            return Outcome(f"no outcome: the process ended with {done.returncode}: {last}")

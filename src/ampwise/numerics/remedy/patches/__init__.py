@@ -16,6 +16,7 @@ Nothing is known here of whether a change helps: each is tried (`remedy.trial`).
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -63,11 +64,10 @@ class Proposal:
 
 def proposals(site: Site) -> list[Proposal]:
     """Every change that fits, in order, each text once; formulas in a float32 function, too."""
-    before = site.source.module.bytes
     found = [each for kind in KINDS for each in _made(site, kind)]
     formulas = [each for kind in (primitives.edits, domain.edits) for each in _made(site, kind)]
     found += [more for each in formulas for more in _also_float32(site, each)]
-    by_text = {each.data: each for each in reversed(found) if each.data != before}
+    by_text = {each.data: each for each in reversed(found) if each.data != site.source.data}
     return [each for each in found if by_text.get(each.data) is each]
 
 
@@ -75,7 +75,7 @@ def _made(site: Site, kind: Kind) -> Iterator[Proposal]:
     for edit in kind(site):
         try:
             data = site.source.edited(edit.changes)
-            SourceFile.of(site.source.path, data)
+            ast.parse(data)
         except UNREADABLE:
             continue
         yield Proposal(edit.what, edit.why, data)
@@ -86,6 +86,6 @@ def _also_float32(site: Site, first: Proposal) -> Iterator[Proposal]:
     if site.function is None:
         return
     line = site.source.start(site.function)[0]
-    inner = replace(site, source=SourceFile.of(site.source.path, first.data), line=line)
+    inner = replace(site, source=SourceFile.of(site.source.path, first.data, line), line=line)
     for each in _made(inner, island.function):
         yield Proposal(f"{first.what}, {each.what}", f"{first.why} {each.why}", each.data)

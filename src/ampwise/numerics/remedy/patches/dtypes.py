@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import libcst as cst
 
@@ -27,6 +27,18 @@ _TENSORS = ("input", "other", "x1", "x2")
 _NO_TENSORS = ("math", "numpy", "len", "int", "float", "max", "min", "range")
 _KNOWN = ("numel", "size", "float", "double", "half", "bfloat16")
 """Methods whose result is no tensor, or has the format that is written there."""
+_ATEN: Mapping[str, tuple[str, ...]] = {
+    "square": ("mul", "pow", "square"),
+    "std": ("std", "var"),
+    "norm": ("norm", "linalg_vector_norm"),
+    "vector_norm": ("linalg_vector_norm",),
+    "normalize": ("div", "norm", "linalg_vector_norm", "clamp_min"),
+    "nll_loss": ("nll_loss_forward",),
+    "cross_entropy": ("nll_loss_forward", "log_softmax"),
+    "reciprocal": ("reciprocal", "mul", "div"),
+    "sub": ("sub", "rsub"),
+}
+"""Aten's names of operations, where they are others."""
 _FLOAT32 = "float32 keeps the digits, and the range, that this operation needs."
 _INTO = {"index_add_": 2, "index_copy_": 2, "scatter_add_": 2, "scatter_": 2, "masked_scatter_": 1}
 """Methods that write a tensor of their own format, and which argument that is."""
@@ -92,11 +104,7 @@ def _raised(site: Site) -> Iterator[Edit]:
 def _is_meant(site: Site, term: Term) -> bool:
     """Whether a term is the operation that the diagnosis names, by aten's name of it."""
     op = site.op.removesuffix("_").removeprefix("_").removesuffix("_backward").removesuffix("_dim")
-    alike = {"square": ("mul", "pow", "square"), "std": ("std", "var"), "norm": ("norm", "linalg_vector_norm"),  # noqa: E501
-             "vector_norm": ("linalg_vector_norm",), "normalize": ("div", "norm", "linalg_vector_norm", "clamp_min"),  # noqa: E501
-             "nll_loss": ("nll_loss_forward",), "cross_entropy": ("nll_loss_forward", "log_softmax"),  # noqa: E501
-             "reciprocal": ("reciprocal", "mul", "div"), "sub": ("sub", "rsub"), "where": ("where",)}  # fmt: skip  # noqa: E501
-    return op in alike.get(term.op, (term.op,)) or op.startswith(f"{term.op}_")
+    return op in _ATEN.get(term.op, (term.op,)) or op.startswith(f"{term.op}_")
 
 
 def _operands(site: Site, term: Term) -> Iterator[cst.BaseExpression]:

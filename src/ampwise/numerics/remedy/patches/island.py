@@ -19,8 +19,8 @@ _WHY = "Autocast off and inputs in float32: nothing here is rounded to 16 bits."
 def statement(site: Site) -> Iterator[Edit]:
     """The statement at the line in float32."""
     line = site.statement
-    if not isinstance(line, cst.SimpleStatementLine):
-        return
+    if not isinstance(line, cst.SimpleStatementLine) or _calls_an_argument(line, site):
+        return  # all of the model that is given would be in float32
     changes = {**wide(site, line), **_raised(site, [line])}
     if not changes and all(each.op in ELEMENTWISE for each in map(site.term, _calls(line))):
         return
@@ -39,8 +39,8 @@ def function(site: Site) -> Iterator[Edit]:
     body = site.function.body.body
     kept = 1 if _is_docstring(body[0]) else 0
     rest = body[kept:]
-    if not rest or _calls_an_argument(site.function):
-        return  # in float32 all of the model that is given would be
+    if not rest or _calls_an_argument(site.function, site):
+        return
     names = [each for each in _arguments(site.function) if _is_half_at(site, each, rest[0])]
     casts = [cst.parse_statement(f"{each} = {each}.float()\n") for each in names]
     changes = {node: made for each in rest for node, made in wide(site, each).items()}
@@ -106,13 +106,19 @@ def _calls(node: cst.CSTNode) -> list[cst.BaseExpression]:
     return [*walk(node, cst.Call), *walk(node, cst.BinaryOperation)]
 
 
-def _calls_an_argument(function: cst.FunctionDef) -> bool:
-    names = set(_arguments(function))
-    return any(dotted(each.func) in names for each in walk(function, cst.Call))
+def _calls_an_argument(node: cst.CSTNode, site: Site) -> bool:
+    """Whether a function that was given is called, such as the model in a loss."""
+    given = set(_arguments(site.function)) if site.function is not None else set[str]()
+    for each in walk(node, cst.Lambda):
+        given.update(_names(each.params))
+    return any(dotted(each.func) in given for each in walk(node, cst.Call))
 
 
 def _arguments(function: cst.FunctionDef) -> list[str]:
-    params = function.params
+    return _names(function.params)
+
+
+def _names(params: cst.Parameters) -> list[str]:
     every = [*params.posonly_params, *params.params, *params.kwonly_params]
     return [each.name.value for each in every]
 

@@ -86,11 +86,11 @@ class Site:
         ]
         return max(found, key=self.source.start, default=None)
 
-    @property
-    def roots(self) -> Iterator[cst.BaseExpression]:
+    @cached_property
+    def roots(self) -> list[cst.BaseExpression]:
         """Expressions of the function; outside of any, those of the statement."""
         where = self.statement if self.function is None else self.function
-        return iter(()) if where is None else walk(where, cst.BaseExpression)
+        return [] if where is None else list(walk(where, cst.BaseExpression))
 
     @cached_property
     def expressions(self) -> list[cst.BaseExpression]:
@@ -151,9 +151,8 @@ class Site:
             for one, other in zip(target.elements, value.elements, strict=False):
                 yield from self._assigned(one.value, other.value, node)
         elif isinstance(target, cst.Name):
-            end = self.source.positions[node].end
             statement = self.source.statement(target)
-            yield Binding(target.value, (end.line, end.column), value, statement)
+            yield Binding(target.value, self.source.end(node), value, statement)
         else:
             yield from self._opaque(target)
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ast
 import difflib
+import io
+import tokenize
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +24,7 @@ Change = cst.CSTNode | cst.RemovalSentinel
 _BOTH_HOMES = ("log_softmax", "softmax")
 """Functions that ``torch`` has by the same name as ``torch.nn.functional``."""
 
-UNREADABLE = (cst.ParserSyntaxError, UnicodeDecodeError, SyntaxError, RecursionError)
+UNREADABLE = (cst.ParserSyntaxError, SyntaxError, ValueError, RecursionError)
 """What `SourceFile.of` raises for a file that cannot be changed."""
 
 
@@ -57,42 +58,64 @@ def dotted(node: cst.CSTNode) -> str:
 
 @dataclass(eq=False)
 class SourceFile:
-    """A parsed file.
+    """A file, parsed where a line is: the class, function or statement on its top level.
+
+    Places of a whole file would take seconds, and what is outside is not changed.
 
     Attributes
     ----------
+    data
+        The whole file.
     module
-        Its tree; nodes of it are what edits name.
+        The tree of the part; nodes of it are what edits name.
+    imports
+        Names that import statements of the file bind, and what they stand for.
     memo
         What has been read from a node (`terms.read`).
     """
 
     path: Path
+    data: bytes
+    encoding: str
     module: cst.Module
+    imports: Mapping[str, str]
     positions: Mapping[cst.CSTNode, CodeRange]
     parents: Mapping[cst.CSTNode, cst.CSTNode]
+    lines_before: int
     memo: dict[cst.CSTNode, Any] = field(default_factory=dict[cst.CSTNode, Any], repr=False)
 
     @classmethod
-    def of(cls, path: Path, data: bytes) -> SourceFile:
+    def of(cls, path: Path, data: bytes, line: int) -> SourceFile:
         """Read a file's bytes; see `UNREADABLE`."""
-        wrapper = MetadataWrapper(cst.parse_module(data), unsafe_skip_copy=True)
-        if wrapper.module.bytes != data:  # it drops form feeds
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
+        lines = lines_of(data.decode(encoding))
+        tree = ast.parse(data)
+        first, last = _around(tree, line, len(lines))
+        text = "".join(lines[first:last])
+        wrapper = MetadataWrapper(cst.parse_module(text), unsafe_skip_copy=True)
+        if wrapper.module.code != text or "\r" in text.replace("\r\n", ""):
             raise SyntaxError("the file cannot be written back to the byte")
         places: Mapping[cst.CSTNode, CodeRange] = wrapper.resolve(PositionProvider)
-        return cls(path, wrapper.module, places, wrapper.resolve(ParentNodeProvider))
+        parents: Mapping[cst.CSTNode, cst.CSTNode] = wrapper.resolve(ParentNodeProvider)
+        return cls(path, data, encoding, wrapper.module, _imports(tree), places, parents, first)
 
     # -- places ------------------------------------------------------------------------------------
 
     def covers(self, node: cst.CSTNode, line: int) -> bool:
         """Whether a node has a part on a line."""
-        place = self.positions.get(node)
-        return place is not None and place.start.line <= line <= place.end.line
+        if node not in self.positions:
+            return False
+        return self.start(node)[0] <= line <= self.end(node)[0]
 
     def start(self, node: cst.CSTNode) -> tuple[int, int]:
         """Line and column where a node begins."""
         begin = self.positions[node].start
-        return begin.line, begin.column
+        return begin.line + self.lines_before, begin.column
+
+    def end(self, node: cst.CSTNode) -> tuple[int, int]:
+        """Line and column where it ends."""
+        end = self.positions[node].end
+        return end.line + self.lines_before, end.column
 
     def up(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
         """What a node stands in, from the inside."""
@@ -118,23 +141,6 @@ class SourceFile:
 
     # -- names -------------------------------------------------------------------------------------
 
-    @cached_property
-    def imports(self) -> dict[str, str]:
-        """Names that import statements bind, and what they stand for."""
-        found: dict[str, str] = {}
-        for each in walk(self.module, cst.Import):
-            for alias in each.names:
-                full = dotted(alias.name)
-                own = alias.evaluated_alias
-                found[own or full.partition(".")[0]] = full if own else full.partition(".")[0]
-        for each in walk(self.module, cst.ImportFrom):
-            if each.relative or isinstance(each.names, cst.ImportStar) or each.module is None:
-                continue
-            for alias in each.names:
-                name = alias.evaluated_alias or alias.evaluated_name
-                found[name] = f"{dotted(each.module)}.{alias.evaluated_name}"
-        return found
-
     def full(self, node: cst.CSTNode) -> str:
         """The full name of ``F.softmax``, by the imports; empty where none is meant."""
         first, _, rest = dotted(node).partition(".")
@@ -159,12 +165,38 @@ class SourceFile:
 
     def edited(self, changes: Mapping[cst.CSTNode, Change]) -> bytes:
         """The file with nodes replaced or removed; torch is imported if need be."""
-        module = changed(self.module, changes)
+        lines = lines_of(self.data.decode(self.encoding))
+        after = self.lines_before + len(lines_of(self.module.code))
+        part = changed(self.module, changes).code
+        text = "".join([*lines[: self.lines_before], part, *lines[after:]])
         if "torch" not in self.imports.values() and _names_torch(changes.values()):
             context = CodemodContext()
             AddImportsVisitor.add_needed_import(context, "torch")
-            module = AddImportsVisitor(context).transform_module(module)
-        return module.bytes
+            text = AddImportsVisitor(context).transform_module(cst.parse_module(text)).code
+        return text.encode(self.encoding)
+
+
+def _around(tree: ast.Module, line: int, count: int) -> tuple[int, int]:
+    """Lines before, and up to the end of, what stands on the top level around a line."""
+    for each in tree.body:
+        decorators: list[ast.expr] = getattr(each, "decorator_list", [])
+        first = min(part.lineno for part in (each, *decorators))
+        if first <= line <= (each.end_lineno or first):
+            return first - 1, each.end_lineno or first
+    return 0, count
+
+
+def _imports(tree: ast.Module) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for each in ast.walk(tree):
+        if isinstance(each, ast.Import):
+            for alias in each.names:
+                first = alias.name.partition(".")[0]
+                found[alias.asname or first] = alias.name if alias.asname else first
+        elif isinstance(each, ast.ImportFrom) and each.module and not each.level:
+            for alias in each.names:
+                found[alias.asname or alias.name] = f"{each.module}.{alias.name}"
+    return found
 
 
 def walk(node: cst.CSTNode, kind: type[N]) -> Iterator[N]:

@@ -18,7 +18,7 @@ import libcst as cst
 
 from ampwise.numerics.remedy.patches.edit import Edit, comments, enclosed, leaves, replaced
 from ampwise.numerics.remedy.patches.site import Binding, Site
-from ampwise.numerics.remedy.patches.source import dotted, same
+from ampwise.numerics.remedy.patches.source import Change, dotted, same, walk
 from ampwise.numerics.remedy.patches.terms import PARAMETERS, Term
 
 _OPERATORS: Mapping[type[ast.operator], str] = {
@@ -81,9 +81,7 @@ class Rewrite:
                 holes = {name: each.node for name, each in found.holes.items()}
                 made = built(site, self.instead, holes)
                 changes = replaced(site, root, made, found.followed)
-                at_fault = [e for e in found.nodes if site.source.covers(e, site.line)]
-                stays = any(leaves(site, changes, each) for each in at_fault)
-                if comments(made) == comments(root) and not stays:
+                if comments(made) == comments(root) and _is_sound(site, found, changes):
                     yield Edit(self.what, self.why, changes)
 
     def _match(self, site: Site, root: cst.BaseExpression) -> Match | None:
@@ -127,6 +125,19 @@ def _brought(site: Site, root: cst.BaseExpression, found: Match) -> Match | None
             followed.append(binding)
         holes[name] = site.term(node)
     return Match(holes, found.nodes, tuple(followed))
+
+
+def _is_sound(site: Site, found: Match, changes: Mapping[cst.CSTNode, Change]) -> bool:
+    """Whether the faulty line is gone with the changes, and nothing is called twice after them."""
+    at_fault = [each for each in found.nodes if site.source.covers(each, site.line)]
+    if any(leaves(site, changes, each) for each in at_fault):
+        return False
+    kept = [each.value for each in found.followed if each.value and each.statement not in changes]
+    return not any(
+        site.source.inside(hole.node, value) and any(True for _ in walk(hole.node, cst.Call))
+        for hole in found.holes.values()
+        for value in kept
+    )
 
 
 def is_cheap(node: cst.BaseExpression) -> bool:
