@@ -54,6 +54,10 @@ LINES = {
     "row of -inf": ("x = x.masked_fill(mask, -torch.inf)",
                     "x = x.masked_fill(mask, torch.finfo(x.dtype).min)",
                     {"cause": "FULLY_MASKED_ROW"}),
+    "row of a module's mask": (
+        "return self.attn(x, x, x, key_padding_mask=mask)",
+        "return self.attn(x, x, x, key_padding_mask=mask & ~mask.all(dim=-1, keepdim=True))",
+        {"cause": "FULLY_MASKED_ROW"}),
     "eps": ("return 1 / (x + 1e-8)", "return 1 / (x + 1e-4)", {"cause": "EPS_UNDERFLOW"}),
     "eps by default": ("return F.normalize(x, dim=-1)", "return F.normalize(x, dim=-1, eps=1e-4)",
                        {"cause": "EPS_UNDERFLOW"}),
@@ -65,6 +69,8 @@ LINES = {
     "to": ("return x.to(torch.float16)", "return x.to(torch.float32)", {"cause": "UNDERFLOW"}),
     "operand": ("return x * 1e5", "return x.float() * 1e5",
                 {"cause": "RANGE_OVERFLOW", "op": "mul", "half": "x"}),
+    "operand of an operand": ("return torch.sum(x ** 2 + 1)", "return torch.sum(x.float() ** 2 + 1)",
+                              {"cause": "RANGE_OVERFLOW", "op": "sum", "half": "x"}),
     "operand that is a call": ("return self.p(x) * 1e5", "return self.p(x).float() * 1e5",
                                {"cause": "RANGE_OVERFLOW", "op": "mul", "half": "x"}),
     "written": ("x[mask] = self.p(x)", "x[mask] = self.p(x).to(x.dtype)", {"cause": "DTYPE_ERROR"}),
@@ -84,6 +90,20 @@ def test_the_gentlest_change_comes_first(name):
 def test_a_constant_is_found_where_its_name_was_assigned():
     code = "def f(x):\n    p = x + 1e-8\n    return torch.div(1, p)  # <-\n"
     assert texts(code, cause="EPS_UNDERFLOW")[0] == code.replace("1e-8", "1e-4")
+
+
+def test_names_are_raised_for_all_that_comes_below():
+    code = (
+        "def f(m, x):\n"
+        "    a, b = m(x).chunk(2)\n"
+        "    # both\n"
+        "    dot = (a * b).sum()  # <-\n"
+        "    return dot / a.norm()\n"
+    )
+    wanted = code.replace(
+        "    # both\n    dot", "    # both\n    a, b = a.float(), b.float()\n    dot"
+    )
+    assert wanted in texts(code, "a b", cause="RANGE_OVERFLOW", op="mul")
 
 
 def test_an_island_raises_what_is_16_bits_and_nothing_else():

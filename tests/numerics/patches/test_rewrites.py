@@ -242,6 +242,13 @@ def test_over_several_lines_with_what_is_used_elsewhere_kept():
     )
 
 
+def test_of_several_formulas_of_a_kind_all_are_rewritten():
+    code = "def f(x, y):\n    p = x.softmax(-1)\n    return p * (p.log() - y.softmax(-1).log())\n"
+    assert apply(code, ROW) == code.replace("p.log()", "F.log_softmax(x, dim=-1)").replace(
+        "y.softmax(-1).log()", "F.log_softmax(y, dim=-1)"
+    )
+
+
 def test_nothing_is_called_a_second_time():
     body = (
         "def f(x):\n    p = torch.softmax({}, -1)\n    log_p = torch.log(p)\n    return log_p, p\n"

@@ -9,7 +9,7 @@ import libcst as cst
 from ampwise.numerics.remedy.patches.edit import Edit, enclosed, like
 from ampwise.numerics.remedy.patches.site import Site
 from ampwise.numerics.remedy.patches.source import Change, changed, same
-from ampwise.numerics.remedy.patches.template import Rewrite
+from ampwise.numerics.remedy.patches.template import Rewrite, built, is_cheap
 from ampwise.numerics.remedy.patches.terms import Term
 
 _WHY = "The scores leave the format's range before they are scaled; the fused kernel keeps them in float32."  # noqa: E501
@@ -57,6 +57,27 @@ def edits(site: Site) -> Iterator[Edit]:
         yield from row.edits(site)
     for root in site.roots:
         yield from _scaled_first(site, root)
+    if site.cause == "FULLY_MASKED_ROW":
+        yield from _rows_kept(site)
+
+
+_IS_MASKED = ("key_padding_mask", "src_key_padding_mask", "memory_key_padding_mask")
+"""Arguments of torch's modules that are True where nothing is to be attended to."""
+
+
+def _rows_kept(site: Site) -> Iterator[Edit]:
+    """A mask that a module is given, without the rows that it would hide altogether."""
+    for call in site.expressions:
+        for arg in call.args if isinstance(call, cst.Call) else ():
+            name = "" if arg.keyword is None else arg.keyword.value
+            if name in _IS_MASKED and is_cheap(arg.value):
+                made = built(site, "M & ~M.all(dim=-1, keepdim=True)", {"M": arg.value})
+                yield Edit(
+                    "rows that are masked altogether are not masked",
+                    "The softmax of a row of nothing but -inf is NaN; what such a row attends to "
+                    "is of no consequence.",
+                    {arg.value: made},
+                )
 
 
 def _scaled_first(site: Site, root: cst.BaseExpression) -> Iterator[Edit]:

@@ -51,6 +51,7 @@ def edits(site: Site) -> Iterator[Edit]:
     yield from _uncast(site)
     yield from _raised(site)
     yield from _formula(site)
+    yield from _from_here_on(site)
 
 
 # -- a cast that is too much ----------------------------------------------------------------------
@@ -89,16 +90,19 @@ def _uncast(site: Site) -> Iterator[Edit]:
 
 def _raised(site: Site) -> Iterator[Edit]:
     """The operands of the operation in float32; of several like it on the line, all."""
-    found = [
-        each for each in map(site.term, site.expressions)
-        if each.op in ELEMENTWISE and _is_meant(site, each)
-    ]  # fmt: skip
+    found = _meant(site)
     changes: dict[cst.CSTNode, Change] = {}
     for term in found:
         for operand in _operands(site, term):
             changes[operand] = method(operand, "float")
     if changes:
         yield Edit(f"the operands of {found[0].op} in float32", _FLOAT32, changes)
+
+
+def _meant(site: Site) -> list[Term]:
+    """Operations on the line that compute as their operands do, and that may be the faulty one."""
+    every = map(site.term, site.expressions)
+    return [each for each in every if each.op in ELEMENTWISE and _is_meant(site, each)]
 
 
 def _is_meant(site: Site, term: Term) -> bool:
@@ -108,14 +112,14 @@ def _is_meant(site: Site, term: Term) -> bool:
 
 
 def _operands(site: Site, term: Term) -> Iterator[cst.BaseExpression]:
-    """Tensors that an operation takes, but those that are known to be no 16-bit ones."""
-    for name in _TENSORS:
-        each = term.get(name)
-        if each is None or each.is_constant or not may_be_half(site, each):
+    """What an operation, and those in it, take in 16 bits, as far as that may be."""
+    for each in map(term.get, _TENSORS):
+        if each is None or each.is_constant:
             continue
-        if name == "other" and each.op in ELEMENTWISE and not _mentions_half(site, each.node):
-            continue
-        yield each.node
+        if each.op in ELEMENTWISE:
+            yield from _operands(site, each)
+        elif may_be_half(site, each):
+            yield each.node
 
 
 def may_be_half(site: Site, term: Term) -> bool:
@@ -127,12 +131,6 @@ def may_be_half(site: Site, term: Term) -> bool:
         full = site.source.full(node.func) or dotted(node.func)
         return full.partition(".")[0] not in _NO_TENSORS and term.op not in _KNOWN
     return not code_of(node).endswith(".float()")
-
-
-def _mentions_half(site: Site, node: cst.CSTNode) -> bool:
-    return any(
-        site.is_half(each) for kind in (cst.Name, cst.Attribute) for each in walk(node, kind)
-    )
 
 
 def _formula(site: Site) -> Iterator[Edit]:
@@ -159,12 +157,33 @@ def _leaves(site: Site, term: Term) -> Iterator[Term]:
     if isinstance(term.node, cst.Subscript):
         yield from _leaves(site, site.term(term.node.value))
         return
+    if site.kinds(term.node) and not may_be_half(site, term):
+        return
     binding = site.definition(term.node)
     inner = None if binding is None or binding.value is None else site.term(binding.value)
     if inner is not None and (inner.op in ELEMENTWISE or isinstance(inner.node, cst.Call)):
         yield from _leaves(site, inner)
     elif not term.is_constant and may_be_half(site, term):
         yield term
+
+
+def _from_here_on(site: Site) -> Iterator[Edit]:
+    """The names that the line computes with in float32, on it and on those below."""
+    line = site.statement
+    if not isinstance(line, cst.SimpleStatementLine) or site.function is None or not _meant(site):
+        return
+    used = [each for each in walk(line, cst.Name) if site.is_half(each)]
+    names = list(dict.fromkeys(each.value for each in used if not site.is_label(each)))
+    if not names:
+        return
+    raised = ", ".join(f"{each}.float()" for each in names)
+    cast = cst.parse_statement(f"{', '.join(names)} = {raised}\n")
+    both = [
+        cast.with_changes(leading_lines=line.leading_lines),
+        line.with_changes(leading_lines=()),
+    ]
+    what = f"{' and '.join(names)} in float32 from here on"
+    yield Edit(what, _FLOAT32, {line: cst.FlattenSentinel(both)})
 
 
 # -- a cast that is missing -----------------------------------------------------------------------

@@ -81,6 +81,17 @@ def replaced(
     return changes | _comments_moved(site, changes)
 
 
+def merged(site: Site, edits: Sequence[Edit]) -> Edit | None:
+    """Several changes of one kind as one; None where there are no several, or they overlap."""
+    changes: dict[cst.CSTNode, Change] = {}
+    for each in edits:
+        if any(site.source.inside(new, old) or site.source.inside(old, new)
+               for new in each.changes for old in changes):  # fmt: skip
+            return None
+        changes |= each.changes
+    return Edit(edits[0].what, edits[0].why, changes) if len(edits) > 1 else None
+
+
 def _comments_moved(site: Site, changes: Mapping[cst.CSTNode, Change]) -> dict[cst.CSTNode, Change]:
     """What stands above a statement that goes, above the one that comes next."""
     moved: dict[cst.CSTNode, Change] = {}

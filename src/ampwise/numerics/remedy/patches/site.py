@@ -200,11 +200,11 @@ class Site:
             for each in walk(self.scope, cst.Name)
             if each.value == binding.name
             and each in self.source.positions
-            and not self._is_label(each)
+            and not self.is_label(each)
             and self._reaching(each.value, self.source.start(each)) is binding
         ]
 
-    def _is_label(self, name: cst.Name) -> bool:
+    def is_label(self, name: cst.Name) -> bool:
         """Whether a name is an attribute's, a keyword's, or one that is assigned to."""
         above = self.source.parents[name]
         while isinstance(above, cst.Element | cst.Tuple):  # a, b = ...

@@ -19,7 +19,7 @@ from libcst.metadata import CodeRange, MetadataWrapper, ParentNodeProvider, Posi
 from ampwise.numerics.remedy.lines import lines_of
 
 N = TypeVar("N", bound=cst.CSTNode)
-Change = cst.CSTNode | cst.RemovalSentinel
+Change = cst.CSTNode | cst.RemovalSentinel | cst.FlattenSentinel[cst.BaseStatement]
 
 _BOTH_HOMES = ("log_softmax", "softmax")
 """Functions that ``torch`` has by the same name as ``torch.nn.functional``."""
@@ -226,9 +226,7 @@ class _Editor(cst.CSTTransformer):
         super().__init__()
         self._changes = changes
 
-    def on_leave(
-        self, original_node: cst.CSTNode, updated_node: cst.CSTNode
-    ) -> cst.CSTNode | cst.RemovalSentinel:
+    def on_leave(self, original_node: cst.CSTNode, updated_node: cst.CSTNode) -> Change:  # pyright: ignore[reportIncompatibleMethodOverride] - statements among statements
         """The change of a node, if there is one."""
         return self._changes.get(original_node, updated_node)
 

@@ -16,7 +16,7 @@ from functools import cached_property
 
 import libcst as cst
 
-from ampwise.numerics.remedy.patches.edit import Edit, comments, enclosed, leaves, replaced
+from ampwise.numerics.remedy.patches.edit import Edit, comments, enclosed, leaves, merged, replaced
 from ampwise.numerics.remedy.patches.site import Binding, Site
 from ampwise.numerics.remedy.patches.source import Change, dotted, same, walk
 from ampwise.numerics.remedy.patches.terms import PARAMETERS, Term
@@ -75,7 +75,15 @@ class Rewrite:
         return [ast.parse(each, mode="eval").body for each in self.pattern]
 
     def edits(self, site: Site) -> Iterator[Edit]:
-        """The changes to a function's formulas that the line of the fault has a part in."""
+        """The changes to a function's formulas that the line of the fault has a part in.
+
+        Of several, all together come first.
+        """
+        found = list(self._edits(site))
+        together = merged(site, found)
+        return iter(found if together is None else [together, *found])
+
+    def _edits(self, site: Site) -> Iterator[Edit]:
         for root in site.roots:
             if (found := self._match(site, root)) is not None:
                 holes = {name: each.node for name, each in found.holes.items()}
