@@ -107,6 +107,11 @@ def test_where_the_step_is_right_without_a_patch_a_trial_says_nothing(trials, ga
     assert "right without a patch" in trials.control()
 
 
+def test_neither_does_one_of_a_task_that_a_fresh_process_cannot_load(trials, gain):
+    gain.write_text("import nowhere_to_be_found\n")
+    assert "no outcome: the task raises ModuleNotFoundError" in trials.control()
+
+
 def test_what_is_no_tensor_and_no_plain_value_is_said_to_be_in_the_way(gain, tmp_path):
     gain.write_text(GAIN.replace("[batch] * 12", "[(batch, {1, 2})] * 12").replace(
         "model(batch)", "model(batch[0])"))  # fmt: skip
