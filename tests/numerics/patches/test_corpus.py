@@ -10,7 +10,10 @@ import pytest
 from tests.numerics.cases import CASES, VARIANTS
 from tests.numerics.patches.corpus import ALL, NO_CODE, accepted, diagnosed
 
-UNMENDED = {}
+UNMENDED = {
+    "perplexity": "its loss is 4e40 in float64: a clamp is far from that, and float32 ends before",
+    "gaussian_nll": "the true gradient of its 16-bit output is 5e6, which float16 does not hold",
+}
 """Faults that no patch mends yet, and why."""
 
 LEAST_SHARE = 0.8

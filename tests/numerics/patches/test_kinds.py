@@ -76,6 +76,9 @@ LINES = {
     "written": ("x[mask] = self.p(x)", "x[mask] = self.p(x).to(x.dtype)", {"cause": "DTYPE_ERROR"}),
     "added": ("x.index_add_(0, mask, x + n)", "x.index_add_(0, mask, (x + n).to(x.dtype))",
               {"cause": "DTYPE_ERROR"}),
+    "added to what is made there": (
+        "return torch.zeros(3).index_add_(0, mask, self.p(x))",
+        "return torch.zeros(3).index_add_(0, mask, self.p(x).float())", {"cause": "DTYPE_ERROR"}),
     "nothing": ("return x.mean()", "return x.sum() / max(x.numel(), 1)",
                 {"cause": "EMPTY_REDUCTION"}),
 }  # fmt: skip
@@ -104,6 +107,20 @@ def test_names_are_raised_for_all_that_comes_below():
         "    # both\n    dot", "    # both\n    a, b = a.float(), b.float()\n    dot"
     )
     assert wanted in texts(code, "a b", cause="RANGE_OVERFLOW", op="mul")
+
+
+def test_a_float32_sum_of_16_bit_parts_is_raised_where_these_come_in():
+    code = (
+        "def loss(model, batch):\n"
+        "    p = torch.sigmoid(model(batch))\n"
+        "    wide = p * batch\n"
+        "    return torch.log(wide)  # <-\n"
+    )
+    marked = site(code, "p", cause="UNDERFLOW", op="log")
+    for here in marked.dtypes.values():
+        here.update(wide={"float32"}, batch={"float32"})
+    found = [each.data.decode().removeprefix(HEAD) for each in proposals(marked)]
+    assert code.replace("model(batch)", "model(batch).float()") in found
 
 
 def test_an_island_raises_what_is_16_bits_and_nothing_else():

@@ -157,13 +157,15 @@ def _leaves(site: Site, term: Term) -> Iterator[Term]:
     if isinstance(term.node, cst.Subscript):
         yield from _leaves(site, site.term(term.node.value))
         return
-    if site.kinds(term.node) and not may_be_half(site, term):
-        return
     binding = site.definition(term.node)
     inner = None if binding is None or binding.value is None else site.term(binding.value)
-    if inner is not None and (inner.op in ELEMENTWISE or isinstance(inner.node, cst.Call)):
+    may_be = not term.is_constant and may_be_half(site, term)
+    # A float32 sum may have 16-bit parts; what a call gives in float32 has none.
+    if inner is not None and (
+        inner.op in ELEMENTWISE or (may_be and isinstance(inner.node, cst.Call))
+    ):
         yield from _leaves(site, inner)
-    elif not term.is_constant and may_be_half(site, term):
+    elif may_be:
         yield term
 
 
@@ -207,4 +209,6 @@ def _matching(site: Site) -> Iterator[Edit]:
 
 
 def _cast_like(value: cst.BaseExpression, target: cst.BaseExpression) -> cst.BaseExpression:
+    if not dotted(target):
+        return method(enclosed(value), "float")  # as tensors are that are made on the spot
     return method(enclosed(value), "to", cst.Attribute(target, cst.Name("dtype")))
