@@ -7,12 +7,15 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
 
 from ampwise.cli.options import Common, positive, saved_in
 from ampwise.errors import EXIT_GATE, EXIT_OK
-from ampwise_lint.base.output import tell
-from ampwise_lint.base.results import write_json
+from ampwise_lint.base.output import say, tell
+from ampwise_lint.base.results import check_target, write_json, write_report
 
 if TYPE_CHECKING:
     from ampwise.distributed.watchdog import NoWatchdog
@@ -43,6 +46,17 @@ class Options(Common):
     max_grad_norm: float | None = None
     """Clip the gradient norm to this."""
 
+    patch: Annotated[Path | None, tyro.conf.arg(metavar="FILE.diff")] = None
+    """Write the best patch of the task's source to this file, for git apply; verified means that
+    the patched source was run in a process of its own."""
+
+    fix: bool = False
+    """Apply the patch if it is verified; the file must be committed, so that it can be taken
+    back."""
+
+    force: bool = False
+    """With --fix: also a file with changes that are not committed, or in no git tree."""
+
     rank_timeout: float = 600.0
     """Under torchrun: seconds after which a process that hangs ends all, and is named; the longest
     step must fit in, the first one included. Replays have ten times as long."""
@@ -52,6 +66,7 @@ def run(options: Options) -> int:
     """Train, examine, print, write ``diagnosis.json`` and ``report.html``; the exit code."""
     for name in ("steps", "budget", "accumulate", "max_grad_norm", "rank_timeout"):
         positive(name.replace("_", "-"), getattr(options, name))
+    check_target("patch", options.patch)
 
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     import torch
@@ -62,6 +77,7 @@ def run(options: Options) -> int:
     from ampwise.distributed.watchdog import watched
     from ampwise.numerics.diagnose import DiagnoseConfig, run_diagnosis
     from ampwise.numerics.examine import Silent
+    from ampwise.numerics.remedy.handover import TaskSource
     from ampwise.policy import Policy
     from ampwise.tasks import load_task
 
@@ -74,7 +90,8 @@ def run(options: Options) -> int:
             options.accumulate,
             options.max_grad_norm,
         )
-        config = DiagnoseConfig(policy, settings, options.steps, options.budget)
+        source = TaskSource(options.task, options.settings())
+        config = DiagnoseConfig(policy, settings, options.steps, options.budget, source)
         task = load_task(options.task, options.settings())
 
         def diagnosed(progress: Progress) -> Diagnosis:
@@ -110,12 +127,51 @@ def _led(task: Task, diagnosed: Callable[[Progress], Diagnosis], options: Option
             line.clear()
         try:
             store(found, folder)
+            patch = _stored_patch(found, folder.path / "patch.diff")
         finally:
             shown.rest(found)
     if console is not None:
         tell("", f"report: {folder.path / 'diagnosis.json'} and {folder.path / 'report.html'}")
     write_json(_text(found), options.json)
+    if options.patch is not None or options.fix:
+        _use_patch(found, patch, options)
     return found
+
+
+def _stored_patch(found: Diagnosis, file: Path) -> Path | None:
+    """The best patch, in the run's folder, where there is one."""
+    from ampwise.numerics.remedy import apply
+    from ampwise_lint.base.files import atomic_write_text
+
+    patch = apply.best(found)
+    if patch is None:
+        return None
+    atomic_write_text(file, apply.text_of(patch))
+    return file
+
+
+def _use_patch(found: Diagnosis, stored: Path | None, options: Options) -> None:
+    """Write and apply the best patch, as asked.
+
+    Raises
+    ------
+    UsageError
+        When it may not be applied.
+    """
+    from ampwise.numerics.remedy import apply
+
+    patch = apply.best(found)
+    if patch is None:
+        say("no patch: no change of the code was verified" if found.fixes else "no patch: no fault")
+        return
+    if options.patch is not None:
+        write_report(apply.text_of(patch), options.patch)
+    if options.fix and not patch.verified:
+        say(f"nothing changed: {patch.patch_status}")
+    elif options.fix:
+        apply.check(patch, force=options.force)
+        apply.apply(patch)
+        say(f"changed {apply.file_of(patch)}: {patch.what}; back with: git apply -R {stored}")
 
 
 def store(found: Diagnosis, folder: RunFolder) -> None:

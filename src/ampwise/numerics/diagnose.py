@@ -25,6 +25,7 @@ from ampwise.errors import UsageError
 from ampwise.numerics import stagnation
 from ampwise.numerics.examine import Examiner, Progress, Silent
 from ampwise.numerics.ranks import all_raised, examined, first_at_fault, talks
+from ampwise.numerics.remedy.handover import Failing, TaskSource
 from ampwise.numerics.result import Diagnosis
 from ampwise.numerics.update import in_update
 from ampwise.policy import Policy
@@ -49,12 +50,15 @@ class DiagnoseConfig:
     steps, budget_s
         When to stop looking for a step that goes wrong: whichever ends first, but not before three
         steps.
+    source
+        How another process loads the task; with it, patches of its source are tried.
     """
 
     policy: Policy
     settings: Settings = field(default_factory=lambda: Settings(torch.device("cpu")))
     steps: int = STEPS
     budget_s: float = BUDGET_S
+    source: TaskSource | None = None
 
 
 def diagnose(
@@ -92,7 +96,12 @@ def diagnose(
 
 def run_diagnosis(task: Task, config: DiagnoseConfig, progress: Progress) -> Diagnosis:
     """`diagnose`, with everything configurable."""
-    return explore(task, config, progress)[1]
+    arm, found, stash = explore(task, config, progress)
+    if config.source is not None:
+        from ampwise.numerics.remedy.patch import add_patches  # loads libcst
+
+        add_patches(found, Failing(config.source, arm, config.settings, stash), progress)
+    return found
 
 
 def explore(task: Task, config: DiagnoseConfig, progress: Progress) -> tuple[Arm, Diagnosis, Stash]:

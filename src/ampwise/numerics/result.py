@@ -155,6 +155,11 @@ class Fix:
         long), and its 95 % interval; None where not measured.
     activation_bytes
         What forward saves for backward with it, less what it does without; None where not measured.
+    patch
+        Unified diff of the user's source, for ``git apply`` in the working directory; None where
+        the fix is none of code. `verified` then means that the patched source was run.
+    patch_status
+        ``verified: ...`` with how that was shown, or ``suggestion: ...`` with why it is no more.
     """
 
     what: str
@@ -165,6 +170,8 @@ class Fix:
     activation_bytes: int | None = None
     step_time_low: float | None = None
     step_time_high: float | None = None
+    patch: str | None = None
+    patch_status: str = ""
 
 
 @dataclass(frozen=True)

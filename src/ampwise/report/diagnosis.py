@@ -24,6 +24,7 @@ from ampwise_lint.base.words import counted, figure
 _STYLES = {"fault": "bold red", "clean": "bold green", "benign": "bold yellow"}
 _MOST_ROWS = 24
 _FAR = 60
+_SIGNS = {"+": "green", "-": "red", "@": "cyan"}
 _POWER = re.compile(r"-?\d{1,4}")
 
 
@@ -98,6 +99,16 @@ def _print_fixes(fixes: list[Fix], console: Console) -> None:
         sign, style = ("verified", "green") if each.verified else ("not verified", "dim")
         console.print(Text.assemble((f"  {sign}: ", style), (each.what, "bold"), f" ({each.cost})"))
         console.print(Text(f"    {each.how}", style="" if each.verified else "dim"))
+        if each.patch_status not in ("", each.cost):
+            console.print(Text(f"    {each.patch_status}", style="dim"))
+        for line in patch_lines(each):
+            console.print(Text(f"    {line}", style=_SIGNS.get(line[:1], "")))
+
+
+def patch_lines(fix: Fix) -> list[str]:
+    """Lines of a patch that is worth reading: not of one that was tried and did not mend."""
+    refuted = fix.patch_status.startswith("suggestion: tried")
+    return [] if fix.patch is None or refuted else fix.patch.splitlines()
 
 
 def to_markdown(found: Diagnosis) -> str:
@@ -119,7 +130,17 @@ def body(found: Diagnosis) -> list[str]:
     if found.fixes:
         fixes = ((e.what, e.how, "yes" if e.verified else "no", e.cost) for e in found.fixes)
         lines += [*table(("fix", "how", "verified", "cost"), fixes), ""]
+    for each in found.fixes:
+        if patch := patch_lines(each):
+            lines += [prose(each.patch_status), "", *_fenced(patch), ""]
     return lines
+
+
+def _fenced(patch: list[str]) -> list[str]:
+    """A patch as a block that none of its lines can end."""
+    ticks = max((len(run) for line in patch for run in re.findall("`+", line)), default=0)
+    fence = "`" * max(3, ticks + 1)
+    return [f"{fence}diff", *map(neutral.line, patch), fence]
 
 
 def to_html(found: Diagnosis) -> str:
@@ -135,6 +156,7 @@ def to_html(found: Diagnosis) -> str:
         largest=_largest,
         number=number,
         percent=percent,
+        patch_lines=patch_lines,
         tensors=[*found.origin.inputs, *found.origin.outputs] if found.origin else [],
         histogram=pages.figure(
             _histogram(found),

@@ -1,0 +1,143 @@
+"""Constants that a 16-bit format does not hold: masks beyond its range, guards below it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import libcst as cst
+
+from ampwise import formats
+from ampwise.numerics.remedy.patches.edit import Edit
+from ampwise.numerics.remedy.patches.site import Site
+from ampwise.numerics.remedy.patches.source import code_of, dotted, walk
+from ampwise.numerics.remedy.patches.terms import Term
+
+_FILLS = {"masked_fill": "value", "masked_fill_": "value", "fill_": "value",
+          "full_like": "fill_value"}  # fmt: skip
+_MASKS = ("MASK_CONSTANT", "FULLY_MASKED_ROW")
+_WITH_EPS = ("normalize", "cosine_similarity", "layer_norm", "rms_norm")
+"""Functions with a small `eps` by default."""
+_EPS = {"float16": "1e-4", "bfloat16": "1e-6"}
+"""A guard that is a normal number of the format, as the constants of the field are written."""
+
+
+def edits(site: Site) -> Iterator[Edit]:
+    """Another constant at the line, or in what its names stand for."""
+    if site.cause in _MASKS:
+        yield from _masks(site)
+    elif site.cause == "EPS_UNDERFLOW":
+        yield from _guards(site)
+
+
+def terms(site: Site) -> list[Term]:
+    """Operations at the line, then those that its names stand for, the nearest first."""
+    found = [site.term(each) for each in site.expressions]
+    seen: set[cst.CSTNode] = set(site.expressions)
+    queue = [each for each in site.expressions if isinstance(each, cst.Name)]
+    while queue:
+        binding = site.definition(queue.pop(0))
+        if binding is None or binding.value is None or binding.value in seen:
+            continue
+        below = list(walk(binding.value, cst.BaseExpression))
+        seen.update(below)
+        found += map(site.term, below)
+        queue += [each for each in below if isinstance(each, cst.Name)]
+    return [each for each in found if each.op]
+
+
+# -- masks ----------------------------------------------------------------------------------------
+
+
+def _masks(site: Site) -> Iterator[Edit]:
+    most = formats.lookup(site.compute_dtype).max
+    for term in terms(site):
+        for place, tensor in _places(term):
+            if _is_wide(site, place, most):
+                yield from _finite(place, tensor, site)
+                break
+
+
+def _places(term: Term) -> Iterator[tuple[Term, Term]]:
+    """Parameters that a mask's constant may be, each with the tensor that has the format."""
+    if term.op in ("mul", "where"):
+        one, other = term.parameters["input"], term.parameters["other"]
+        pairs = ((one, other), (other, one))
+        yield from sorted(pairs, key=lambda pair: not pair[0].is_constant)
+    elif term.op in _FILLS and _FILLS[term.op] in term.parameters:
+        yield term.parameters[_FILLS[term.op]], term.parameters.get("input", term)
+
+
+def _is_wide(site: Site, term: Term, most: float) -> bool:
+    """Whether a constant is beyond the format, or is one of another place that may be."""
+    if site.cause == "FULLY_MASKED_ROW":
+        return term.value == -math.inf or _is_infinity(term.node)
+    if term.is_constant:
+        return abs(term.value) > most
+    return bool(dotted(term.node)) and not site.kinds(term.node) & set(_TENSORS)
+
+
+_TENSORS = ("float16", "bfloat16", "float32", "float64", "int64", "int32", "bool")
+
+
+def _is_infinity(node: cst.BaseExpression) -> bool:
+    words = code_of(node).replace(" ", "").replace('"', "'").removeprefix("-")
+    return words in ("float('-inf')", "float('inf')", "torch.inf", "math.inf", "np.inf")
+
+
+def _finite(place: Term, tensor: Term, site: Site) -> Iterator[Edit]:
+    """The most negative number of the tensor's own format; -inf where that has no name."""
+    end = "max" if place.is_constant and place.value > 0 else "min"
+    finfo = site.source.spelled("torch.finfo")
+    if name := _named(site, tensor.node):
+        yield Edit(
+            f"a mask of torch.finfo({name}.dtype).{end}",
+            "The constant is the format's own limit, whatever the format is.",
+            {place.node: cst.parse_expression(f"{finfo}({name}.dtype).{end}")},
+        )
+    if site.cause == "MASK_CONSTANT" and end == "min":
+        yield Edit(
+            "a mask of -inf",
+            "Every format has -inf, and softmax makes 0 of it where a row keeps one position.",
+            {place.node: cst.parse_expression('float("-inf")')},
+        )
+
+
+def _named(site: Site, node: cst.BaseExpression) -> str:
+    """The name of a tensor that an expression is, or has its format from."""
+    names = [
+        each for kind in (cst.Attribute, cst.Name) for each in walk(node, kind) if dotted(each)
+    ]
+    if dotted(node):
+        return dotted(node)
+    return next((dotted(each) for each in names if site.is_half(each)), "")
+
+
+# -- guards ---------------------------------------------------------------------------------------
+
+
+def _guards(site: Site) -> Iterator[Edit]:
+    eps = _EPS.get(site.dtype or site.compute_dtype, "1e-6")
+    what = f"an eps of {eps}, which the format holds"
+    why = "The smaller constant is rounded away, and guards nothing."
+    text = cst.Float(eps)
+    for term in terms(site):
+        small = [e for e in term.parameters.values() if _is_guard(e.value, float(eps))]
+        if small:
+            yield Edit(what, why, {small[0].node: text})
+    for node in site.expressions:
+        if isinstance(node, cst.Call) and _takes_eps(site, node):
+            tight = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
+            arg = cst.Arg(text, cst.Name("eps"), equal=tight)
+            yield Edit(what, why, {node: node.with_changes(args=[*node.args, arg])})
+
+
+def _is_guard(value: object, eps: float) -> bool:
+    return isinstance(value, float) and 0 < value < eps
+
+
+def _takes_eps(site: Site, node: cst.Call) -> bool:
+    """Whether a call leaves the `eps` of a function at its default."""
+    name = site.source.full(node.func).rpartition(".")[2]
+    given = any(each.keyword is not None and each.keyword.value == "eps" for each in node.args)
+    return name in _WITH_EPS and not given

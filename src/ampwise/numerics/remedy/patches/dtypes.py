@@ -1,0 +1,214 @@
+"""Float32 for an operand, in place of a cast to 16 bits; and a cast that is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import libcst as cst
+
+from ampwise.numerics.remedy.patches.constants import terms
+from ampwise.numerics.remedy.patches.edit import Edit, enclosed, method
+from ampwise.numerics.remedy.patches.site import HALF, Site
+from ampwise.numerics.remedy.patches.source import Change, code_of, dotted, walk
+from ampwise.numerics.remedy.patches.terms import Term
+
+ELEMENTWISE = frozenset(
+    ["add", "sub", "mul", "div", "neg", "square", "pow", "sum", "mean", "prod", "cumsum", "cumprod",
+     "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt", "rsqrt", "reciprocal", "abs",
+     "var", "std", "norm", "vector_norm", "normalize", "cosine_similarity", "softmax",
+     "log_softmax", "sigmoid", "tanh", "clamp", "clamp_min", "clamp_max", "where", "maximum",
+     "minimum", "cosh", "sinh", "logsumexp", "nll_loss", "cross_entropy", "softplus",
+     "layer_norm", "rms_norm", "masked_fill"]
+)  # fmt: skip
+"""Operations that compute in the format of their operands, or in float32, under autocast."""
+
+_TENSORS = ("input", "other", "x1", "x2")
+"""Parameters of operations that are tensors."""
+_NO_TENSORS = ("math", "numpy", "len", "int", "float", "max", "min", "range")
+_KNOWN = ("numel", "size", "float", "double", "half", "bfloat16")
+"""Methods whose result is no tensor, or has the format that is written there."""
+_ATEN: Mapping[str, tuple[str, ...]] = {
+    "square": ("mul", "pow", "square"),
+    "std": ("std", "var"),
+    "norm": ("norm", "linalg_vector_norm"),
+    "vector_norm": ("linalg_vector_norm",),
+    "normalize": ("div", "norm", "linalg_vector_norm", "clamp_min"),
+    "nll_loss": ("nll_loss_forward",),
+    "cross_entropy": ("nll_loss_forward", "log_softmax"),
+    "reciprocal": ("reciprocal", "mul", "div"),
+    "sub": ("sub", "rsub"),
+}
+"""Aten's names of operations, where they are others."""
+_FLOAT32 = "float32 keeps the digits, and the range, that this operation needs."
+_INTO = {"index_add_": 2, "index_copy_": 2, "scatter_add_": 2, "scatter_": 2, "masked_scatter_": 1}
+"""Methods that write a tensor of their own format, and which argument that is."""
+
+
+def edits(site: Site) -> Iterator[Edit]:
+    """Float32 in place of 16 bits at the line, without leaving autocast."""
+    if site.cause == "DTYPE_ERROR":
+        yield from _matching(site)
+    yield from _uncast(site)
+    yield from _raised(site)
+    yield from _formula(site)
+    yield from _from_here_on(site)
+
+
+# -- a cast that is too much ----------------------------------------------------------------------
+
+
+def wide(site: Site, node: cst.CSTNode) -> dict[cst.CSTNode, Change]:
+    """Changes that make casts to 16 bits in an expression casts to float32."""
+    changes: dict[cst.CSTNode, Change] = {}
+    for name in walk(node, cst.Attribute):
+        full = site.source.full(name)
+        if full.removeprefix("torch.") in (*HALF, "half") and full.startswith("torch."):
+            changes[name] = cst.parse_expression(site.source.spelled("torch.float32"))
+        elif name.attr.value in ("half", "bfloat16") and not full and _is_called(site, name):
+            changes[name.attr] = cst.Name("float")
+    return changes
+
+
+def _is_called(site: Site, name: cst.Attribute) -> bool:
+    above = site.source.parents[name]
+    return isinstance(above, cst.Call) and above.func is name
+
+
+def _uncast(site: Site) -> Iterator[Edit]:
+    """The casts at the line; or else those of what its names stand for."""
+    if site.statement is None:
+        return
+    here = wide(site, site.statement)
+    behind = {node: each for term in terms(site) for node, each in wide(site, term.node).items()}
+    for changes in (here, behind):
+        if changes:
+            yield Edit("a cast to float32 in place of 16 bits", _FLOAT32, changes)
+
+
+# -- operands -------------------------------------------------------------------------------------
+
+
+def _raised(site: Site) -> Iterator[Edit]:
+    """The operands of the operation in float32; of several like it on the line, all."""
+    found = _meant(site)
+    changes: dict[cst.CSTNode, Change] = {}
+    for term in found:
+        for operand in _operands(site, term):
+            changes[operand] = method(operand, "float")
+    if changes:
+        yield Edit(f"the operands of {found[0].op} in float32", _FLOAT32, changes)
+
+
+def _meant(site: Site) -> list[Term]:
+    """Operations on the line that compute as their operands do, and that may be the faulty one."""
+    every = map(site.term, site.expressions)
+    return [each for each in every if each.op in ELEMENTWISE and _is_meant(site, each)]
+
+
+def _is_meant(site: Site, term: Term) -> bool:
+    """Whether a term is the operation that the diagnosis names, by aten's name of it."""
+    op = site.op.removesuffix("_").removeprefix("_").removesuffix("_backward").removesuffix("_dim")
+    return op in _ATEN.get(term.op, (term.op,)) or op.startswith(f"{term.op}_")
+
+
+def _operands(site: Site, term: Term) -> Iterator[cst.BaseExpression]:
+    """What an operation, and those in it, take in 16 bits, as far as that may be."""
+    for each in map(term.get, _TENSORS):
+        if each is None or each.is_constant:
+            continue
+        if each.op in ELEMENTWISE:
+            yield from _operands(site, each)
+        elif may_be_half(site, each):
+            yield each.node
+
+
+def may_be_half(site: Site, term: Term) -> bool:
+    """Whether an expression may be a 16-bit tensor."""
+    node = term.node
+    if kinds := site.kinds(node):
+        return bool(kinds & set(HALF))
+    if isinstance(node, cst.Call):
+        full = site.source.full(node.func) or dotted(node.func)
+        return full.partition(".")[0] not in _NO_TENSORS and term.op not in _KNOWN
+    return not code_of(node).endswith(".float()")
+
+
+def _formula(site: Site) -> Iterator[Edit]:
+    """What the line computes with in float32, from where that comes in: a few lines above."""
+    found = [each for each in map(site.term, site.expressions) if each.op in ELEMENTWISE]
+    changes: dict[cst.CSTNode, Change] = {}
+    for term in found:
+        for leaf in _leaves(site, term):
+            changes[leaf.node] = method(leaf.node, "float")
+    nested = [each for each in changes if any(up in changes for up in site.source.up(each))]
+    for each in nested:
+        del changes[each]
+    if changes:
+        yield Edit("what the formula starts from in float32", _FLOAT32, changes)
+
+
+def _leaves(site: Site, term: Term) -> Iterator[Term]:
+    """What comes into a formula that is computed without products of matrices."""
+    if term.op in ELEMENTWISE:
+        for each in map(term.get, _TENSORS):
+            if each is not None:
+                yield from _leaves(site, each)
+        return
+    if isinstance(term.node, cst.Subscript):
+        yield from _leaves(site, site.term(term.node.value))
+        return
+    binding = site.definition(term.node)
+    inner = None if binding is None or binding.value is None else site.term(binding.value)
+    may_be = not term.is_constant and may_be_half(site, term)
+    # A float32 sum may have 16-bit parts; what a call gives in float32 has none.
+    if inner is not None and (
+        inner.op in ELEMENTWISE or (may_be and isinstance(inner.node, cst.Call))
+    ):
+        yield from _leaves(site, inner)
+    elif may_be:
+        yield term
+
+
+def _from_here_on(site: Site) -> Iterator[Edit]:
+    """The names that the line computes with in float32, on it and on those below."""
+    line = site.statement
+    if not isinstance(line, cst.SimpleStatementLine) or site.function is None or not _meant(site):
+        return
+    used = [each for each in walk(line, cst.Name) if site.is_half(each)]
+    names = list(dict.fromkeys(each.value for each in used if not site.is_label(each)))
+    if not names:
+        return
+    raised = ", ".join(f"{each}.float()" for each in names)
+    cast = cst.parse_statement(f"{', '.join(names)} = {raised}\n")
+    both = [
+        cast.with_changes(leading_lines=line.leading_lines),
+        line.with_changes(leading_lines=()),
+    ]
+    what = f"{' and '.join(names)} in float32 from here on"
+    yield Edit(what, _FLOAT32, {line: cst.FlattenSentinel(both)})
+
+
+# -- a cast that is missing -----------------------------------------------------------------------
+
+
+def _matching(site: Site) -> Iterator[Edit]:
+    """What is written into a tensor, in the format of that."""
+    what = "what is written, in the format of the tensor"
+    why = "A tensor that is written into keeps its format; under autocast the value has another."
+    for node in walk(site.statement, cst.Assign) if site.statement is not None else ():
+        target = node.targets[0].target
+        if isinstance(target, cst.Subscript):
+            yield Edit(what, why, {node.value: _cast_like(node.value, target.value)})
+    for node in site.expressions:
+        if not isinstance(node, cst.Call) or not isinstance(node.func, cst.Attribute):
+            continue
+        place = _INTO.get(node.func.attr.value)
+        if place is not None and len(node.args) > place:
+            value = node.args[place].value
+            yield Edit(what, why, {value: _cast_like(value, node.func.value)})
+
+
+def _cast_like(value: cst.BaseExpression, target: cst.BaseExpression) -> cst.BaseExpression:
+    if not dotted(target):
+        return method(enclosed(value), "float")  # as tensors are that are made on the spot
+    return method(enclosed(value), "to", cst.Attribute(target, cst.Name("dtype")))

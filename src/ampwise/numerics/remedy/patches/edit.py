@@ -1,0 +1,161 @@
+"""One change to a file, with what it is called, and what it leaves behind: dead assignments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import libcst as cst
+
+from ampwise.numerics.remedy.patches.site import Binding, Site
+from ampwise.numerics.remedy.patches.source import Change, changed, walk
+
+_WEAK = (
+    cst.BinaryOperation, cst.UnaryOperation, cst.BooleanOperation, cst.Comparison, cst.IfExp,
+    cst.Lambda, cst.NamedExpr, cst.Await, cst.Yield,
+)  # fmt: skip
+"""Expressions that need parentheses inside another one."""
+
+_BINDS = (
+    cst.BinaryOperation, cst.UnaryOperation, cst.Attribute, cst.Subscript, cst.Call, cst.Await,
+    cst.ComparisonTarget, cst.Comparison,
+)  # fmt: skip
+"""Nodes whose parts are read with them first."""
+
+
+@dataclass(frozen=True, eq=False)
+class Edit:
+    """Nodes of a file and what becomes of them.
+
+    Attributes
+    ----------
+    what
+        In a few words, for a list of fixes.
+    why
+        One sentence of what it changes in the numbers.
+    """
+
+    what: str
+    why: str
+    changes: Mapping[cst.CSTNode, Change]
+
+
+def enclosed(node: cst.BaseExpression) -> cst.BaseExpression:
+    """An expression that can be a part of another, in parentheses where it needs them."""
+    if isinstance(node, _WEAK) and not node.lpar:
+        return node.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
+    return node
+
+
+def like(original: cst.BaseExpression, made: cst.BaseExpression) -> cst.BaseExpression:
+    """A replacement with the parentheses of what it replaces: it may stand over several lines."""
+    if original.lpar and not made.lpar:
+        return made.with_changes(lpar=original.lpar, rpar=original.rpar)
+    return made
+
+
+def method(node: cst.BaseExpression, name: str, *args: cst.BaseExpression) -> cst.Call:
+    """``node.name(*args)``."""
+    return cst.Call(cst.Attribute(enclosed(node), cst.Name(name)), [cst.Arg(each) for each in args])
+
+
+def replaced(
+    site: Site, root: cst.BaseExpression, made: cst.BaseExpression, followed: Iterable[Binding] = ()
+) -> dict[cst.CSTNode, Change]:
+    """Changes that put an expression for another, and drop assignments that nobody needs then."""
+    gone: list[cst.CSTNode] = [root]
+    above = site.source.parents[root]
+    if isinstance(above, _BINDS) and not (_is_sum(above) and _is_product(made)):
+        made = enclosed(made)
+    changes: dict[cst.CSTNode, Change] = {root: like(root, made)}
+    left = list(dict.fromkeys(followed))
+    while dead := next((each for each in left if _is_dead(site, each, gone)), None):
+        left.remove(dead)
+        assert dead.value is not None
+        gone.append(dead.value)
+    dropped = [each for each in dict.fromkeys(followed) if each not in left]
+    for statement in dict.fromkeys(each.statement for each in dropped if each.statement):
+        parts = [each for each in dropped if each.statement is statement]
+        if (less := _without(statement, parts)) is not None:
+            changes[statement] = less
+    return changes | _comments_moved(site, changes)
+
+
+def merged(site: Site, edits: Sequence[Edit]) -> Edit | None:
+    """Several changes of one kind as one; None where there are no several, or they overlap."""
+    changes: dict[cst.CSTNode, Change] = {}
+    for each in edits:
+        if any(site.source.inside(new, old) or site.source.inside(old, new)
+               for new in each.changes for old in changes):  # fmt: skip
+            return None
+        changes |= each.changes
+    return Edit(edits[0].what, edits[0].why, changes) if len(edits) > 1 else None
+
+
+def _comments_moved(site: Site, changes: Mapping[cst.CSTNode, Change]) -> dict[cst.CSTNode, Change]:
+    """What stands above a statement that goes, above the one that comes next."""
+    moved: dict[cst.CSTNode, Change] = {}
+    for block in walk(site.scope, cst.IndentedBlock):
+        above: list[cst.EmptyLine] = []
+        for each in block.body:
+            lines = list(getattr(each, "leading_lines", ()))
+            if isinstance(changes.get(each), cst.RemovalSentinel):
+                above += [line for line in lines if line.comment is not None]
+            elif above and hasattr(each, "leading_lines"):
+                new = changed(each, changes)
+                moved[each] = new.with_changes(leading_lines=[*above, *lines])
+                above = []
+    return moved
+
+
+def _is_sum(node: cst.CSTNode) -> bool:
+    return isinstance(node, cst.BinaryOperation) and isinstance(
+        node.operator, cst.Add | cst.Subtract
+    )
+
+
+def _is_product(node: cst.CSTNode) -> bool:
+    return isinstance(node, cst.BinaryOperation) and isinstance(
+        node.operator, cst.Multiply | cst.Divide | cst.MatrixMultiply
+    )
+
+
+def _is_dead(site: Site, binding: Binding, gone: Sequence[cst.CSTNode]) -> bool:
+    return all(any(site.source.inside(use, each) for each in gone) for use in site.uses(binding))
+
+
+def _without(statement: cst.BaseStatement, dead: Sequence[Binding]) -> Change | None:
+    """An assignment without some of its parts; None where it is to stay."""
+    if not isinstance(statement, cst.SimpleStatementLine):
+        return None
+    (assign, *others) = statement.body
+    if others or not isinstance(assign, cst.Assign) or len(assign.targets) > 1:
+        return None
+    target, value = assign.targets[0].target, assign.value
+    if not isinstance(target, cst.Tuple) or not isinstance(value, cst.Tuple):
+        return cst.RemoveFromParent()
+    names = {each.name for each in dead}
+    kept = [
+        (one.value, other.value)
+        for one, other in zip(target.elements, value.elements, strict=True)
+        if not (isinstance(one.value, cst.Name) and one.value.value in names)
+    ]
+    if not kept:
+        return cst.RemoveFromParent()
+    names_left, values = (_tuple([pair[side] for pair in kept]) for side in (0, 1))
+    to = assign.targets[0].with_changes(target=names_left)
+    return statement.with_changes(body=[assign.with_changes(targets=[to], value=values)])
+
+
+def _tuple(parts: Sequence[cst.BaseExpression]) -> cst.BaseExpression:
+    return parts[0] if len(parts) == 1 else cst.Tuple([cst.Element(e) for e in parts], [], [])
+
+
+def leaves(site: Site, changes: Mapping[cst.CSTNode, Change], node: cst.CSTNode) -> bool:
+    """Whether an expression is still there after some changes."""
+    return not any(site.source.inside(node, each) for each in changes)
+
+
+def comments(node: cst.CSTNode) -> int:
+    """How many comments stand in an expression."""
+    return sum(1 for _ in walk(node, cst.Comment))

@@ -1,0 +1,123 @@
+"""A patched source tried: ``python -m ampwise.numerics.remedy.trial FOLDER NAME``.
+
+In a fresh process the task is loaded with the patched file in place of the one on disk, put back to
+where it was before the failing step, and asked:
+
+1. Is that step finite now, and close to its float64 reference, as far as a fix of a replay has to
+   be (`fix.complaint`)? Where the step has no finite reference, because it fails in float64, too,
+   that of the patched source counts.
+2. Does training go on: the step itself and the next ones, with finite losses and parameters, and
+   skipped only as long as a loss scale settles?
+
+Without a patch, `NAME` ``control``, the same step must fail: else the trial says nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from ampwise.bench.arm import Arm
+from ampwise.data import to_device
+from ampwise.errors import kind_and_words
+from ampwise.numerics import fix
+from ampwise.numerics.candidates import Candidate
+from ampwise.numerics.remedy import handover
+from ampwise.numerics.remedy.overlay import Overlay
+from ampwise.numerics.remedy.verify import CONTROL, NEXT_STEPS, Outcome
+from ampwise.step.recorder import Stash, finite
+from ampwise.step.replay import Replay
+from ampwise.tasks import Task, load_task
+from ampwise.tasks.checks import endless
+
+_SETTLING = 32
+"""Steps that may be skipped until a loss scale has settled."""
+
+
+def main(folder: Path, name: str) -> None:
+    """Try one source; write the outcome beside it."""
+    try:
+        outcome = tried(folder, name)
+    except Exception as error:  # noqa: BLE001 - whatever the patched source does is an outcome
+        what = f"raises {kind_and_words(error)}"
+        outcome = Outcome(f"no outcome: the task {what}" if name == CONTROL else what)
+    (folder / f"{name}.json").write_text(json.dumps(outcome.to_json()))
+
+
+def tried(folder: Path, name: str) -> Outcome:
+    """The outcome of a source; see this module's docstring."""
+    overlay = None
+    if name != CONTROL:
+        file = Path((folder / "file.txt").read_text())
+        overlay = Overlay(file, (folder / f"{name}.py").read_bytes())
+    content = handover.load(folder / "step.pt")
+    task = load_task(content["spec"], content["settings"])
+    if overlay is not None and not overlay.loads:
+        return Outcome("the task does not import the file by itself")
+    arm, stash = handover.restored(task, content)
+    outcome = _judged(arm, stash, content)
+    if outcome.complaint or name == CONTROL:
+        return outcome
+    batches = _windows(task, arm, stash, content)
+    return outcome.followed_by(_trained(arm, batches))
+
+
+def _judged(arm: Arm, stash: Stash, content: Mapping[str, Any]) -> Outcome:
+    """The failing step, held against its reference."""
+    step = Replay(arm.step)
+    own = not content["wanted"]["finite"]
+    wanted = fix.reference(step, stash) if own else handover.reference(content)
+    complaint = fix.complaint(step, stash, Candidate("", ""), wanted, -math.inf)
+    if complaint:
+        return Outcome(complaint)
+    return Outcome("", own, _sqnr_db(step, stash, wanted))
+
+
+def _sqnr_db(step: Replay, stash: Stash, wanted: fix.Reference) -> float | None:
+    """SQNR of the gradients, under a loss scale that has settled."""
+    scale = float(stash.scale)
+    result = step.replay(stash)
+    while not result.clean and scale > 1:
+        scale = max(1.0, scale / 16)
+        result = step.replay(stash, scale=scale)
+    if not (wanted.finite and result.clean):
+        return None
+    sqnr_db = fix.gradient_errors(result, wanted, scale).sqnr_db
+    return sqnr_db if math.isfinite(sqnr_db) else None
+
+
+def _windows(task: Task, arm: Arm, stash: Stash, content: Mapping[str, Any]) -> Iterator[list[Any]]:
+    """The failing window, then those that come after it."""
+    accumulate = content["run"]["accumulate"]
+    yield [each.batch for each in stash.micro_batches]
+    rest = endless(task)
+    seen = (stash.step - 1) * accumulate + len(stash.micro_batches)
+    for _ in islice(rest, seen):
+        pass
+    while True:
+        window = list(islice(rest, accumulate))
+        yield [to_device(each, arm.step.device) for each in window]
+
+
+def _trained(arm: Arm, windows: Iterator[list[Any]]) -> tuple[int, str]:
+    """How many steps were made after the failing one, and what was wrong with the next."""
+    made = 0
+    for window in islice(windows, NEXT_STEPS + 1 + _SETTLING):
+        for batch in window:
+            loss = arm.step(arm.loss, batch)
+            if not finite(loss):
+                return max(0, made - 1), "its loss is not finite"
+        made += not arm.step.history[-1].skipped
+        if made == NEXT_STEPS + 1:
+            bad = [n for n, p in arm.model.named_parameters() if not finite(p)]
+            return NEXT_STEPS, f"{bad[0]} is not finite then" if bad else ""
+    return max(0, made - 1), "its gradients are not finite"
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,142 @@
+"""Patches held against the failing step, each in a process of its own (`trial`)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import ampwise
+from ampwise.document import read
+from ampwise_lint.base.words import counted
+
+CONTROL = "control"
+NEXT_STEPS = 5
+TIMEOUT_S = 120.0
+"""Seconds for one trial; a step that takes longer is not tried in a fresh process."""
+NEARER_DB = 10.0
+"""What a patch of a silent loss has to gain."""
+BUDGET_S = 300.0
+"""Seconds after which no further trial is begun."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a trial.
+
+    Attributes
+    ----------
+    complaint
+        Why the failing step is not mended; empty if it is.
+    own_reference
+        Whether the step was held against float64 of the patched source, the original being wrong in
+        float64, too.
+    sqnr_db
+        Of its gradients against that reference; None where that is exact, or not to be had.
+    next_steps
+        Steps that trained after it.
+    next_complaint
+        What was wrong with the one after these; empty if all trained.
+    """
+
+    complaint: str
+    own_reference: bool = False
+    sqnr_db: float | None = None
+    next_steps: int = 0
+    next_complaint: str = ""
+
+    @property
+    def verified(self) -> bool:
+        """Whether the patched source mends the step, and trains."""
+        return not self.complaint and not self.next_complaint
+
+    def followed_by(self, trained: tuple[int, str]) -> Outcome:
+        """The same, with what came after the step."""
+        return replace(self, next_steps=trained[0], next_complaint=trained[1])
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return vars(self)
+
+    def in_words(self, step: int) -> str:
+        """The outcome, as a status of a patch."""
+        if self.complaint:
+            return f"suggestion: tried in a fresh process: {self.complaint}"
+        if self.next_complaint:
+            return (
+                f"suggestion: the failing step is mended, but step {step + self.next_steps + 1} "
+                f"is not right: {self.next_complaint}"
+            )
+        whose = "the patched source in float64" if self.own_reference else "float64"
+        known = self.sqnr_db is not None and self.sqnr_db > 0  # not of a gradient that is 0
+        near = f", its gradients {self.sqnr_db:.0f} dB from {whose}" if known else ""
+        return (
+            f"verified: the patched source, in a fresh process, makes step {step} finite{near}, "
+            f"and the next {counted(self.next_steps, 'step')} train"
+        )
+
+
+class Trials:
+    """Trials of one failing step, in a folder that holds it (`handover`).
+
+    Parameters
+    ----------
+    silent
+        Whether the step is within the limits of `fix` as it is, and only less exact than it could
+        be: then a patch has to bring it clearly nearer to float64.
+    """
+
+    def __init__(self, folder: Path, file: Path, *, silent: bool = False) -> None:
+        self._folder, self._silent = folder, silent
+        self._least_db: float | None = None
+        self._began = time.monotonic()
+        (folder / "file.txt").write_text(str(file))
+
+    @property
+    def over(self) -> bool:
+        """Whether the time for trials is."""
+        return time.monotonic() - self._began > BUDGET_S
+
+    def control(self) -> str:
+        """Why trials of this step say nothing; empty where it does here what it did."""
+        outcome = self._run(CONTROL)
+        if self._silent and not outcome.complaint and outcome.sqnr_db is not None:
+            self._least_db = outcome.sqnr_db + NEARER_DB
+            return ""
+        if not outcome.complaint:
+            return "in a fresh process the step is right without a patch"
+        return outcome.complaint if outcome.complaint.startswith("no outcome") else ""
+
+    def of(self, number: int, data: bytes) -> Outcome:
+        """What becomes of the step with another text of the file."""
+        name = f"patch-{number}"
+        (self._folder / f"{name}.py").write_bytes(data)
+        outcome = self._run(name)
+        if self._least_db is None or outcome.complaint:
+            return outcome
+        if outcome.sqnr_db is not None and outcome.sqnr_db < self._least_db:
+            now = f"{outcome.sqnr_db:.0f} dB, {self._least_db - NEARER_DB:.0f} dB without it"
+            return replace(outcome, complaint=f"its gradients are not nearer to float64 ({now})")
+        return outcome
+
+    def _run(self, name: str) -> Outcome:
+        command = [sys.executable, "-m", "ampwise.numerics.remedy.trial", str(self._folder), name]
+        home = str(Path(ampwise.__file__).parent.parent)
+        path = os.pathsep.join([home, *filter(None, [os.environ.get("PYTHONPATH", "")])])
+        try:
+            done = subprocess.run(  # noqa: S603 - our own module
+                command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, check=False,
+                stdin=subprocess.DEVNULL, timeout=TIMEOUT_S, text=True, errors="replace",
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return Outcome(f"no outcome after {TIMEOUT_S:.0f} s")
+        try:
+            return read(Outcome, json.loads((self._folder / f"{name}.json").read_text()))
+        except (OSError, ValueError):
+            last = done.stderr.strip().rpartition("\n")[2]
+            return Outcome(f"no outcome: the process ended with {done.returncode}: {last}")

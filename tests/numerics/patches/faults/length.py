@@ -1,0 +1,19 @@
+"""The length of a vector of zeros."""
+
+import torch
+from torch import nn
+
+from faulty import identity, make, zero_row
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.project = identity(8)
+
+    def forward(self, x):
+        return torch.sqrt((self.project(x) ** 2).sum(-1))  # <- here
+
+
+def task():
+    return make(Model, zero_row(4, 8))

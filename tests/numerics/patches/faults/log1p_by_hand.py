@@ -1,0 +1,20 @@
+"""log(1 + x) of small arguments."""
+
+import torch
+from torch import nn
+
+from faulty import data, identity, make
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.project = identity(8)
+
+    def forward(self, x):
+        h = self.project(x)
+        return torch.log(1 + h) * 1e4  # <- here
+
+
+def task():
+    return make(Model, 2e-4 * data(8, 8).abs())

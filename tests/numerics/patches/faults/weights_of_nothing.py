@@ -1,0 +1,20 @@
+"""Weights that sum up to 0."""
+
+import torch
+from torch import nn
+
+from faulty import identity, make, zero_row
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.project = identity(8)
+
+    def forward(self, x):
+        weights = torch.relu(self.project(x))
+        return weights / weights.sum(-1, keepdim=True)  # <- here
+
+
+def task():
+    return make(Model, zero_row(4, 8))

@@ -1,0 +1,186 @@
+"""Constants, formats and islands: what is written for what the diagnosis says, as text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ampwise.numerics.remedy.patches import Proposal, proposals
+from ampwise.numerics.remedy.patches.site import Site
+from ampwise.numerics.remedy.patches.source import SourceFile
+
+HEAD = "import torch\nimport torch.nn.functional as F\n\n\n"
+
+
+def site(code: str, half: str = "", **known) -> Site:
+    """A site at the line marked with ``# <-``; names in `half` hold float16 everywhere."""
+    text = HEAD + code
+    line = next(i for i, each in enumerate(text.splitlines(), 1) if "# <-" in each)
+    here = {name: {"float16"} for name in half.split()} | {"n": {"other"}}
+    dtypes = dict.fromkeys(range(text.count("\n") + 1), here)
+    source = SourceFile.of(Path("x.py"), text.encode(), line)
+    return Site(source, line, **{"dtype": "float16", **known}, dtypes=dtypes)
+
+
+def texts(code: str, half: str = "", **known) -> list[str]:
+    return [each.data.decode().removeprefix(HEAD) for each in made(code, half, **known)]
+
+
+def made(code: str, half: str = "", **known) -> list[Proposal]:
+    return proposals(site(code, half, **known))
+
+
+def line(body: str) -> str:
+    return f"def f(x, mask, n):\n    {body}  # <-\n"
+
+
+LINES = {
+    "mask": ("x = x.masked_fill(mask, -1e9)", "x = x.masked_fill(mask, torch.finfo(x.dtype).min)",
+             {"cause": "MASK_CONSTANT"}),
+    "mask by name": ("x = x.masked_fill(mask, value=NEG)",
+                     "x = x.masked_fill(mask, value=torch.finfo(x.dtype).min)",
+                     {"cause": "MASK_CONSTANT"}),
+    "mask of an expression": ("return (2 * x).masked_fill(mask, -1e9)",
+                              'return (2 * x).masked_fill(mask, float("-inf"))',
+                              {"cause": "MASK_CONSTANT"}),
+    "mask by product": ("m = (1 - mask) * -10000000.0",
+                        "m = (1 - mask) * torch.finfo(mask.dtype).min",
+                        {"cause": "MASK_CONSTANT", "half": "mask"}),
+    "mask by where": ("return torch.where(mask, -1e9, x)",
+                      "return torch.where(mask, torch.finfo(x.dtype).min, x)",
+                      {"cause": "MASK_CONSTANT"}),
+    "row of -inf": ("x = x.masked_fill(mask, -torch.inf)",
+                    "x = x.masked_fill(mask, torch.finfo(x.dtype).min)",
+                    {"cause": "FULLY_MASKED_ROW"}),
+    "row of a module's mask": (
+        "return self.attn(x, x, x, key_padding_mask=mask)",
+        "return self.attn(x, x, x, key_padding_mask=mask & ~mask.all(dim=-1, keepdim=True))",
+        {"cause": "FULLY_MASKED_ROW"}),
+    "eps": ("return 1 / (x + 1e-8)", "return 1 / (x + 1e-4)", {"cause": "EPS_UNDERFLOW"}),
+    "eps by default": ("return F.normalize(x, dim=-1)", "return F.normalize(x, dim=-1, eps=1e-4)",
+                       {"cause": "EPS_UNDERFLOW"}),
+    "eps by keyword": ("return F.normalize(x, eps=1e-12)", "return F.normalize(x, eps=1e-4)",
+                       {"cause": "EPS_UNDERFLOW"}),
+    "cast": ("return x.half() * 2", "return x.float() * 2", {"cause": "UNDERFLOW"}),
+    "dtype": ("return torch.arange(n, dtype=torch.bfloat16)",
+              "return torch.arange(n, dtype=torch.float32)", {"cause": "PRECISION_LOSS"}),
+    "to": ("return x.to(torch.float16)", "return x.to(torch.float32)", {"cause": "UNDERFLOW"}),
+    "operand": ("return x * 1e5", "return x.float() * 1e5",
+                {"cause": "RANGE_OVERFLOW", "op": "mul", "half": "x"}),
+    "operand of an operand": ("return torch.sum(x ** 2 + 1)", "return torch.sum(x.float() ** 2 + 1)",
+                              {"cause": "RANGE_OVERFLOW", "op": "sum", "half": "x"}),
+    "operand that is a call": ("return self.p(x) * 1e5", "return self.p(x).float() * 1e5",
+                               {"cause": "RANGE_OVERFLOW", "op": "mul", "half": "x"}),
+    "written": ("x[mask] = self.p(x)", "x[mask] = self.p(x).to(x.dtype)", {"cause": "DTYPE_ERROR"}),
+    "added": ("x.index_add_(0, mask, x + n)", "x.index_add_(0, mask, (x + n).to(x.dtype))",
+              {"cause": "DTYPE_ERROR"}),
+    "added to what is made there": (
+        "return torch.zeros(3).index_add_(0, mask, self.p(x))",
+        "return torch.zeros(3).index_add_(0, mask, self.p(x).float())", {"cause": "DTYPE_ERROR"}),
+    "nothing": ("return x.mean()", "return x.sum() / max(x.numel(), 1)",
+                {"cause": "EMPTY_REDUCTION"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_the_gentlest_change_comes_first(name):
+    before, after, known = LINES[name]
+    assert texts(line(before), **known)[0] == line(after)
+
+
+def test_a_constant_is_found_where_its_name_was_assigned():
+    code = "def f(x):\n    p = x + 1e-8\n    return torch.div(1, p)  # <-\n"
+    assert texts(code, cause="EPS_UNDERFLOW")[0] == code.replace("1e-8", "1e-4")
+
+
+def test_names_are_raised_for_all_that_comes_below():
+    code = (
+        "def f(m, x):\n"
+        "    a, b = m(x).chunk(2)\n"
+        "    # both\n"
+        "    dot = (a * b).sum()  # <-\n"
+        "    return dot / a.norm()\n"
+    )
+    wanted = code.replace(
+        "    # both\n    dot", "    # both\n    a, b = a.float(), b.float()\n    dot"
+    )
+    assert wanted in texts(code, "a b", cause="RANGE_OVERFLOW", op="mul")
+
+
+def test_a_float32_sum_of_16_bit_parts_is_raised_where_these_come_in():
+    code = (
+        "def loss(model, batch):\n"
+        "    p = torch.sigmoid(model(batch))\n"
+        "    wide = p * batch\n"
+        "    return torch.log(wide)  # <-\n"
+    )
+    marked = site(code, "p", cause="UNDERFLOW", op="log")
+    for here in marked.dtypes.values():
+        here.update(wide={"float32"}, batch={"float32"})
+    found = [each.data.decode().removeprefix(HEAD) for each in proposals(marked)]
+    assert code.replace("model(batch)", "model(batch).float()") in found
+
+
+def test_an_island_raises_what_is_16_bits_and_nothing_else():
+    code = (
+        "def f(self, x, n):\n"
+        "    # the head\n"
+        "    y = self.head(x, n, x.shape[0]) @ self.w  # <-\n"
+        "    return y\n"
+    )
+    island = (
+        "def f(self, x, n):\n"
+        "    # the head\n"
+        "    with torch.autocast(x.device.type, enabled=False):\n"
+        "        y = self.head(x.float(), n, x.shape[0]) @ self.w.float()  # <-\n"
+        "    return y\n"
+    )
+    assert texts(code, "x self.w", cause="RANGE_OVERFLOW", op="mm")[0] == island
+
+
+def test_then_the_function_is_an_island():
+    code = 'def f(x):\n    """Head."""\n    # first\n    y = x @ x\n    return y @ y  # <-\n'
+    found = texts(code, "x", cause="RANGE_OVERFLOW", op="mm")
+    assert found[-1] == (
+        'def f(x):\n    """Head."""\n    # first\n'
+        "    with torch.autocast(x.device.type, enabled=False):\n"
+        "        x = x.float()\n        y = x @ x\n        return y @ y  # <-\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "def loss(model, batch):\n    return (model(batch) * 1e5).mean()  # <-\n",
+        "loss = lambda m, b: (m(b) @ m(b)).mean()  # <-\n",
+    ],
+)
+def test_no_island_is_made_around_the_whole_model(code):
+    assert not any("autocast" in each for each in texts(code, cause="RANGE_OVERFLOW", op="mul"))
+
+
+def test_every_proposal_is_python_and_none_is_what_was_there():
+    code = line("return torch.log(torch.softmax(x, -1)).sum() / x.half().mean()")
+    found = made(code, "x", cause="DOMAIN_ERROR", op="log")
+    assert len({each.data for each in found}) == len(found) > 4
+    for each in found:
+        compile(each.data, "x.py", "exec")
+        assert each.data != (HEAD + code).encode()
+
+
+def test_a_lambda_in_a_call_is_changed_in_place():
+    code = "task = dict(\n    loss=lambda m, b: (m(b) * 1e5).mean(),  # <-\n)\n"
+    found = texts(code, cause="RANGE_OVERFLOW", op="mul")
+    assert found[0] == code.replace("m(b) * 1e5", "m(b).float() * 1e5")
+
+
+def test_a_patched_island_runs_in_float32_under_autocast():
+    code = "def f(x):\n    return x @ x.T  # <-\n"
+    patched = texts(code, "x", cause="RANGE_OVERFLOW", op="mm")[0]
+    names: dict = {}
+    exec(HEAD + patched, names)
+    x = torch.full((8, 8), 200.0, dtype=torch.float16)
+    with torch.autocast("cpu", torch.float16):
+        assert float(names["f"](x).max()) == 320_000
