@@ -121,7 +121,7 @@ def test_pins_cover_the_declared_dependencies():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     wanted = project["dependencies"] + extras["dev"]
-    for extra in ("digits", "mlflow", "peers", "tensorboard", "wandb"):
+    for extra in ("digits", "docs", "mlflow", "peers", "tensorboard", "wandb"):
         wanted += extras[extra]
     pins = dict(
         line.split("==")
