@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -86,3 +87,28 @@ def test_the_numbers_of_the_numerics_page_are_the_measured_ones():
         exact = float(row["float32"])
         assert abs(float(row["bfloat16"]) / exact - 1) <= 2**-7  # bfloat16 has the range
     assert [name for name, row in results["overflow"].items() if "inf" in str(row["float16"])]
+
+
+def test_what_an_install_brings_is_what_was_measured():
+    page = (DOCS / "install.md").read_text()
+    measured = json.loads((ROOT / "benchmarks" / "results" / "install-size.json").read_text())
+    beside = measured["beside_torch_mb"]
+    core = beside["core"]
+    assert f"| {len(core)} packages | {sum(core.values()):.1f} | | |" in page
+    rows = page.partition("| package |")[2].partition(f"| {len(core)} packages")[0]
+    assert set(core) == set(re.findall(r"[a-z][a-z-]+", " ".join(_first_cells(rows)))) - {"with"}
+    for name in ("digits", "nvml", "tensorboard", "wandb", "mlflow"):
+        assert f"| `{name}` | {len(beside[name])} | {sum(beside[name].values()):.0f} |" in page
+
+
+def _first_cells(rows: str) -> list[str]:
+    """The first column of a table, below its head."""
+    return [line.split("|")[1] for line in rows.splitlines()[2:] if line.startswith("|")]
+
+
+def test_the_page_names_what_the_project_asks_for():
+    page = (DOCS / "install.md").read_text()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["requires-python"] == ">=3.11"
+    assert "torch>=2.9" in project["dependencies"]
+    assert "Python 3.11 and torch 2.9 or newer" in page

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -63,7 +63,7 @@ def log_scale(axes: Any, base: float) -> None:
 
 
 @contextmanager
-def _without_backend() -> Iterator[None]:
+def _without_backend() -> Generator[None]:
     """A notebook names its backend in the environment, where ours may not have it installed.
 
     Nothing here needs one, and matplotlib would refuse to be imported.
