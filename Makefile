@@ -8,8 +8,10 @@ STAMP := $(VENV)/.ready
 # One thread per test process: two processes with two threads each would fight over two cores.
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
+SITE := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint-proof test-slow check format bench gpu-check wheel clean
+.PHONY: help setup demo test lint-proof test-slow check docs format bench gpu-check wheel clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -20,7 +22,7 @@ $(STAMP): pyproject.toml lint/pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "ampwise needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version). Try: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ./lint --editable '.[dev,digits,trackers,peers]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ./lint --editable '.[dev,digits,trackers,peers,docs]'
 	@touch $@
 
 demo: setup  ## Run the main job on real data: every precision side by side (< 6 minutes)
@@ -28,6 +30,7 @@ demo: setup  ## Run the main job on real data: every precision side by side (< 6
 
 test: setup  ## Run the tests (under 10 minutes on 2 cores)
 	$(TEST) -m 'not slow and not gpu'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --nbmake docs/notebooks
 
 lint-proof: setup  ## Make every fix of the linter on 335 public files, and check what comes out (minutes, network)
 	$(BIN)/python tests/lint/public_files.py build/public-files
@@ -36,11 +39,15 @@ lint-proof: setup  ## Make every fix of the linter on 335 public files, and chec
 test-slow: setup  ## Run the tests that take minutes each
 	$(TEST) -m slow
 
-check: setup  ## Lint, formatting, types, import layering
+check: setup  ## Lint, formatting, types, import layering, the site and its links
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
 	$(BIN)/lint-imports
+	$(SITE)
+
+docs: setup  ## Build the site into build/site; open build/site/index.html
+	$(SITE)
 
 format: setup  ## Format the sources
 	$(BIN)/ruff check --fix-only --quiet .

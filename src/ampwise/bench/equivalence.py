@@ -24,12 +24,15 @@ at the margin itself 2 % are called equivalent, where 5 % are allowed.
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
+
+from ampwise.bench import student
 
 ALPHA = 0.05
 FIRST_LOOK = 5
@@ -120,8 +123,6 @@ def least_sd_of(resolution: float) -> float:
 
 def _tests(values: Sequence[float], margin: float, least_sd: float) -> Parity:
     """Both tests on one arm, not adjusted."""
-    from scipy.special import stdtr, stdtrit
-
     seen = np.asarray(values, dtype=float)
     count = len(seen)
     if not np.isfinite(seen).all():
@@ -131,10 +132,10 @@ def _tests(values: Sequence[float], margin: float, least_sd: float) -> Parity:
         return Parity(count, mean, -math.inf, math.inf, math.nan, 1.0, 1.0)
     mean, sd = float(seen.mean()), float(seen.std(ddof=1))
     error, freedom = max(sd, least_sd) / math.sqrt(count), count - 1
-    reach = float(stdtrit(freedom, 0.975)) * error
+    reach = student.quantile(freedom, 0.975) * error
     inside = margin - abs(mean)  # how far the mean lies inside the margin; negative outside
     if error > 0:
-        p_equivalent = float(stdtr(freedom, -inside / error))
+        p_equivalent = student.cdf(freedom, -inside / error)
     else:  # the same difference with every seed, as of arms that agree bit for bit
         p_equivalent = 0.0 if inside > 0 else 1.0
     return Parity(count, mean, mean - reach, mean + reach, sd, p_equivalent, 1 - p_equivalent)
@@ -159,13 +160,15 @@ def seeds_needed(parity: Parity, margin: float, tests: int) -> int | None:
     tests
         Looks times precisions: what `ALPHA` is divided by.
     """
-    from scipy.special import stdtrit
-
     distance = abs(margin - abs(parity.difference))
     if not (parity.sd > 0 and distance > 0):
         return None
-    counts = np.arange(parity.seeds + 1, 1000)
-    reached = distance / parity.sd * np.sqrt(counts)
-    needed = stdtrit(counts - 1, 1 - ALPHA / tests) + stdtrit(counts - 1, (1 + POWER) / 2)
-    enough = counts[reached >= needed]
-    return int(enough[0]) if len(enough) else None
+
+    def enough(count: int) -> bool:
+        wanted = (1 - ALPHA / tests, (1 + POWER) / 2)
+        reached = distance / parity.sd * math.sqrt(count)
+        return reached >= sum(student.quantile(count - 1, each) for each in wanted)
+
+    counts = range(parity.seeds + 1, 1000)
+    first = bisect.bisect_left(counts, True, key=enough)  # more seeds are never worse
+    return counts[first] if first < len(counts) else None

@@ -7,8 +7,10 @@ and dark pages alike. Colours are those that the colour-blind can tell apart (Ok
 from __future__ import annotations
 
 import io
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any
 
 from ampwise_lint.base import neutral
@@ -60,10 +62,25 @@ def log_scale(axes: Any, base: float) -> None:
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
+@contextmanager
+def _without_backend() -> Generator[None]:
+    """A notebook names its backend in the environment, where ours may not have it installed.
+
+    Nothing here needs one, and matplotlib would refuse to be imported.
+    """
+    backend = os.environ.pop("MPLBACKEND", None)
+    try:
+        yield
+    finally:
+        if backend is not None:
+            os.environ["MPLBACKEND"] = backend
+
+
 def svg(name: str, draw: Callable[[Any], None], *, height: float) -> str:
     """One figure, 7 inches wide, that scales with the page."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
+    with _without_backend():
+        import matplotlib as mpl
+        from matplotlib.figure import Figure
 
     # The salt makes ids the same in every run, and different in every figure of a page.
     with mpl.rc_context({**_STYLE, "svg.hashsalt": name}):

@@ -40,10 +40,10 @@ Batch = TypeVar("Batch")
 class TrainStep(Engine):
     """A training step that is right by construction, in any loop.
 
+    Arguments that are not listed here are those of `Engine`.
+
     Parameters
     ----------
-    model, optimizer, policy, max_grad_norm, loss_scale, skip, max_skips, watch_every, strict, undo
-        As for `Engine`.
     accumulate
         Micro-batches in an accumulation window.
     scheduler
