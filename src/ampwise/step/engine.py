@@ -491,7 +491,7 @@ class Engine:
         self.steps = totals.steps
         self._outcomes.drain()
         self._missed.clear()
-        self._skips = Skips(self._skips.limit, known=totals.steps)
+        self._skips = Skips(self._skips.limit, known=totals.steps, skipped=totals.skipped)
         self._ring = Ring(self.device, totals)
 
     def __reduce_ex__(self, _: Any) -> NoReturn:
@@ -781,8 +781,8 @@ def scalar(loss: Any) -> Tensor:
     """
     if not isinstance(loss, Tensor):
         raise UsageError(
-            f"loss: expected a scalar tensor, got {type(loss).__name__}; loss_fn returns the loss "
-            "alone"
+            f"loss: expected a scalar tensor, got {type(loss).__name__}; loss_fn returns the loss, "
+            "or a tuple that begins with it"
         )
     if not loss.is_floating_point():
         raise UsageError(
