@@ -298,6 +298,14 @@ class Engine:
             if update_scale:
                 self._close()
 
+    def schedule_holds(self) -> bool:
+        """Whether the schedule is to stand still after this step; to be asked once a step.
+
+        After a skipped step it is. On accelerators a skip is known one step late, and the schedule
+        then stands still at that step instead: the same number of steps in the end.
+        """
+        return self._skips.holds()
+
     def discard(self) -> None:
         """Drop what there is of a step: gradients go, buffers are as before its first forward."""
         self._buffers.undo()

@@ -347,7 +347,7 @@ class TrainStep(Engine):
         """Schedule and EMA make a step, unless one was skipped; too many skips abort."""
         self._learn(known)
         skipped = self._outcomes.at_once and bool(known) and known[-1]
-        scheduled = None if self._skips.holds() else self._skips.scheduled(self.steps)
+        scheduled = None if self.schedule_holds() else self._skips.scheduled(self.steps)
         self._followers.follow(scheduled, skipped=skipped)
         if self._on_fault is not None and skipped:
             self._examine()
