@@ -37,7 +37,9 @@ def as_timm(model: nn.Module, scaler: Any, data: Any, **clip: Any) -> list[Any]:
     return given
 
 
-@pytest.mark.parametrize("clip", [{}, {"clip_grad": 0.1}, {"clip_grad": 1e-3, "clip_mode": "value"}])
+@pytest.mark.parametrize(
+    "clip", [{}, {"clip_grad": 0.1}, {"clip_grad": 1e-3, "clip_mode": "value"}]
+)
 def test_training_is_as_with_timms_own(clip):
     """After timm/utils/cuda.py; a step is skipped in both."""
     data = batches(12)

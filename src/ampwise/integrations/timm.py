@@ -50,7 +50,7 @@ class NativeScaler:
 
     def __init__(
         self,
-        device: str | torch.device | None = None,  # noqa: ARG002 - timm's
+        device: str | torch.device | None = None,
         *,
         policy: str | Policy = "fp16",
         loss_scale: LossScale | None = None,
@@ -169,7 +169,7 @@ def _check(policy: Policy) -> None:
 
 def _adaptive(parameters: Any, limit: float) -> None:
     try:
-        from timm.utils.agc import adaptive_clip_grad
+        from timm.utils.agc import adaptive_clip_grad  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise missing(error, "timm") from error
     if parameters is None:

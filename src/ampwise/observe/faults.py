@@ -128,7 +128,10 @@ class Faults(Listener):
             return real(model, *args, **kwargs)
 
         patches.wrap(torch, "compile", compiles)
-        self._programs.compiles = _compiled_already()
+
+    def spare_compiled(self) -> None:
+        """For training that begins late: what was compiled before must run under no mode either."""
+        self._programs.compiles |= _compiled_already()
 
     # -- while the script runs ---------------------------------------------------------------------
 

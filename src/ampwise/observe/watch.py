@@ -67,6 +67,7 @@ class Watch:
         self.metrics, self.report, self._told = {}, None, 0
         self._observation = Observation(self._config, self._take)
         _running.append(self)
+        self._observation.faults.spare_compiled()
         self._observation.begin()
 
     def end(self, ending: Ending = _FINISHED) -> None:
