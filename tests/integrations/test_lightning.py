@@ -6,6 +6,9 @@ import csv
 import json
 import logging
 import math
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -299,6 +302,16 @@ def test_manual_optimization_with_a_train_step_counts_steps(tmp_path):
 
     made = fit(tmp_path, Recipe(), batches(), max_steps=5)
     assert made.global_step == 5
+
+
+def test_ranks_under_ddp_skip_together_and_stay_the_same():
+    script = Path(__file__).parent / "scripts" / "lightning_ddp.py"
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    said = sorted(re.findall(r"rank (\d): (.*)", done.stdout))
+    assert [rank for rank, _ in said] == ["0", "1"]
+    assert said[0][1] == said[1][1]
+    assert said[0][1].startswith("[False, True, False]")
 
 
 # -- the callback ----------------------------------------------------------------------------------
