@@ -33,11 +33,16 @@ def line_of(script: Path, text: str) -> int:
     return found[0]
 
 
-def observe(script: Path, *args: str, **options: Any) -> Seen:
-    """Run a script, as ``ampwise run`` does; nothing that was seen may have failed."""
-    if dynamo := sys.modules.get("torch._dynamo"):  # what other tests compiled is not the script's
+def forget_compiled() -> None:
+    """What other tests compiled is not the script's."""
+    if dynamo := sys.modules.get("torch._dynamo"):
         dynamo.reset()
         dynamo.utils.counters.clear()
+
+
+def observe(script: Path, *args: str, **options: Any) -> Seen:
+    """Run a script, as ``ampwise run`` does; nothing that was seen may have failed."""
+    forget_compiled()
     lines: list[dict[str, Any]] = []
     config = RunConfig(Target(str(script), args), debug=True, **options)
     observed = Observation(config, lambda step, metrics: lines.append({"step": step, **metrics}))

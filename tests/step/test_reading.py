@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
@@ -488,8 +490,8 @@ class NeedsEpoch(LRScheduler):
 class ByUpdates:
     """timm's manner: ``step(epoch)``, ``step_update(num_updates)``, and not an LRScheduler."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer, self.seen = optimizer, []
+    def __init__(self, optimizer: torch.optim.Optimizer, t_in_epochs: bool = True) -> None:
+        self.optimizer, self.t_in_epochs, self.seen = optimizer, t_in_epochs, []
 
     def step(self, epoch: int, metric: float | None = None) -> None:
         self.seen.append(epoch)
@@ -505,6 +507,67 @@ def test_a_scheduler_that_needs_arguments_is_refused_when_the_step_is_made(make)
     with pytest.raises(UsageError) as refusal:
         TrainStep(model, optimizer, policy="fp32", scheduler=make(optimizer))
     one_line(refusal.value, "scheduler", make.__name__)
+
+
+def test_a_scheduler_that_counts_updates_is_given_their_number(policy):
+    """Skipped steps are no updates; the count goes on from a checkpoint."""
+    model = mlp()
+    optimizer = sgd(model)
+    scheduler = ByUpdates(optimizer, t_in_epochs=False)
+    step = TrainStep(model, optimizer, policy=policy, scheduler=scheduler)
+
+    def loss_fn(m, batch, bad=False):
+        return classify(m, batch) * (float("nan") if bad else 1.0)
+
+    for number, batch in enumerate(batches(5)):
+        step(partial(loss_fn, bad=number == 2), batch)
+    assert scheduler.seen == [1, 2, 3, 4]
+    again = TrainStep(model, optimizer, policy=policy, scheduler=scheduler)
+    again.load_state_dict(step.state_dict())
+    again(classify, batches(1)[0])
+    assert scheduler.seen == [1, 2, 3, 4, 5]
+
+
+def test_schedulers_of_transformers_go_as_by_hand(policy):
+    transformers = pytest.importorskip("transformers")
+    model = mlp()
+    optimizer, reference = sgd(model), sgd(mlp())
+    make = transformers.get_cosine_schedule_with_warmup
+    step = TrainStep(model, optimizer, policy=policy, scheduler=make(optimizer, 2, 6))
+    scheduler, rates = make(reference, 2, 6), []
+    for batch in batches(6):
+        rates.append(reference.param_groups[0]["lr"])
+        reference.step()
+        scheduler.step()
+        step(classify, batch)
+    assert [record.lr for record in step.history] == pytest.approx(rates, rel=1e-12)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_what_comes_with_the_loss_is_given_back_detached(policy, accumulate):
+    model, alone = mlp(), mlp()
+    step = TrainStep(model, sgd(model), policy=policy, accumulate=accumulate)
+    plain = TrainStep(alone, sgd(alone), policy=policy, accumulate=accumulate)
+
+    def with_logits(m, batch):
+        logits = m(batch[0])
+        return F.cross_entropy(logits, batch[1]), {"logits": logits, "name": "mlp"}, 7
+
+    for batch in batches(4):
+        loss, more, seven = step(with_logits, batch)
+        assert torch.equal(loss, plain(classify, batch))
+        assert (loss.requires_grad, more["logits"].requires_grad) == (False, False)
+        assert (more["logits"].shape, more["name"], seven) == ((8, 4), "mlp", 7)
+    for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_a_tuple_that_does_not_begin_with_the_loss_is_refused():
+    model = mlp()
+    step = TrainStep(model, sgd(model), policy="fp32")
+    with pytest.raises(UsageError) as refusal:
+        step(lambda m, b: ("loss", classify(m, b)), batches(1)[0])
+    one_line(refusal.value, "loss", "got str", "a tuple that begins with it")
 
 
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {

@@ -50,6 +50,8 @@ class Census(Listener):
     ----------
     why_not
         Why none was made; empty where one was.
+    looking
+        Whether the step that is looked at is the open one.
     """
 
     def __init__(self, session: Session, modules: Modules) -> None:
@@ -57,7 +59,7 @@ class Census(Listener):
         self.why_not = "the script ended before its second step"
         self._session, self._modules = session, modules
         self._first: Optimizer | None = None
-        self._looking = False
+        self.looking = False
         self._inside = ExitStack()
 
     @property
@@ -70,13 +72,13 @@ class Census(Listener):
         if self._first is None:
             self._first = attempt.optimizer
             self._begin()
-        elif self._looking and self._first is attempt.optimizer:
+        elif self.looking and self._first is attempt.optimizer:
             self._session.watched()
             self.end()
 
     def end(self) -> None:
         """Look no longer."""
-        self._looking = False
+        self.looking = False
         self._inside.close()
 
     def ran(self) -> Ran:
@@ -103,7 +105,7 @@ class Census(Listener):
         if _compiles():
             self.why_not = "the script compiles, and compiled code is not looked into"
             return
-        self.why_not, self._looking = "", True
+        self.why_not, self.looking = "", True
         stack = _Stack()
         self._modules.inner = stack
         self._inside.callback(setattr, self._modules, "inner", None)

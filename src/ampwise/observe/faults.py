@@ -8,6 +8,7 @@ run again is put back, bit for bit.
 
 from __future__ import annotations
 
+import gc
 import math
 import sys
 import time
@@ -16,6 +17,7 @@ import weakref
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -126,6 +128,10 @@ class Faults(Listener):
             return real(model, *args, **kwargs)
 
         patches.wrap(torch, "compile", compiles)
+
+    def spare_compiled(self) -> None:
+        """For training that begins late: what was compiled before must run under no mode either."""
+        self._programs.compiles |= _compiled_already()
 
     # -- while the script runs ---------------------------------------------------------------------
 
@@ -374,6 +380,13 @@ def _fails_alike(step: Observed, recorded: Recorded) -> bool:
     held: list[Tensor] = held_by([recorded.optimizer])
     recorded_bad = {id(e) for e in held if e.grad is not None and not finite(e.grad)}
     return bool(bad & recorded_bad) or not recorded_bad
+
+
+def _compiled_already() -> bool:
+    """Whether something that is no module was given to ``torch.compile`` before."""
+    # By type, not isinstance, which asks objects for their class, and some of them warn.
+    functions = (each for each in gc.get_objects() if type(each) is FunctionType)
+    return any("_is_torch_compile" in vars(each) for each in functions)
 
 
 def _is_bad(number: Tensor | None) -> bool:

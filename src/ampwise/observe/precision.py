@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +16,7 @@ from ampwise.observe.optimizers import gradients_of
 from ampwise.observe.result import Asked, Precision
 from ampwise.observe.scalers import Scalers
 from ampwise.observe.steps import Attempt
+from ampwise.step.accelerate import mixed_precision
 from ampwise.step.modules import held_by
 
 _HALF = ("float16", "bfloat16")
@@ -95,11 +93,8 @@ def _by_trainers(known: Iterable[str], line: Line) -> list[Asked]:
 
     On a CPU it takes float16 and does nothing about it, so there is nothing in torch to see.
     """
-    state = sys.modules.get("accelerate.state")
-    kept: Any = getattr(getattr(state, "AcceleratorState", None), "_shared_state", {})
-    word = kept.get("_mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    dtype = _BY_NAME.get(str(word).lower())
-    return [] if state is None or dtype is None or dtype in known else [Asked(dtype, *line)]
+    dtype = _BY_NAME.get(mixed_precision())
+    return [] if dtype is None or dtype in known else [Asked(dtype, *line)]
 
 
 def _counted(tensors: Iterable[Tensor]) -> Counter[str]:

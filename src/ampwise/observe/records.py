@@ -118,13 +118,25 @@ class Records(Listener):
         self.steps = step.number
         self._pending = _Ended(step, *self._at_update)
 
+    def read(self) -> None:
+        """Read what has arrived of the steps that have ended; never waits.
+
+        For loops that say when a step is over: schedule and loss scale have moved by then.
+        """
+        self._settle_last(last=False)
+        if self._ring is not None:
+            self._take(self._ring.poll())
+
     def finish(self) -> None:
         """The script has ended: read everything, wait for the device."""
-        if self._pending is not None:
-            live = self._scalers.live
-            self._settle(live[0]._scale if live else None, last=True)
+        self._settle_last(last=True)
         if self._ring is not None:
             self._take(self._ring.drain())
+
+    def _settle_last(self, *, last: bool) -> None:
+        if self._pending is not None:
+            live = self._scalers.live
+            self._settle(live[0]._scale if live else None, last=last)
 
     def _settle(self, scale: Tensor | None, *, last: bool = False) -> None:
         """Write the row of the step that has ended; `scale` is what came of its loss scale."""

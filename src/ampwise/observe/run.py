@@ -114,13 +114,17 @@ class Observation:
             self.finish()
             on_terminate(Ending(143, "terminated"))
 
-        for each in self._things:
-            with self._patches.attempt(each.what):
-                each.install(self._patches)
+        self.begin()
         try:
             return run(self.config.target, terminated, all_frames=self.config.debug)
         finally:
             self.finish()
+
+    def begin(self) -> None:
+        """Put in place all that listens; `finish` takes it out."""
+        for each in self._things:
+            with self._patches.attempt(each.what):
+                each.install(self._patches)
 
     def finish(self) -> None:
         """Observe no longer; all that is known is read."""
@@ -128,7 +132,7 @@ class Observation:
         self.faults.finish()
         if self.race is not None:
             self.race.leave()
-        self.session.finish()
+        self.session.end_step()
         self.session.active = False
         self._patches.undo()
         self.records.finish()

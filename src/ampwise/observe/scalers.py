@@ -102,6 +102,8 @@ class Scalers:
         product = real(scaler, outputs)
         if self.session.active and scaler._enabled and isinstance(outputs, Tensor):
             self._scaled = Scaled(product, outputs, scaler)
+            if not any(each() is scaler for each in self.made):  # made before anybody looked
+                self.made.append(weakref.ref(scaler))
         return product
 
     def _unscale(self, real: Any, scaler: GradScaler, optimizer: Any) -> None:

@@ -108,8 +108,8 @@ class Session:
         if self._repeated and self._complete():
             self._end_step()
 
-    def finish(self) -> None:
-        """The script has ended; a step with updates in it counts."""
+    def end_step(self) -> None:
+        """An iteration is over, as its loop says, or the script is; it counts if it has updates."""
         if self.step.attempts:
             self._end_step()
 

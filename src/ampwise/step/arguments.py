@@ -242,17 +242,21 @@ def check_schedule(scheduler: Any, optimizers: Sequence[Optimizer]) -> None:
             f"scheduler: expected one, got {len(scheduler)}; give one to the step, and call the "
             "others yourself where step.boundary is true"
         )
-    step = getattr(scheduler, "step", None)
+    by_updates = goes_by_updates(scheduler)
+    step = scheduler.step_update if by_updates else getattr(scheduler, "step", None)
     if isinstance(scheduler, type) or not callable(step):
         raise UsageError(
             f"scheduler: expected a learning-rate scheduler, got {_in_words(scheduler)}"
         )
     kind = type(scheduler).__name__
+    if by_updates:
+        _check_updates(scheduler, kind)
     needed = [each.name for each in inspect.signature(step).parameters.values() if _needed(each)]
-    if needed:
+    if len(needed) > by_updates:
         raise UsageError(
-            f"scheduler: {kind}.step needs {' and '.join(needed)}, which a training step does not "
-            f"have; leave it out, and call it where you do (after an evaluation or an epoch, say)"
+            f"scheduler: {kind}.{step.__name__} needs {' and '.join(needed)}, which a training "
+            "step does not have; leave it out, and call it where you do (after an evaluation or an "
+            "epoch, say)"
         )
     owner = getattr(scheduler, "optimizer", None)
     known = [*optimizers, *(getattr(each, "optimizer", None) for each in optimizers)]
@@ -260,6 +264,20 @@ def check_schedule(scheduler: Any, optimizers: Sequence[Optimizer]) -> None:
         raise UsageError(
             f"scheduler: {kind} belongs to another optimizer ({type(owner).__name__}), so it would "
             "change nothing here; make it over an optimizer of this step"
+        )
+
+
+def goes_by_updates(scheduler: Any) -> bool:
+    """Whether a scheduler is of timm's manner: ``step_update(number of updates)``."""
+    return callable(getattr(scheduler, "step_update", None))
+
+
+def _check_updates(scheduler: Any, kind: str) -> None:
+    if getattr(scheduler, "t_in_epochs", False):
+        raise UsageError(
+            f"scheduler: {kind} counts epochs (t_in_epochs=True), and a training step counts "
+            "updates; make it with t_in_epochs=False, or leave it out and call its step(epoch) at "
+            "the end of each epoch"
         )
 
 

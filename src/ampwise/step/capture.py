@@ -28,9 +28,10 @@ class CapturedStep:
     Parameters
     ----------
     ordinary
-        Makes an ordinary step on a batch; its loss.
+        Makes an ordinary step on a batch; what that returns.
     on_device
-        The device's part of a step on a batch, its telemetry into a row; loss and found_inf.
+        The device's part of a step on a batch, its telemetry into a row; what the step returns,
+        and found_inf.
     on_host
         The host's part, after each replay, from the row and found_inf.
     row
@@ -39,8 +40,8 @@ class CapturedStep:
 
     def __init__(
         self,
-        ordinary: Callable[[Any], Tensor],
-        on_device: Callable[[Any, Tensor], tuple[Tensor, HostFlag]],
+        ordinary: Callable[[Any], Any],
+        on_device: Callable[[Any, Tensor], tuple[Any, HostFlag]],
         on_host: Callable[[Tensor, HostFlag], None],
         row: Tensor,
     ) -> None:
@@ -55,8 +56,8 @@ class CapturedStep:
                 f"CUDA graphs need a CUDA device: steps on {row.device} run as usual", stacklevel=3
             )
 
-    def __call__(self, batch: Any) -> Tensor:
-        """One step on a batch of the shapes of the first; its loss, on the device.
+    def __call__(self, batch: Any) -> Any:
+        """One step on a batch of the shapes of the first; what it returns, on the device.
 
         Raises
         ------
@@ -75,22 +76,22 @@ class CapturedStep:
         assert self._graph is not None
         self._graph.replay()
         self._on_host(self._row, self._found_inf)
-        return self._loss.clone()
+        return clone(self._returned)
 
-    def _aside(self, batch: Any) -> Tensor:
+    def _aside(self, batch: Any) -> Any:
         """An ordinary step on a side stream, as a capture needs it before."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            loss = self._ordinary(batch)
+            returned = self._ordinary(batch)
         torch.cuda.current_stream().wait_stream(stream)
-        return loss
+        return returned
 
     def _capture(self, batch: Any) -> None:
         self._batch = clone(batch)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            self._loss, self._found_inf = self._on_device(self._batch, self._row)
+            self._returned, self._found_inf = self._on_device(self._batch, self._row)
         self._graph = graph
 
     def _load(self, batch: Any) -> None:

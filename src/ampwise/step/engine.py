@@ -36,7 +36,7 @@ from torch.optim import Optimizer
 
 from ampwise.errors import UsageError
 from ampwise.policy import Policy, Resolution
-from ampwise.step import arguments
+from ampwise.step import accelerate, arguments
 from ampwise.step import gradients as grads
 from ampwise.step.activity import Activity
 from ampwise.step.attempt import Attempt
@@ -110,6 +110,9 @@ class Engine:
         The loss scale, its state on the device.
     activity
         What the first forward really ran in; None before its backward.
+    grad_norm
+        Global L2 norm of the true gradients of the last step, before clipping; a scalar on the
+        device, NaN before the first.
 
     Raises
     ------
@@ -137,8 +140,10 @@ class Engine:
         self.device = arguments.device_of(named)
         self.policy, self.resolution = arguments.policy_for(policy, self.device)
         arguments.check_parameters(named, members.optimizers, self.policy)
+        accelerate.check_once(members.models, members.optimizers, self.policy)
         self.loss_scale = arguments.loss_scale_for(self.policy, loss_scale, self.device)
         self.steps = 0
+        self.grad_norm = torch.full((), math.nan, device=self.device)
         self.activity: Activity | None = None
 
         if self.resolution is not None:
@@ -297,6 +302,14 @@ class Engine:
             self._decide(optimizers, last=update_scale)
             if update_scale:
                 self._close()
+
+    def schedule_holds(self) -> bool:
+        """Whether the schedule is to stand still after this step; to be asked once a step.
+
+        After a skipped step it is. On accelerators a skip is known one step late, and the schedule
+        then stands still at that step instead: the same number of steps in the end.
+        """
+        return self._skips.holds()
 
     def discard(self) -> None:
         """Drop what there is of a step: gradients go, buffers are as before its first forward."""
@@ -491,7 +504,7 @@ class Engine:
         self.steps = totals.steps
         self._outcomes.drain()
         self._missed.clear()
-        self._skips = Skips(self._skips.limit, known=totals.steps)
+        self._skips = Skips(self._skips.limit, known=totals.steps, skipped=totals.skipped)
         self._ring = Ring(self.device, totals)
 
     def __reduce_ex__(self, _: Any) -> NoReturn:
@@ -648,6 +661,7 @@ class Engine:
             # Of optimizers that did not step: the scale they were made under is about to change.
             self._pending.unscale(left, self._divisor())
         flag, grad_norm, counts = self._pending.outcome()
+        self.grad_norm = grad_norm
         found_inf, scale, loss = flag.tensor, self.loss_scale.scale, self._window.loss
         before = scale.clone() if self.loss_scale.enabled else scale
         if counts:
@@ -781,8 +795,8 @@ def scalar(loss: Any) -> Tensor:
     """
     if not isinstance(loss, Tensor):
         raise UsageError(
-            f"loss: expected a scalar tensor, got {type(loss).__name__}; loss_fn returns the loss "
-            "alone"
+            f"loss: expected a scalar tensor, got {type(loss).__name__}; loss_fn returns the loss, "
+            "or a tuple that begins with it"
         )
     if not loss.is_floating_point():
         raise UsageError(

@@ -73,7 +73,7 @@ class RandomState:
 class MicroBatch:
     """One micro-batch, and the random state its forward began with."""
 
-    loss_fn: Callable[[Any, Any], Tensor]
+    loss_fn: Callable[[Any, Any], Any]
     batch: Any
     weight: Weight | None
     random_state: RandomState
@@ -127,7 +127,7 @@ class Recorder:
         self.closed: Stash | None = None
 
     def micro_batch(
-        self, step: Windowed, loss_fn: Callable[..., Tensor], batch: Any, weight: Weight | None
+        self, step: Windowed, loss_fn: Callable[..., Any], batch: Any, weight: Weight | None
     ) -> None:
         """A forward is about to begin."""
         if self.open is None or not step.position:

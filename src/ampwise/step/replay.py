@@ -255,7 +255,7 @@ class _Listener(Recorder):
     def micro_batch(
         self,
         step: Windowed,  # noqa: ARG002
-        loss_fn: Callable[..., Tensor],  # noqa: ARG002
+        loss_fn: Callable[..., Any],  # noqa: ARG002
         batch: Any,  # noqa: ARG002
         weight: Weight | None,  # noqa: ARG002
     ) -> None:

@@ -32,6 +32,8 @@ class Skips:
         Skipped steps in a row after which training aborts.
     known
         Steps whose outcome is known.
+    skipped
+        How many of them were skipped.
 
     Attributes
     ----------
@@ -41,9 +43,10 @@ class Skips:
         Schedule steps to leave out yet.
     """
 
-    def __init__(self, limit: int, known: int = 0) -> None:
+    def __init__(self, limit: int, known: int = 0, skipped: int = 0) -> None:
         self.limit = limit
         self.known = known
+        self.skipped = skipped
         self.in_a_row = 0
         self.to_hold = 0
 
@@ -51,6 +54,7 @@ class Skips:
         """Take in whether steps were skipped, in order."""
         for skipped in outcomes:
             self.known += 1
+            self.skipped += skipped
             self.in_a_row = self.in_a_row + 1 if skipped else 0
             self.to_hold += skipped
 
@@ -59,6 +63,10 @@ class Skips:
         held = self.to_hold > 0
         self.to_hold -= held
         return held
+
+    def scheduled(self, steps: int) -> int:
+        """How many steps the schedule has made after so many of training, this one included."""
+        return steps - (self.skipped - self.to_hold)
 
     @property
     def exhausted(self) -> bool:
@@ -98,11 +106,18 @@ class Followers:
         arguments.check_schedule(self.scheduler, optimizers)
         arguments.check_ema(self.ema, self._members.models[0])
 
-    def follow(self, *, held: bool, skipped: bool) -> None:
-        """A step is over; the schedule is `held`, or makes one too, and the EMA if it was made."""
+    def follow(self, scheduled: int | None, *, skipped: bool) -> None:
+        """A step is over; the EMA follows unless it was `skipped`.
+
+        The schedule makes its step of number `scheduled`; None: it is held.
+        """
         if self.ema is not None and not skipped:
             self.ema.update_parameters(self._members.models[0])
-        if self.scheduler is not None and not held:
+        if self.scheduler is None or scheduled is None:
+            return
+        if arguments.goes_by_updates(self.scheduler):
+            self.scheduler.step_update(scheduled)
+        else:
             self.scheduler.step()
 
 

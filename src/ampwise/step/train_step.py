@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 import ampwise
+from ampwise.data.move import changed
 from ampwise.errors import UsageError
 from ampwise.policy import Policy, Resolution
 from ampwise.step import arguments
@@ -35,6 +36,8 @@ from ampwise.step.window import Weight, Window
 from ampwise.telemetry.ring import COLUMNS
 
 Batch = TypeVar("Batch")
+Returned = TypeVar("Returned", bound=Tensor | tuple[Any, ...])
+"""What a `loss_fn` returns: the loss, or a tuple that begins with it."""
 
 
 class TrainStep(Engine):
@@ -48,8 +51,9 @@ class TrainStep(Engine):
         Micro-batches in an accumulation window.
     scheduler
         Learning-rate scheduler, stepped after each optimizer step, held on skipped ones. On
-        accelerators it learns of a skipped step one step late, and then holds. One that needs more
-        than to be called (`ReduceLROnPlateau`) is refused: call it where you have what it needs.
+        accelerators it learns of a skipped step one step late, and then holds. One of timm's that
+        counts updates (``t_in_epochs=False``) gets their number. One that needs more than that
+        (`ReduceLROnPlateau`) is refused: call it where you have what it needs.
     ema
         Averaged model of (the first) model, updated after each optimizer step, held on skipped
         ones; one host sync a step on accelerators.
@@ -118,18 +122,19 @@ class TrainStep(Engine):
 
     def __call__(
         self,
-        loss_fn: Callable[[Any, Batch], Tensor],
+        loss_fn: Callable[[Any, Batch], Returned],
         batch: Batch,
         *,
         weight: Weight | None = None,
         last: bool = False,
-    ) -> Tensor:
+    ) -> Returned:
         """One micro-batch: forward, loss, backward, and at the window's end the optimizer step.
 
         Parameters
         ----------
         loss_fn
-            ``loss_fn(model, batch)`` returns the mean loss of the batch, a scalar with grad.
+            ``loss_fn(model, batch)`` returns the mean loss of the batch, a scalar with grad; or a
+            tuple of it and whatever else is wanted of forward (logits for a metric, say).
         batch
             Anything `loss_fn` takes, on the model's device.
         weight
@@ -139,8 +144,9 @@ class TrainStep(Engine):
 
         Returns
         -------
-        Tensor
-            The unscaled, undivided loss of this micro-batch, detached, on the device.
+        Tensor or tuple
+            The unscaled, undivided loss of this micro-batch, detached, on the device. With what
+            `loss_fn` returned beside it, whose tensors are detached, too.
 
         Raises
         ------
@@ -162,32 +168,33 @@ class TrainStep(Engine):
             with self._attempting(forward=True):
                 again = partial(self._count_nothing, loss_fn, batch)
                 with self._parallel.collecting(last, again):
-                    loss = self.micro_batch(loss_fn, batch, weight)
+                    returned = self.micro_batch(loss_fn, batch, weight)
                 if last:
                     self._decide(None, last=True)
             self.boundary = False
             if last:
                 self._close()
-        return loss
+        return returned
 
     def micro_batch(
-        self, loss_fn: Callable[[Any, Batch], Tensor], batch: Batch, weight: Weight | None = None
-    ) -> Tensor:
+        self, loss_fn: Callable[[Any, Batch], Returned], batch: Batch, weight: Weight | None = None
+    ) -> Returned:
         """Forward, loss and backward, without the optimizer step at the window's end.
 
-        Parameters and the returned loss are as for the step itself; `update` or `flush` follows.
+        Parameters and what is returned are as for the step itself; `update` or `flush` follows.
         """
         if self.recorder is not None:
             self.recorder.micro_batch(self, loss_fn, batch, weight)
         with self._precision:  # around forward, too: what both change is changed once
             with self.autocast():
-                loss = loss_fn(self.model, batch)
+                returned = loss_fn(self.model, batch)
+            loss: Any = returned[0] if isinstance(returned, tuple) and returned else returned
             if weight is None and self._window.weighs:
                 weight = self._samples(batch)
             if self.recorder is not None:
                 self.recorder.loss(scalar(loss).detach())
             self._backward(loss, None, weight, retain_graph=False)
-        return loss.detach()
+        return changed(returned, _detached)
 
     def flush(self) -> None:
         """Close a window that is only partly filled, as at the end of an epoch; else do nothing.
@@ -198,7 +205,7 @@ class TrainStep(Engine):
         if self._window.position:
             self.update()
 
-    def captured(self, loss_fn: Callable[[Any, Batch], Tensor]) -> Callable[[Batch], Tensor]:
+    def captured(self, loss_fn: Callable[[Any, Batch], Returned]) -> Callable[[Batch], Returned]:
         """The whole step as one CUDA graph: call the result with each batch, as the step itself.
 
         The first three calls are ordinary steps. On other devices all are, with a warning.
@@ -225,10 +232,10 @@ class TrainStep(Engine):
                 "the optimizer lr=torch.tensor(...)"
             )
 
-        def on_device(batch: Batch, row: Tensor) -> tuple[Tensor, HostFlag]:
-            loss = self.micro_batch(loss_fn, batch)
+        def on_device(batch: Batch, row: Tensor) -> tuple[Returned, HostFlag]:
+            returned = self.micro_batch(loss_fn, batch)
             self._decide(None, last=True)
-            return loss, self._close_on_device(row)
+            return returned, self._close_on_device(row)
 
         def on_host(row: Tensor, found_inf: HostFlag) -> None:
             self._ring.row.copy_(row)
@@ -314,7 +321,7 @@ class TrainStep(Engine):
         super()._check(named, optimizers)
         self._followers.check(optimizers)
 
-    def _count_nothing(self, loss_fn: Callable[[Any, Batch], Tensor], batch: Batch) -> None:
+    def _count_nothing(self, loss_fn: Callable[[Any, Batch], Any], batch: Batch) -> None:
         """A micro-batch that sums over ranks what was collected, and counts nothing itself."""
         with self._buffers.kept():
             self.micro_batch(loss_fn, batch, 0)
@@ -340,7 +347,8 @@ class TrainStep(Engine):
         """Schedule and EMA make a step, unless one was skipped; too many skips abort."""
         self._learn(known)
         skipped = self._outcomes.at_once and bool(known) and known[-1]
-        self._followers.follow(held=self._skips.holds(), skipped=skipped)
+        scheduled = None if self.schedule_holds() else self._skips.scheduled(self.steps)
+        self._followers.follow(scheduled, skipped=skipped)
         if self._on_fault is not None and skipped:
             self._examine()
         self._enforce_limit()
@@ -357,3 +365,8 @@ class TrainStep(Engine):
             on_fault(found)
         else:
             warn_user(summary)
+
+
+def _detached(each: Any) -> Any:
+    """Without its graph, if it has one."""
+    return each.detach() if isinstance(each, Tensor) else each

@@ -24,6 +24,7 @@ SKIPPED = "amp/skipped"
 SKIPPED_TOTAL = "amp/skipped_total"
 SCALE_GROWTHS = "amp/scale_growths"
 SCALE_BACKOFFS = "amp/scale_backoffs"
+PRODUCTS = "amp/products"
 PEAK_BYTES = "memory/peak_bytes"
 
 Metric = float | int | bool | str
@@ -55,6 +56,11 @@ def metrics_of(
     if peak_bytes is not None:
         metrics[PEAK_BYTES] = peak_bytes
     return metrics
+
+
+def products_name(dtype: str) -> str:
+    """``amp/products/<dtype>``: matrix products that ran in it, in the step that was looked at."""
+    return f"{PRODUCTS}/{dtype}"
 
 
 def eval_name(metric: str) -> str:
