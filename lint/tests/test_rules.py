@@ -10,9 +10,9 @@ import pytest
 
 from ampwise_lint.engine import check_file
 from ampwise_lint.fix import fix_file
-from ampwise_lint.project import Project
 from ampwise_lint.rule import all_rules
 from ampwise_lint.settings import Settings
+from ampwise_lint.source.project import Project
 
 FIXTURES = Path(__file__).parent / "fixtures"
 FILES = sorted(FIXTURES.rglob("*.py"))

@@ -16,15 +16,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 
+from ampwise_lint.analysis import Analysis, analyse
 from ampwise_lint.base.errors import UsageError, kind_and_words
 from ampwise_lint.cache import Cache
 from ampwise_lint.findings import Edit, Finding, LintReport, Skipped
-from ampwise_lint.model.analysis import Analysis, analyse
-from ampwise_lint.model.nodes import Node
-from ampwise_lint.project import Module, Project
 from ampwise_lint.rule import Mistake, all_rules
 from ampwise_lint.settings import Settings
-from ampwise_lint.source import SUFFIXES, UnreadableError, check_syntax, read_text
+from ampwise_lint.source.nodes import Node
+from ampwise_lint.source.project import Module, Project
+from ampwise_lint.source.text import SUFFIXES, UnreadableError, check_syntax, read_text
 
 NEVER = {"__pycache__", "node_modules", "site-packages", "dist-packages"}
 """Folders that are not walked into; name them to have them checked."""

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ampwise_lint import words
-from ampwise_lint.source import UnreadableError, read_text
+from ampwise_lint.source.text import UnreadableError, read_text
 
 if TYPE_CHECKING:
-    from ampwise_lint.project import Project
+    from ampwise_lint.source.project import Project
 
 IMPORT = re.compile(
     r"""^[ \t]*(?:

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+from ampwise_lint.analysis import Analysis
 from ampwise_lint.findings import Edit, Safety, Severity
-from ampwise_lint.model.analysis import Analysis
-from ampwise_lint.model.nodes import Node
-from ampwise_lint.project import Module
+from ampwise_lint.source.nodes import Node
+from ampwise_lint.source.project import Module
 
 
 @dataclass(frozen=True, slots=True)

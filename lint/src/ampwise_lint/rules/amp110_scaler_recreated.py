@@ -31,12 +31,12 @@ import ast
 import re
 from collections.abc import Iterator
 
+from ampwise_lint.analysis import Analysis
 from ampwise_lint.findings import Edit
-from ampwise_lint.model.analysis import Analysis
-from ampwise_lint.model.events import Made, ScalerStep
-from ampwise_lint.model.queries import edit
-from ampwise_lint.model.values import Optimizer, Scaler
+from ampwise_lint.queries import edit
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.values.abstract import Optimizer, Scaler
+from ampwise_lint.values.events import Made, ScalerStep
 
 
 @rule("AMP110", "scaler-recreated", "warning", fix="unsafe")

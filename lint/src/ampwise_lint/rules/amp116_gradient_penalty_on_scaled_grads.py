@@ -46,11 +46,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ampwise_lint.model.analysis import Analysis, Trace
-from ampwise_lint.model.events import Grad, GradientRead, Op, ScalerStep, Unscale
-from ampwise_lint.model.tensors import flatten, is_low, origins
-from ampwise_lint.model.values import Const, Tensor, Unknown, Value
+from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.torch_model.tensors import flatten, is_low, origins
+from ampwise_lint.values.abstract import Const, Tensor, Unknown, Value
+from ampwise_lint.values.events import Grad, GradientRead, Op, ScalerStep, Unscale
 
 FREE = {"sign", "sgn", "sign_", "normalize", "argmax", "argmin", "argsort", "isfinite", "isnan"}
 """Operations whose result is the same for any scale."""

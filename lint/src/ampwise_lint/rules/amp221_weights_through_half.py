@@ -28,13 +28,13 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ampwise_lint.model.analysis import Analysis
-from ampwise_lint.model.events import Save
-from ampwise_lint.model.nodes import Node
-from ampwise_lint.model.places import assignments, scope_of
-from ampwise_lint.model.roles import dotted
-from ampwise_lint.project import Module
+from ampwise_lint.analysis import Analysis
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.source.nodes import Node
+from ampwise_lint.source.places import assignments, scope_of
+from ampwise_lint.source.project import Module
+from ampwise_lint.source.roles import dotted
+from ampwise_lint.values.events import Save
 
 HALVES = ("half", "bfloat16")
 

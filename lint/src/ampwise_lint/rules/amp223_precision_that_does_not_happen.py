@@ -28,10 +28,10 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ampwise_lint.model.analysis import Analysis
-from ampwise_lint.model.library import AUTOCASTS, NULL
-from ampwise_lint.project import Module
+from ampwise_lint.analysis import Analysis
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.source.library import AUTOCASTS, NULL
+from ampwise_lint.source.project import Module
 
 LIGHTNING = ("lightning.", "pytorch_lightning.", "lightning_fabric.")
 NAMES = ("TrainingArguments", "Trainer", "Fabric", "Accelerator", "nullcontext", "suppress")

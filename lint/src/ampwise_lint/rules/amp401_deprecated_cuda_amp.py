@@ -36,16 +36,16 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from ampwise_lint.analysis import Analysis
 from ampwise_lint.findings import Edit
-from ampwise_lint.model.analysis import Analysis
-from ampwise_lint.model.imports import Imports, uses
-from ampwise_lint.model.nodes import Node
-from ampwise_lint.model.places import is_type, names_bound_by
-from ampwise_lint.model.queries import edit
-from ampwise_lint.model.roles import dotted
-from ampwise_lint.model.versions import is_for_versions
-from ampwise_lint.project import Module
+from ampwise_lint.queries import edit
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.source.imports import Imports, uses
+from ampwise_lint.source.nodes import Node
+from ampwise_lint.source.places import is_type, names_bound_by
+from ampwise_lint.source.project import Module
+from ampwise_lint.source.roles import dotted
+from ampwise_lint.source.versions import is_for_versions
 
 OLD = {"torch.cuda.amp": "cuda", "torch.cpu.amp": "cpu"}
 HOMES = (*OLD, *(f"{old}.{each}" for old in OLD for each in ("autocast_mode", "grad_scaler")))

@@ -32,10 +32,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampwise_lint.model.analysis import Analysis
-from ampwise_lint.model.imports import uses
-from ampwise_lint.model.nodes import Node
+from ampwise_lint.analysis import Analysis
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.source.imports import uses
+from ampwise_lint.source.nodes import Node
 
 
 @rule("AMP402", "apex-amp", "warning")

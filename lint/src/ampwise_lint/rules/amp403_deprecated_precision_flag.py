@@ -30,10 +30,10 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ampwise_lint.model.analysis import Analysis
-from ampwise_lint.model.imports import Imports
-from ampwise_lint.model.queries import edit
+from ampwise_lint.analysis import Analysis
+from ampwise_lint.queries import edit
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.source.imports import Imports
 
 LIGHTNING = ("lightning.", "pytorch_lightning.", "lightning_fabric.")
 NEW = {

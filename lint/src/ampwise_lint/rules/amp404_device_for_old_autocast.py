@@ -29,10 +29,10 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ampwise_lint.model.analysis import Analysis
-from ampwise_lint.model.imports import uses
-from ampwise_lint.project import Module
+from ampwise_lint.analysis import Analysis
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.source.imports import uses
+from ampwise_lint.source.project import Module
 
 TAKES_NONE = {
     f"torch.{device}.amp.{name}": argument

@@ -6,11 +6,10 @@ import ast
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ampwise_lint.model import library
-from ampwise_lint.model.events import HostSync, Loss, Op, Report
-from ampwise_lint.model.nodes import Node
-from ampwise_lint.model.roles import dotted
-from ampwise_lint.model.values import (
+from ampwise_lint.source import library
+from ampwise_lint.source.nodes import Node
+from ampwise_lint.source.roles import dotted
+from ampwise_lint.values.abstract import (
     LOW,
     Const,
     DictValue,
@@ -21,9 +20,10 @@ from ampwise_lint.model.values import (
     Value,
     key_of,
 )
+from ampwise_lint.values.events import HostSync, Loss, Op, Report
 
 if TYPE_CHECKING:
-    from ampwise_lint.model.machine import Machine
+    from ampwise_lint.path.machine import Machine
 
 KEEPS = {
     "add",

@@ -19,27 +19,16 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ampwise_lint.model import calls, expressions, library, tensors, torch_calls
-from ampwise_lint.model.arguments import Arguments
-from ampwise_lint.model.events import (
-    Accumulate,
-    Clip,
-    Condition,
-    Context,
-    Enter,
-    Event,
-    GradientRead,
-    Loop,
-    Report,
-    Site,
-    ZeroGrad,
-)
-from ampwise_lint.model.naming import named
-from ampwise_lint.model.nodes import Node
-from ampwise_lint.model.paths import Oracle
-from ampwise_lint.model.roles import LOADER, dotted, leaves
-from ampwise_lint.model.scope import Budget, Frame, Scope
-from ampwise_lint.model.values import (
+from ampwise_lint.interpreter import calls, expressions
+from ampwise_lint.interpreter.naming import named
+from ampwise_lint.path.oracle import Oracle
+from ampwise_lint.path.scope import Budget, Frame, Scope
+from ampwise_lint.source import library
+from ampwise_lint.source.nodes import Node
+from ampwise_lint.source.roles import LOADER, dotted, leaves
+from ampwise_lint.source.text import UnreadableError
+from ampwise_lint.torch_model import functions, tensors
+from ampwise_lint.values.abstract import (
     NONE,
     Class,
     Const,
@@ -65,10 +54,23 @@ from ampwise_lint.model.values import (
     key_of,
     truth,
 )
-from ampwise_lint.source import UnreadableError
+from ampwise_lint.values.arguments import Arguments
+from ampwise_lint.values.events import (
+    Accumulate,
+    Clip,
+    Condition,
+    Context,
+    Enter,
+    Event,
+    GradientRead,
+    Loop,
+    Report,
+    Site,
+    ZeroGrad,
+)
 
 if TYPE_CHECKING:
-    from ampwise_lint.project import Module
+    from ampwise_lint.source.project import Module
 
 Flow = Literal["", "break", "continue", "return", "raise"]
 
@@ -896,7 +898,7 @@ def _is_phases(over: Value | None) -> bool:
 def _is_data(module: Module, node: ast.stmt, over: Value | None) -> bool:
     """Whether a loop runs over batches."""
     if isinstance(over, Loader) or (
-        isinstance(over, Unknown) and over.op and torch_calls.is_loader(over)
+        isinstance(over, Unknown) and over.op and functions.is_loader(over)
     ):
         return True
     if isinstance(node, ast.While):

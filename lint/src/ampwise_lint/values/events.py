@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ampwise_lint.model.nodes import Node
-from ampwise_lint.model.values import (
+from ampwise_lint.source.nodes import Node
+from ampwise_lint.values.abstract import (
     Class,
     DictValue,
     Loader,
@@ -20,7 +20,7 @@ from ampwise_lint.model.values import (
 )
 
 if TYPE_CHECKING:
-    from ampwise_lint.project import Module
+    from ampwise_lint.source.project import Module
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ampwise_lint.model.library import canonical
-from ampwise_lint.model.nodes import Index
-from ampwise_lint.model.roles import dotted
+from ampwise_lint.source.library import canonical
+from ampwise_lint.source.nodes import Index
+from ampwise_lint.source.roles import dotted
 
 if TYPE_CHECKING:
-    from ampwise_lint.project import Module
+    from ampwise_lint.source.project import Module
 
 
 @dataclass(slots=True)

@@ -7,9 +7,28 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.findings import Change, Edit
-from ampwise_lint.model.analysis import Analysis, Trace
-from ampwise_lint.model.events import (
+from ampwise_lint.source.nodes import Node, span
+from ampwise_lint.source.places import in_reach
+from ampwise_lint.source.project import Module
+from ampwise_lint.source.roles import dotted, leaves
+from ampwise_lint.torch_model.tensors import is_low, origins
+from ampwise_lint.values.abstract import (
+    Const,
+    DictValue,
+    ListValue,
+    Optimizer,
+    Parameter,
+    Parameters,
+    Scaler,
+    Tensor,
+    Unknown,
+    Value,
+    Wrapper,
+    key_of,
+)
+from ampwise_lint.values.events import (
     Backward,
     CastDown,
     Condition,
@@ -25,25 +44,6 @@ from ampwise_lint.model.events import (
     Update,
     ZeroGrad,
 )
-from ampwise_lint.model.nodes import Node, span
-from ampwise_lint.model.places import in_reach
-from ampwise_lint.model.roles import dotted, leaves
-from ampwise_lint.model.tensors import is_low, origins
-from ampwise_lint.model.values import (
-    Const,
-    DictValue,
-    ListValue,
-    Optimizer,
-    Parameter,
-    Parameters,
-    Scaler,
-    Tensor,
-    Unknown,
-    Value,
-    Wrapper,
-    key_of,
-)
-from ampwise_lint.project import Module
 
 
 def is_managed(trace: Trace) -> bool:

@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeVar, cast
 
-from ampwise_lint.model import calls
-from ampwise_lint.model.arguments import Arguments
-from ampwise_lint.model.events import Backward, Enter, Event
-from ampwise_lint.model.machine import Machine
-from ampwise_lint.model.paths import Oracle, explore
-from ampwise_lint.model.roles import dotted
-from ampwise_lint.model.scope import Budget, BudgetError, Scope
-from ampwise_lint.model.values import Class, Function, Instance, Unknown, Value
-from ampwise_lint.project import Module
+from ampwise_lint.interpreter import calls
+from ampwise_lint.path.machine import Machine
+from ampwise_lint.path.oracle import Oracle, explore
+from ampwise_lint.path.scope import Budget, BudgetError, Scope
+from ampwise_lint.source.project import Module
+from ampwise_lint.source.roles import dotted
+from ampwise_lint.values.abstract import Class, Function, Instance, Unknown, Value
+from ampwise_lint.values.arguments import Arguments
+from ampwise_lint.values.events import Backward, Enter, Event
 from ampwise_lint.words import has_step
 
 E = TypeVar("E", bound=Event)

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Literal
 
-from ampwise_lint.model.nodes import Index
+from ampwise_lint.source.nodes import Index
 
 SCALER = re.compile(r"scaler", re.IGNORECASE)
 OPTIMIZER = re.compile(

@@ -7,13 +7,13 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ampwise_lint.model import calls, library, tensors, torch_calls
-from ampwise_lint.model.arguments import Arguments
-from ampwise_lint.model.events import Elapsed, Op
-from ampwise_lint.model.naming import as_role, named
-from ampwise_lint.model.nodes import Node
-from ampwise_lint.model.roles import LOSS, dotted
-from ampwise_lint.model.values import (
+from ampwise_lint.interpreter import calls
+from ampwise_lint.interpreter.naming import as_role, named
+from ampwise_lint.source import library
+from ampwise_lint.source.nodes import Node
+from ampwise_lint.source.roles import LOSS, dotted
+from ampwise_lint.torch_model import functions, tensors
+from ampwise_lint.values.abstract import (
     FALSE,
     MOST,
     NONE,
@@ -45,9 +45,11 @@ from ampwise_lint.model.values import (
     loop_of,
     truth,
 )
+from ampwise_lint.values.arguments import Arguments
+from ampwise_lint.values.events import Elapsed, Op
 
 if TYPE_CHECKING:
-    from ampwise_lint.model.machine import Machine
+    from ampwise_lint.path.machine import Machine
 
 
 def evaluate(machine: Machine, node: ast.expr, *, quiet: bool = False) -> Value:
@@ -653,7 +655,7 @@ def _enumerated(
     operands: tuple[Value, ...],
     where: str,
 ) -> Value:
-    data = torch_calls.is_loader(over)
+    data = functions.is_loader(over)
     if over.op == "tqdm":
         return element(machine, node, target, operands[0], data)
     if over.op == "enumerate":
@@ -665,7 +667,7 @@ def _enumerated(
     targets = target.elts if isinstance(target, ast.Tuple) else [target] * len(operands)
     return ListValue(
         [
-            element(machine, node, each, operand, torch_calls.is_loader(operand))
+            element(machine, node, each, operand, functions.is_loader(operand))
             for each, operand in zip(targets, operands, strict=False)
         ]
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ampwise_lint.model.values import Value
+from ampwise_lint.values.abstract import Value
 
 
 @dataclass(slots=True)

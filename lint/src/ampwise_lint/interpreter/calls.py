@@ -7,24 +7,12 @@ import builtins
 import re
 from typing import TYPE_CHECKING
 
-from ampwise_lint.model import library, methods, tensors, torch_calls
-from ampwise_lint.model.arguments import Arguments
-from ampwise_lint.model.events import (
-    Backward,
-    Forward,
-    Loss,
-    Made,
-    Managed,
-    OptimizerStep,
-    ScalerStep,
-    Unscale,
-    Update,
-    ZeroGrad,
-)
-from ampwise_lint.model.nodes import Node
-from ampwise_lint.model.roles import HANDLES, LOSS, SCALER, dotted
-from ampwise_lint.model.scope import Scope
-from ampwise_lint.model.values import (
+from ampwise_lint.path.scope import Scope
+from ampwise_lint.source import library
+from ampwise_lint.source.nodes import Node
+from ampwise_lint.source.roles import HANDLES, LOSS, SCALER, dotted
+from ampwise_lint.torch_model import functions, methods, tensors
+from ampwise_lint.values.abstract import (
     NONE,
     Bound,
     Class,
@@ -43,9 +31,22 @@ from ampwise_lint.model.values import (
     Wrapper,
     key_of,
 )
+from ampwise_lint.values.arguments import Arguments
+from ampwise_lint.values.events import (
+    Backward,
+    Forward,
+    Loss,
+    Made,
+    Managed,
+    OptimizerStep,
+    ScalerStep,
+    Unscale,
+    Update,
+    ZeroGrad,
+)
 
 if TYPE_CHECKING:
-    from ampwise_lint.model.machine import Machine
+    from ampwise_lint.path.machine import Machine
 
 BUILTINS = frozenset(dir(builtins))
 NETWORK_METHODS = {
@@ -87,7 +88,7 @@ def invoke(
         case Ref(path="builtins.super"):
             return _super(machine)
         case Ref(path=path):
-            return torch_calls.call(machine, node, path, a)
+            return functions.call(machine, node, path, a)
         case Bound(owner=Model() as network, name=name) if RUNS.match(name):
             return _model(machine, node, network, a)
         case Bound(owner=bound_to, name=name):
@@ -247,7 +248,7 @@ def decorators(machine: Machine, function: Function) -> list[Manager]:
         value = machine.evaluate(each, quiet=True)
         if isinstance(value, Ref) and value.path in library.AUTOCASTS | library.NO_GRAD:
             call = ast.copy_location(ast.Call(each, [], []), each)
-            value = torch_calls.call(machine, call, value.path, Arguments())
+            value = functions.call(machine, call, value.path, Arguments())
         if isinstance(value, Manager):
             found.append(value)
     return found
@@ -302,11 +303,11 @@ def _construct(machine: Machine, node: ast.Call, class_: Class, a: Arguments) ->
         machine.emit(Made, node, wrapper)
         return wrapper
     if any(library.is_optimizer(each) or each == "torch.optim.Optimizer" for each in ancestors[1:]):
-        return torch_calls.make_optimizer(machine, node, class_.node.name, a)
+        return functions.make_optimizer(machine, node, class_.node.name, a)
     if any("torch.optim.lr_scheduler." in each for each in ancestors[1:]):
-        return torch_calls.make_scheduler(machine, node, class_.node.name, a)
+        return functions.make_scheduler(machine, node, class_.node.name, a)
     if any(each.endswith(".DataLoader") for each in ancestors[1:]):
-        return torch_calls.call(machine, node, "torch.utils.data.DataLoader", a)
+        return functions.call(machine, node, "torch.utils.data.DataLoader", a)
     made = Instance(class_)
     initialise(machine, made, a, node)
     return made
@@ -319,7 +320,7 @@ def _construct_scaler(
     if class_.lookup("__init__") is not None:  # its parameters stand in an order of their own
         a = Arguments(named=a.named, open=a.open)
     own = any(class_.lookup(each) is not None for each in SCALER_METHODS)
-    return torch_calls.make_scaler(machine, node, base, a, opaque=own)
+    return functions.make_scaler(machine, node, base, a, opaque=own)
 
 
 def initialise(machine: Machine, made: Instance, a: Arguments, node: Node) -> None:
@@ -415,9 +416,9 @@ def _model(machine: Machine, node: ast.Call, model: Model, a: Arguments) -> Valu
         return _instance(machine, node, inner, a)
     if model.path.startswith("torch.nn.") and not model.wrapped:
         if machine.in_forward or library.LOSS_LAYERS.match(model.path):
-            return torch_calls.apply_layer(machine, node, model, a)
+            return functions.apply_layer(machine, node, model, a)
         machine.emit(Forward, node, model, tuple(a.values), True, not machine.is_evaluating(model))
-        return _output(machine, node, torch_calls.apply_layer(machine, node, model, a))
+        return _output(machine, node, functions.apply_layer(machine, node, model, a))
     is_root = not machine.in_forward
     machine.emit(Forward, node, model, tuple(a.values), is_root, not machine.is_evaluating(model))
     return _output(machine, node, machine.unknown(node))
@@ -429,7 +430,7 @@ def _model(machine: Machine, node: ast.Call, model: Model, a: Arguments) -> Valu
 def _unknown(machine: Machine, node: ast.Call, function: Value, a: Arguments) -> Value:
     name = dotted(node.func).rpartition(".")[2] or key_of(function)
     if library.CLIP_NAME.match(name):
-        return torch_calls.call(machine, node, "torch.nn.utils.clip_grad_norm_", a)
+        return functions.call(machine, node, "torch.nn.utils.clip_grad_norm_", a)
     if SCALER.search(name) and a.count >= 2:
         machine.emit(Managed, node, name, _loss_given(a))
         return machine.unknown(node)
@@ -438,7 +439,7 @@ def _unknown(machine: Machine, node: ast.Call, function: Value, a: Arguments) ->
     if LOSS.search(name):
         return _loss(machine, node, name, a)
     if any(isinstance(each, Tensor) for each in tensors.flatten(a.values)):
-        return torch_calls.unknown_of_tensors(machine, node, name, a)
+        return functions.unknown_of_tensors(machine, node, name, a)
     if (returned := methods.walk_callbacks(machine, node, a)) is not None:
         return returned
     made = machine.unknown(node, "called", name)

@@ -8,21 +8,11 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from ampwise_lint.model import library, methods, tensors
-from ampwise_lint.model.arguments import Arguments
-from ampwise_lint.model.events import (
-    Clip,
-    Clock,
-    Grad,
-    Loss,
-    Made,
-    Managed,
-    Save,
-    Synchronize,
-)
-from ampwise_lint.model.nodes import Node
-from ampwise_lint.model.roles import HANDLES, LOADER, LOSS
-from ampwise_lint.model.values import (
+from ampwise_lint.source import library
+from ampwise_lint.source.nodes import Node
+from ampwise_lint.source.roles import HANDLES, LOADER, LOSS
+from ampwise_lint.torch_model import methods, tensors
+from ampwise_lint.values.abstract import (
     FALSE,
     NONE,
     TRUE,
@@ -48,9 +38,20 @@ from ampwise_lint.model.values import (
     Wrapper,
     key_of,
 )
+from ampwise_lint.values.arguments import Arguments
+from ampwise_lint.values.events import (
+    Clip,
+    Clock,
+    Grad,
+    Loss,
+    Made,
+    Managed,
+    Save,
+    Synchronize,
+)
 
 if TYPE_CHECKING:
-    from ampwise_lint.model.machine import Machine
+    from ampwise_lint.path.machine import Machine
 
 
 def call(machine: Machine, node: ast.Call, path: str, a: Arguments) -> Value:

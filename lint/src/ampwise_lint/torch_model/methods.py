@@ -7,30 +7,11 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ampwise_lint.model import library, tensors
-from ampwise_lint.model.arguments import Arguments
-from ampwise_lint.model.events import (
-    Applied,
-    Backward,
-    CastDown,
-    Clip,
-    GradientRead,
-    HostSync,
-    Managed,
-    Moved,
-    OptimizerStep,
-    Report,
-    Save,
-    ScalerStep,
-    SchedulerStep,
-    StateDict,
-    Unscale,
-    Update,
-    ZeroGrad,
-)
-from ampwise_lint.model.nodes import Node
-from ampwise_lint.model.roles import LOADER, LOSS, SCHEDULER
-from ampwise_lint.model.values import (
+from ampwise_lint.source import library
+from ampwise_lint.source.nodes import Node
+from ampwise_lint.source.roles import LOADER, LOSS, SCHEDULER
+from ampwise_lint.torch_model import tensors
+from ampwise_lint.values.abstract import (
     FALSE,
     NONE,
     Cast,
@@ -58,9 +39,29 @@ from ampwise_lint.model.values import (
     Wrapper,
     key_of,
 )
+from ampwise_lint.values.arguments import Arguments
+from ampwise_lint.values.events import (
+    Applied,
+    Backward,
+    CastDown,
+    Clip,
+    GradientRead,
+    HostSync,
+    Managed,
+    Moved,
+    OptimizerStep,
+    Report,
+    Save,
+    ScalerStep,
+    SchedulerStep,
+    StateDict,
+    Unscale,
+    Update,
+    ZeroGrad,
+)
 
 if TYPE_CHECKING:
-    from ampwise_lint.model.machine import Machine
+    from ampwise_lint.path.machine import Machine
 
 READS = {"item", "tolist", "cpu", "numpy"}
 LOGS = re.compile(

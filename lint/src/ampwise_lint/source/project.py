@@ -8,11 +8,11 @@ from functools import cached_property
 from pathlib import Path
 
 from ampwise_lint.glance import Glances
-from ampwise_lint.model.imports import Imports, imports
-from ampwise_lint.model.nodes import Index, Node, span
-from ampwise_lint.model.roles import Roles
-from ampwise_lint.model.values import Assigned
-from ampwise_lint.source import Source, UnreadableError, read
+from ampwise_lint.source.imports import Imports, imports
+from ampwise_lint.source.nodes import Index, Node, span
+from ampwise_lint.source.roles import Roles
+from ampwise_lint.source.text import Source, UnreadableError, read
+from ampwise_lint.values.abstract import Assigned
 
 
 @dataclass(eq=False)

@@ -1,6 +1,6 @@
 """What a name can stand for, as far as the source says.
 
-The interpreter (`machine`) evaluates code over these values instead of numbers. Each keeps only
+The interpreter evaluates code over these values instead of numbers. Each keeps only
 what a rule may ask: which scaler scaled this tensor, whether this optimizer is fused, in which
 dtype that product ran. What cannot be known is `Unknown`, with a *key* that says where it came
 from: two conditions with the same key are the same condition, on every path and in every function
@@ -16,12 +16,12 @@ from hashlib import blake2s
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from ampwise_lint.model.nodes import Node
-from ampwise_lint.model.roles import dotted
+from ampwise_lint.source.nodes import Node
+from ampwise_lint.source.roles import dotted
 
 if TYPE_CHECKING:
-    from ampwise_lint.model.scope import Scope
-    from ampwise_lint.project import Module
+    from ampwise_lint.path.scope import Scope
+    from ampwise_lint.source.project import Module
 
 LOW = ("float16", "bfloat16")
 Origin = Literal["given", "computed", "called"]

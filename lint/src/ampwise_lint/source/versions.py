@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 import re
 
-from ampwise_lint.model.places import block_of
-from ampwise_lint.model.roles import dotted
-from ampwise_lint.project import Module
+from ampwise_lint.source.places import block_of
+from ampwise_lint.source.project import Module
+from ampwise_lint.source.roles import dotted
 
 MISSING = ("ImportError", "ModuleNotFoundError", "AttributeError")
 """What a library of another version raises."""

@@ -6,8 +6,8 @@ import ast
 import re
 from typing import TYPE_CHECKING
 
-from ampwise_lint.model.roles import LOSS
-from ampwise_lint.model.values import (
+from ampwise_lint.source.roles import LOSS
+from ampwise_lint.values.abstract import (
     TRUE,
     Model,
     Optimizer,
@@ -20,7 +20,7 @@ from ampwise_lint.model.values import (
 )
 
 if TYPE_CHECKING:
-    from ampwise_lint.model.machine import Machine
+    from ampwise_lint.path.machine import Machine
 
 HOST = re.compile(r"numpy\.|np\.|sum\b|AverageMeter|\w*Meter|collections\.")
 """What makes numbers on the host, or counters."""

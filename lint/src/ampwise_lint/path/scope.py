@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ampwise_lint.model.nodes import Node
-from ampwise_lint.model.values import Function, Value
+from ampwise_lint.source.nodes import Node
+from ampwise_lint.values.abstract import Function, Value
 
 if TYPE_CHECKING:
-    from ampwise_lint.project import Module
+    from ampwise_lint.source.project import Module
 
 
 class Scope:

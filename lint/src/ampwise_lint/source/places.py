@@ -7,9 +7,9 @@ import builtins
 from collections.abc import Iterator
 
 from ampwise_lint.findings import Edit
-from ampwise_lint.model.nodes import span
-from ampwise_lint.model.roles import dotted
-from ampwise_lint.project import Module
+from ampwise_lint.source.nodes import span
+from ampwise_lint.source.project import Module
+from ampwise_lint.source.roles import dotted
 
 ATOMS = (ast.Name, ast.Attribute, ast.Call, ast.Subscript, ast.Constant)
 Functions = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda

@@ -1,0 +1,1 @@
+"""What torch does, as far as a rule may ask: tables of functions, methods and operations."""
