@@ -10,7 +10,7 @@ import pytest
 
 from ampwise_lint.engine import check_file
 from ampwise_lint.fix import fix_file
-from ampwise_lint.rule import all_rules
+from ampwise_lint.rules import all_rules
 from ampwise_lint.settings import Settings
 from ampwise_lint.source.project import Project
 

@@ -12,13 +12,15 @@ from dataclasses import dataclass, field
 from typing import TypeVar, cast
 
 from ampwise_lint.interpreter import calls
-from ampwise_lint.path.machine import Machine
+from ampwise_lint.interpreter.handlers import HANDLERS
+from ampwise_lint.interpreter.imports import run_module
 from ampwise_lint.path.oracle import Oracle, explore
-from ampwise_lint.path.scope import Budget, BudgetError, Scope
+from ampwise_lint.path.state import Budget, BudgetError, Frame, State
 from ampwise_lint.source.project import Module
 from ampwise_lint.source.roles import dotted
-from ampwise_lint.values.abstract import Class, Function, Instance, Unknown, Value
+from ampwise_lint.values.abstract import Class, Function, Instance, Scope, Unknown, Value
 from ampwise_lint.values.arguments import Arguments
+from ampwise_lint.values.classes import is_step_wrapper
 from ampwise_lint.values.events import Backward, Enter, Event
 from ampwise_lint.words import has_step
 
@@ -124,16 +126,16 @@ def _explore(
     most: int,
 ) -> None:
     def walk(oracle: Oracle) -> Trace:
-        machine = Machine(analysis.module, oracle, budget, imported)
+        state = State(analysis.module, oracle, budget, imported, HANDLERS)
         try:
             if root is None:
-                machine.run_module(analysis.module, main=True)
+                run_module(state, analysis.module, main=True)
             else:
-                _start(machine, analysis.module, root)
+                _start(state, analysis.module, root)
         finally:
-            walked.update(machine.walked)
+            walked.update(state.walked)
         name = ".".join(root.path) if root is not None else ""
-        return Trace(machine.trace, name, oracle.decided)
+        return Trace(state.trace, name, oracle.decided)
 
     # Other ways through one function may use up half of what is left; the first one all of it.
     floor, before = max(budget.left // 2, KEPT), len(analysis.traces)
@@ -154,30 +156,30 @@ def _is_foreign(module: Module) -> bool:
     return bool(used & FOREIGN) and "torch" not in used
 
 
-def _start(machine: Machine, module: Module, root: _Root) -> None:
+def _start(state: State, module: Module, root: _Root) -> None:
     """Walk one function with arguments nobody knows."""
-    scope = machine.run_module(module, main=False)
+    scope = run_module(state, module, main=False)
     value: Value | None = scope.names.get(root.path[0])
     owner: Instance | None = None
-    with machine.inside_module(scope):
+    with state.in_frame(Frame(None, scope)):
         for name in root.path[1:]:
             if not isinstance(value, Class):
                 return
             owner = Instance(value)
             if name != "__init__":
-                calls.initialise(machine, owner, Arguments(open=True), root.node)
+                calls.initialise(state, owner, Arguments(open=True), root.node)
             found = value.lookup(name)
             value = found[0] if found is not None else None
         if not isinstance(value, Function) or value.node is not root.node:
             # Bound again since, or only under a condition.
             value = Function(root.node, module, scope)
-        if owner is not None and calls.is_step_wrapper(owner.class_):
+        if owner is not None and is_step_wrapper(owner.class_):
             return
         bound = Function(value.node, value.module, value.scope, None, value.class_)
         decorators = {dotted(each) for each in root.node.decorator_list}
         if owner is not None and "staticmethod" not in decorators:
             bound.owner = Unknown("cls", "given") if "classmethod" in decorators else owner
-        machine.call(bound, Arguments(open=True), root.node)
+        state.call(bound, Arguments(open=True), root.node)
 
 
 def _roots(module: Module) -> list[_Root]:

@@ -20,7 +20,8 @@ from ampwise_lint.analysis import Analysis, analyse
 from ampwise_lint.base.errors import UsageError, kind_and_words
 from ampwise_lint.cache import Cache
 from ampwise_lint.findings import Edit, Finding, LintReport, Skipped
-from ampwise_lint.rule import Mistake, all_rules
+from ampwise_lint.rule import Mistake
+from ampwise_lint.rules import all_rules
 from ampwise_lint.settings import Settings
 from ampwise_lint.source.nodes import Node
 from ampwise_lint.source.project import Module, Project

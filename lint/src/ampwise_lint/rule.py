@@ -1,13 +1,10 @@
-"""What a rule is. Each lives in a file of its own under `rules`, found by being there."""
+"""What a rule is. Each lives in a file of its own under `rules`."""
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import pkgutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 
 from ampwise_lint.analysis import Analysis
@@ -63,16 +60,3 @@ def rule(code: str, name: str, severity: Severity, fix: Safety = "") -> Callable
         return Rule(code, name, severity, fix, check, inspect.getdoc(module) or "")
 
     return make
-
-
-@cache
-def all_rules() -> dict[str, Rule]:
-    """Every rule by its code: the modules of the package ``rules``."""
-    from ampwise_lint import rules
-
-    found: dict[str, Rule] = {}
-    for each in pkgutil.iter_modules(rules.__path__):
-        module = importlib.import_module(f"{rules.__name__}.{each.name}")
-        made: Rule = module.check
-        found[made.code] = made
-    return dict(sorted(found.items()))

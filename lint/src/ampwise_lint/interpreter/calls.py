@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import ast
-import builtins
 import re
-from typing import TYPE_CHECKING
 
-from ampwise_lint.path.scope import Scope
+from ampwise_lint.interpreter import expressions
+from ampwise_lint.path.state import Frame, State
 from ampwise_lint.source import library
 from ampwise_lint.source.nodes import Node
 from ampwise_lint.source.roles import HANDLES, LOSS, SCALER, dotted
@@ -16,14 +15,17 @@ from ampwise_lint.values.abstract import (
     NONE,
     Bound,
     Class,
+    Const,
     DictValue,
     Function,
     Instance,
     ListValue,
     Manager,
     Model,
+    Optimizer,
     Partial,
     Ref,
+    Scope,
     Super,
     Tensor,
     Unknown,
@@ -32,81 +34,66 @@ from ampwise_lint.values.abstract import (
     key_of,
 )
 from ampwise_lint.values.arguments import Arguments
+from ampwise_lint.values.classes import is_network, is_step_wrapper
 from ampwise_lint.values.events import (
-    Backward,
     Forward,
     Loss,
     Made,
     Managed,
-    OptimizerStep,
-    ScalerStep,
-    Unscale,
-    Update,
-    ZeroGrad,
 )
 
-if TYPE_CHECKING:
-    from ampwise_lint.path.machine import Machine
-
-BUILTINS = frozenset(dir(builtins))
-NETWORK_METHODS = {
-    "parameters", "named_parameters", "train", "eval", "half", "bfloat16", "float", "to", "cuda",
-    "cpu", "zero_grad", "state_dict", "load_state_dict", "requires_grad_", "apply", "double",
-    "type", "clip_grad_norm_", "modules", "named_modules", "children", "named_children", "buffers",
-    "named_buffers",
-}  # fmt: skip
 SCALER_METHODS = ("scale", "unscale_", "step", "update")
-STEP_EVENTS = (Backward, ScalerStep, OptimizerStep, Update, Unscale, ZeroGrad, Managed)
 
 
-def evaluate_call(machine: Machine, node: ast.Call) -> Value:
+def evaluate_call(state: State, node: ast.Call) -> Value:
     """The value of a call, and what it does."""
-    machine.called.add(id(node.func))
+    state.called.add(id(node.func))
     owner: Value | None = None
     if isinstance(node.func, ast.Attribute):
-        owner = machine.evaluate(node.func.value)
-        function = machine.attribute(node.func, owner)
+        owner = state.evaluate(node.func.value)
+        state.budget.spend()
+        function = expressions.attribute(state, node.func, owner, node.func.attr)
     else:
-        function = machine.evaluate(node.func)
+        function = state.evaluate(node.func)
     if isinstance(function, Bound) and function.name == "register_hook":
         return NONE
-    arguments = _arguments(machine, node)
-    return invoke(machine, node, function, owner, arguments)
+    arguments = _arguments(state, node)
+    return invoke(state, node, function, owner, arguments)
 
 
 def invoke(
-    machine: Machine, node: ast.Call, function: Value, owner: Value | None, a: Arguments
+    state: State, node: ast.Call, function: Value, owner: Value | None, a: Arguments
 ) -> Value:
     """Call a value; `owner`: what it is a method of, if it is one."""
     match function:
         case Function(owner=Instance() as made) if _is_forward(function, owner):
-            return _instance(machine, node, made, a)
+            return _instance(state, node, made, a)
         case Function():
-            return _function(machine, node, function, a)
+            return _function(state, node, function, a)
         case Class():
-            return _construct(machine, node, function, a)
+            return _construct(state, node, function, a)
         case Ref(path="builtins.super"):
-            return _super(machine)
+            return _super(state)
         case Ref(path=path):
-            return functions.call(machine, node, path, a)
+            return functions.call(state, node, path, a)
         case Bound(owner=Model() as network, name=name) if RUNS.match(name):
-            return _model(machine, node, network, a)
+            return _model(state, node, network, a)
         case Bound(owner=bound_to, name=name):
-            return methods.call(machine, node, bound_to, name, a)
+            return methods.call(state, node, bound_to, name, a)
         case Partial(function=inner, positional=first, named=given):
             merged = Arguments([*first, *a.positional], {**given, **a.named}, a.open)
-            return invoke(machine, node, inner, owner, merged)
+            return invoke(state, node, inner, owner, merged)
         case Instance():
-            return _instance(machine, node, function, a)
+            return _instance(state, node, function, a)
         case Model():
-            return _model(machine, node, function, a)
+            return _model(state, node, function, a)
         case Wrapper(path=path):
-            machine.emit(Managed, node, path, _loss_given(a))
-            return machine.unknown(node, "called", path)
+            state.emit(Managed, node, path, _loss_given(a))
+            return state.unknown(node, "called", path)
         case Unknown() if isinstance(owner, Unknown):
-            return _method_of_unknown(machine, node, owner, a)
+            return _method_of_unknown(state, node, owner, a)
         case _:
-            return _unknown(machine, node, function, a)
+            return _unknown(state, node, function, a)
 
 
 RUNS = re.compile(r"(forward|infer|inference|predict|encode|decode)(_|$)")
@@ -125,19 +112,19 @@ def _is_forward(function: Function, owner: Value | None) -> bool:
     )
 
 
-def _method_of_unknown(machine: Machine, node: ast.Call, owner: Unknown, a: Arguments) -> Value:
+def _method_of_unknown(state: State, node: ast.Call, owner: Unknown, a: Arguments) -> Value:
     """``x.name(...)`` where neither x nor the method is known."""
     assert isinstance(node.func, ast.Attribute)
     name = node.func.attr
     if LOSS.search(name) and owner.made == "given" and a.count:
-        return _loss(machine, node, name, a)
-    return methods.call(machine, node, owner, name, a)
+        return _loss(state, node, name, a)
+    return methods.call(state, node, owner, name, a)
 
 
-def _arguments(machine: Machine, node: ast.Call) -> Arguments:
+def _arguments(state: State, node: ast.Call) -> Arguments:
     a = Arguments()
     for each in node.args:
-        value = machine.evaluate(each)
+        value = state.evaluate(each)
         if isinstance(each, ast.Starred):
             if isinstance(value, ListValue):
                 a.positional += value.items
@@ -146,7 +133,7 @@ def _arguments(machine: Machine, node: ast.Call) -> Arguments:
         else:
             a.positional.append(value)
     for keyword in node.keywords:
-        value = machine.evaluate(keyword.value)
+        value = state.evaluate(keyword.value)
         if keyword.arg is not None:
             a.named[keyword.arg] = value
         elif isinstance(value, DictValue):
@@ -160,23 +147,60 @@ def _arguments(machine: Machine, node: ast.Call) -> Arguments:
 # ---------------------------------------------------------------------- functions of the project
 
 
-def name_of(function: Function) -> str:
-    """A function's name, with its class."""
-    own = getattr(function.node, "name", "<lambda>")
-    return f"{function.class_.node.name}.{own}" if function.class_ is not None else own
+MAX_DEPTH = 14
+"""Calls inside calls that are followed."""
 
 
-def _function(machine: Machine, node: ast.Call, function: Function, a: Arguments) -> Value:
+def walk(state: State, function: Function, arguments: Arguments, node: Node) -> Value:
+    """Walk a function of the project where it is called; what it returns."""
+    active = sum(
+        frame.function is not None and frame.function.node is function.node
+        for frame in state.frames
+    )
+    if active or len(state.frames) > MAX_DEPTH:
+        return state.unknown(node, "called", function.name)
+    state.walked.add(id(function.node))
+    scope = Scope(function.module, function.scope)
+    frame = Frame(function, scope, node)
+    unsure, state.unsure = state.unsure, 0
+    with state.in_frame(frame):
+        _bind(state, function, arguments, scope)
+        if isinstance(function.node, ast.Lambda):
+            state.unsure = unsure
+            return state.evaluate(function.node.body)
+        with state.inside(_decorators(state, function)):
+            state.execute(function.node.body)
+    state.unsure = unsure
+    return _returned(state, frame, node)
+
+
+def _returned(state: State, frame: Frame, node: Node) -> Value:
+    """What a function returns: of optimizers that different cases return, all."""
+    cases = [*frame.may_return, *([] if frame.returned is None else [frame.returned])]
+    value = frame.returned
+    if value is None:
+        value = next((each for each in frame.may_return if each is not NONE), NONE)
+    truths = {e.value for e in cases if isinstance(e, Const) and isinstance(e.value, bool)}
+    if len(truths) > 1:
+        return state.unknown(node, "called")
+    if isinstance(value, Optimizer):
+        known = {id(value), *map(id, value.others)}
+        others = [e for e in cases if isinstance(e, Optimizer) and id(e) not in known]
+        value.others = (*value.others, *others)
+    return value
+
+
+def _function(state: State, node: ast.Call, function: Function, a: Arguments) -> Value:
     if function.class_ is not None and is_step_wrapper(function.class_):
-        machine.emit(Managed, node, name_of(function))
-        return machine.unknown(node, "called")
+        state.emit(Managed, node, function.name)
+        return state.unknown(node, "called")
     name = getattr(function.node, "name", "")
     if _is_context_manager(function):
-        return _generator_manager(machine, node, function, a)
-    value = machine.call(function, a, node)
+        return _generator_manager(state, node, function, a)
+    value = state.call(function, a, node)
     if LOSS.search(name) and not HANDLES.match(name):
         if isinstance(value, Unknown | Tensor):
-            machine.emit(Loss, node, name, tuple(a.values))
+            state.emit(Loss, node, name, tuple(a.values))
         if isinstance(value, Unknown):
             return Tensor(key=value.key, loss=True, inputs=tuple(a.values))
     return value
@@ -187,15 +211,15 @@ def _is_context_manager(function: Function) -> bool:
     return any(dotted(each).endswith("contextmanager") for each in decorators_)
 
 
-def _generator_manager(machine: Machine, node: ast.Call, function: Function, a: Arguments) -> Value:
+def _generator_manager(state: State, node: ast.Call, function: Function, a: Arguments) -> Value:
     """A context manager written as a generator: what it holds open around its ``yield``."""
     scope = Scope(function.module, function.scope)
     managers: list[Manager] = []
-    with machine.inside_function(function, scope):
-        bind(machine, function, a, scope)
+    with state.in_frame(Frame(function, scope)):
+        _bind(state, function, a, scope)
         for each in ast.walk(function.node):
             if isinstance(each, ast.With) and _yields(each):
-                values = [machine.evaluate(item.context_expr) for item in each.items]
+                values = [state.evaluate(item.context_expr) for item in each.items]
                 managers += [value for value in values if isinstance(value, Manager)]
     return Manager("many", node, managers=tuple(managers))
 
@@ -204,7 +228,7 @@ def _yields(node: ast.With) -> bool:
     return any(isinstance(each, ast.Yield) for each in ast.walk(node))
 
 
-def bind(machine: Machine, function: Function, a: Arguments, scope: Scope) -> None:
+def _bind(state: State, function: Function, a: Arguments, scope: Scope) -> None:
     """Give a function's parameters their values."""
     spec = function.node.args
     parameters = [*spec.posonlyargs, *spec.args]
@@ -220,7 +244,7 @@ def bind(machine: Machine, function: Function, a: Arguments, scope: Scope) -> No
         if name in left:
             scope.names[name] = left.pop(name)
         elif name in given and not a.open:
-            scope.names[name] = machine.evaluate(given[name], quiet=True)
+            scope.names[name] = state.evaluate(given[name], quiet=True)
         else:
             scope.names[name] = Unknown(name, "given")
     for parameter in parameters:
@@ -241,14 +265,14 @@ def defaults_of(spec: ast.arguments) -> dict[str, ast.expr]:
     return found
 
 
-def decorators(machine: Machine, function: Function) -> list[Manager]:
+def _decorators(state: State, function: Function) -> list[Manager]:
     """Context managers that a function is decorated with."""
     found: list[Manager] = []
     for each in reversed(getattr(function.node, "decorator_list", [])):
-        value = machine.evaluate(each, quiet=True)
+        value = state.evaluate(each, quiet=True)
         if isinstance(value, Ref) and value.path in library.AUTOCASTS | library.NO_GRAD:
             call = ast.copy_location(ast.Call(each, [], []), each)
-            value = functions.call(machine, call, value.path, Arguments())
+            value = functions.call(state, call, value.path, Arguments())
         if isinstance(value, Manager):
             found.append(value)
     return found
@@ -257,79 +281,45 @@ def decorators(machine: Machine, function: Function) -> list[Manager]:
 # ---------------------------------------------------------------------- classes of the project
 
 
-def is_network(class_: Class) -> bool:
-    """Whether a class is a module of torch."""
-    names = class_.ancestors()
-    if any(
-        each.endswith((".Module", "nn.Module", "LightningModule", "PreTrainedModel", "Sequential"))
-        or each in ("Module", "torch.nn.Module")
-        for each in names
-    ):
-        return True
-    return "forward" in class_.attributes and bool(class_.bases)
-
-
-def is_autograd_function(class_: Class) -> bool:
-    """Whether a class is an ``autograd.Function``."""
-    return any(
-        each in ("torch.autograd.Function", "torch.autograd.function.Function", "Function")
-        or each.endswith("autograd.Function")
-        for each in class_.ancestors()
-    )
-
-
-def is_step_wrapper(class_: Class) -> bool:
-    """Whether a class implements a scaler, or runs the step for its users."""
-    if any(each.rpartition(".")[2].endswith("GradScaler") for each in class_.ancestors()):
-        return True
-    names = class_.attributes.keys()
-    if {"scale", "update"} <= names or {"scale", "unscale_"} <= names:
-        return True
-    if "__call__" not in names:
-        return False
-    inside = class_.module.unparsed(class_.node)
-    return "backward" in inside and bool(SCALER.search(inside) or SCALER.search(class_.node.name))
-
-
-def _construct(machine: Machine, node: ast.Call, class_: Class, a: Arguments) -> Value:
+def _construct(state: State, node: ast.Call, class_: Class, a: Arguments) -> Value:
     ancestors = class_.ancestors()
     base = next((each for each in ancestors[1:] if each in library.SCALERS), None)
     if base is not None:
-        return _construct_scaler(machine, node, class_, base, a)
+        return _construct_scaler(state, node, class_, base, a)
     wraps = is_step_wrapper(class_) or any(library.WRAPPERS.match(e) for e in ancestors[1:])
     if wraps and not any("Module" in each for each in ancestors):
         has_state = "__call__" in class_.attributes and "state_dict" in class_.attributes
         wrapper = Wrapper(class_.node.name, has_state=has_state)
-        machine.emit(Made, node, wrapper)
+        state.emit(Made, node, wrapper)
         return wrapper
     if any(library.is_optimizer(each) or each == "torch.optim.Optimizer" for each in ancestors[1:]):
-        return functions.make_optimizer(machine, node, class_.node.name, a)
+        return functions.make_optimizer(state, node, class_.node.name, a)
     if any("torch.optim.lr_scheduler." in each for each in ancestors[1:]):
-        return functions.make_scheduler(machine, node, class_.node.name, a)
+        return functions.make_scheduler(state, node, class_.node.name, a)
     if any(each.endswith(".DataLoader") for each in ancestors[1:]):
-        return functions.call(machine, node, "torch.utils.data.DataLoader", a)
+        return functions.call(state, node, "torch.utils.data.DataLoader", a)
     made = Instance(class_)
-    initialise(machine, made, a, node)
+    initialise(state, made, a, node)
     return made
 
 
 def _construct_scaler(
-    machine: Machine, node: ast.Call, class_: Class, base: str, a: Arguments
+    state: State, node: ast.Call, class_: Class, base: str, a: Arguments
 ) -> Value:
     """An object of a class derived from torch's scaler `base`: a scaler, as that is one."""
     if class_.lookup("__init__") is not None:  # its parameters stand in an order of their own
         a = Arguments(named=a.named, open=a.open)
     own = any(class_.lookup(each) is not None for each in SCALER_METHODS)
-    return functions.make_scaler(machine, node, base, a, opaque=own)
+    return functions.make_scaler(state, node, base, a, opaque=own)
 
 
-def initialise(machine: Machine, made: Instance, a: Arguments, node: Node) -> None:
+def initialise(state: State, made: Instance, a: Arguments, node: Node) -> None:
     """Walk a new object's ``__init__``, or set a dataclass's fields."""
     found = made.class_.lookup("__init__")
     if found is not None and isinstance(found[0], Function):
         function = found[0]
         bound = Function(function.node, function.module, function.scope, made, found[1])
-        machine.call(bound, a, node)
+        state.call(bound, a, node)
         return
     fields = [
         each.target.id
@@ -340,32 +330,32 @@ def initialise(machine: Machine, made: Instance, a: Arguments, node: Node) -> No
     made.attributes.update(a.named)
 
 
-def _super(machine: Machine) -> Value:
-    for frame in reversed(machine.frames):
+def _super(state: State) -> Value:
+    for frame in reversed(state.frames):
         function = frame.function
         if function is not None and function.class_ is not None and function.owner is not None:
             return Super(function.owner, function.class_)
     return Unknown("super()")
 
 
-def _instance(machine: Machine, node: ast.Call, instance: Instance, a: Arguments) -> Value:
+def _instance(state: State, node: ast.Call, instance: Instance, a: Arguments) -> Value:
     class_ = instance.class_
     if is_step_wrapper(class_):
-        machine.emit(Managed, node, class_.node.name, _loss_given(a))
-        return machine.unknown(node, "called")
+        state.emit(Managed, node, class_.node.name, _loss_given(a))
+        return state.unknown(node, "called")
     found = class_.lookup("__call__") or class_.lookup("forward")
     if found is None or not isinstance(found[0], Function):
-        return _unknown(machine, node, Unknown(class_.node.name, "called"), a)
+        return _unknown(state, node, Unknown(class_.node.name, "called"), a)
     function = found[0]
     bound = Function(function.node, function.module, function.scope, instance, found[1])
     is_loss = bool(LOSS.search(class_.node.name)) or any(
         bool(LOSS.search(each)) for each in class_.ancestors()[1:]
     )
     if is_network(class_) and not is_loss:
-        return _forward(machine, node, instance, a, bound)
-    value = machine.call(bound, a, node)
+        return _forward(state, node, instance, a, bound)
+    value = state.call(bound, a, node)
     if is_loss:
-        machine.emit(Loss, node, class_.node.name, tuple(a.values))
+        state.emit(Loss, node, class_.node.name, tuple(a.values))
         if not isinstance(value, Tensor | ListValue):
             value = Tensor(key=key_of(value), inputs=tuple(a.values))
         if isinstance(value, Tensor):
@@ -380,79 +370,77 @@ def _loss_given(a: Arguments) -> Tensor | None:
 
 
 def _forward(
-    machine: Machine, node: ast.Call, instance: Instance, a: Arguments, bound: Function
+    state: State, node: ast.Call, instance: Instance, a: Arguments, bound: Function
 ) -> Value:
-    is_root = not machine.in_forward
-    machine.emit(
-        Forward, node, instance, tuple(a.values), is_root, not machine.is_evaluating(instance)
-    )
-    machine.in_forward += 1
+    is_root = not state.in_forward
+    state.emit(Forward, node, instance, tuple(a.values), is_root, not state.is_evaluating(instance))
+    state.in_forward += 1
     try:
-        value = machine.call(bound, a, node)
+        value = state.call(bound, a, node)
     finally:
-        machine.in_forward -= 1
-    return _output(machine, node, value)
+        state.in_forward -= 1
+    return _output(state, node, value)
 
 
-def _output(machine: Machine, node: ast.Call, value: Value) -> Value:
+def _output(state: State, node: ast.Call, value: Value) -> Value:
     match value:
         case Tensor():
-            return value.but(forward=True, region=value.region or machine.region)
+            return value.but(forward=True, region=value.region or state.region)
         case ListValue(items=items):
-            return ListValue([_output(machine, node, each) for each in items])
+            return ListValue([_output(state, node, each) for each in items])
         case DictValue():
             return value
         case _:
-            region = machine.region
+            region = state.region
             dtype = None if region is None else tensors.low(region)
             return Tensor(
                 key=key_of(value), dtype=dtype, guessed=True, region=region, forward=True, node=node
             )
 
 
-def _model(machine: Machine, node: ast.Call, model: Model, a: Arguments) -> Value:
+def _model(state: State, node: ast.Call, model: Model, a: Arguments) -> Value:
     inner = model.inner
     if model.wrapped and isinstance(inner, Instance):
-        return _instance(machine, node, inner, a)
+        return _instance(state, node, inner, a)
     if model.path.startswith("torch.nn.") and not model.wrapped:
-        if machine.in_forward or library.LOSS_LAYERS.match(model.path):
-            return functions.apply_layer(machine, node, model, a)
-        machine.emit(Forward, node, model, tuple(a.values), True, not machine.is_evaluating(model))
-        return _output(machine, node, functions.apply_layer(machine, node, model, a))
-    is_root = not machine.in_forward
-    machine.emit(Forward, node, model, tuple(a.values), is_root, not machine.is_evaluating(model))
-    return _output(machine, node, machine.unknown(node))
+        if state.in_forward or library.LOSS_LAYERS.match(model.path):
+            return functions.apply_layer(state, node, model, a)
+        state.emit(Forward, node, model, tuple(a.values), True, not state.is_evaluating(model))
+        return _output(state, node, functions.apply_layer(state, node, model, a))
+    is_root = not state.in_forward
+    state.emit(Forward, node, model, tuple(a.values), is_root, not state.is_evaluating(model))
+    return _output(state, node, state.unknown(node))
 
 
 # ---------------------------------------------------------------------- what nobody showed us
 
 
-def _unknown(machine: Machine, node: ast.Call, function: Value, a: Arguments) -> Value:
+def _unknown(state: State, node: ast.Call, function: Value, a: Arguments) -> Value:
     name = dotted(node.func).rpartition(".")[2] or key_of(function)
     if library.CLIP_NAME.match(name):
-        return functions.call(machine, node, "torch.nn.utils.clip_grad_norm_", a)
+        return functions.call(state, node, "torch.nn.utils.clip_grad_norm_", a)
     if SCALER.search(name) and a.count >= 2:
-        machine.emit(Managed, node, name, _loss_given(a))
-        return machine.unknown(node)
-    methods.given_away(machine, node, name, a)
-    methods.note_norm(machine, node, name, a)
+        state.emit(Managed, node, name, _loss_given(a))
+        return state.unknown(node)
+    methods.given_away(state, node, name, a)
+    methods.note_norm(state, node, name, a)
     if LOSS.search(name):
-        return _loss(machine, node, name, a)
+        return _loss(state, node, name, a)
     if any(isinstance(each, Tensor) for each in tensors.flatten(a.values)):
-        return functions.unknown_of_tensors(machine, node, name, a)
-    if (returned := methods.walk_callbacks(machine, node, a)) is not None:
+        return functions.unknown_of_tensors(state, node, name, a)
+    if (returned := methods.walk_callbacks(state, node, a)) is not None:
         return returned
-    made = machine.unknown(node, "called", name)
+    made = state.unknown(node, "called", name)
     if isinstance(function, Unknown):
         made.periodic = function.periodic
     return made
 
 
-def _loss(machine: Machine, node: ast.Call, name: str, a: Arguments) -> Value:
-    machine.emit(Loss, node, name, tuple(a.values))
+def _loss(state: State, node: ast.Call, name: str, a: Arguments) -> Value:
+    state.emit(Loss, node, name, tuple(a.values))
     scaled = Unknown(name, "called") if "scale" in name.lower() else None
     return Tensor(
-        key=f"{name}@{node.lineno}#{machine.iteration}",
+        key=f"{name}@{node.lineno}#{state.iteration}",
         loss=True,
         scaled=scaled,
         inputs=tuple(a.values),

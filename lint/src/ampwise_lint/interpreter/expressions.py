@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ampwise_lint.interpreter import calls
 from ampwise_lint.interpreter.naming import as_role, named
+from ampwise_lint.path.conditions import decide, is_known
+from ampwise_lint.path.state import State
 from ampwise_lint.source import library
 from ampwise_lint.source.nodes import Node
 from ampwise_lint.source.roles import LOSS, dotted
@@ -46,60 +48,56 @@ from ampwise_lint.values.abstract import (
     truth,
 )
 from ampwise_lint.values.arguments import Arguments
+from ampwise_lint.values.classes import is_autograd_function, is_network
 from ampwise_lint.values.events import Elapsed, Op
 
-if TYPE_CHECKING:
-    from ampwise_lint.path.machine import Machine
+BUILTINS = frozenset(dir(builtins))
+NETWORK_METHODS = {
+    "parameters", "named_parameters", "train", "eval", "half", "bfloat16", "float", "to", "cuda",
+    "cpu", "zero_grad", "state_dict", "load_state_dict", "requires_grad_", "apply", "double",
+    "type", "clip_grad_norm_", "modules", "named_modules", "children", "named_children", "buffers",
+    "named_buffers",
+}  # fmt: skip
 
 
-def evaluate(machine: Machine, node: ast.expr, *, quiet: bool = False) -> Value:
-    """The value of an expression; `quiet`: without writing down what happens."""
-    if quiet:
-        with machine.silent():
-            return evaluate(machine, node)
-    machine.budget.spend()
-    handler = _HANDLERS.get(type(node))
-    return handler(machine, node) if handler is not None else machine.unknown(node)
-
-
-def _constant(machine: Machine, node: ast.Constant) -> Value:
+def _constant(state: State, node: ast.Constant) -> Value:
     return Const(node.value)
 
 
-def _name(machine: Machine, node: ast.Name) -> Value:
-    found = machine.scope.get(node.id)
+def _name(state: State, node: ast.Name) -> Value:
+    found = state.scope.get(node.id)
     if found is None:
         if node.id == "torch":  # brought in by a star import
             return Ref("torch")
-        if node.id in calls.BUILTINS:
+        if node.id in BUILTINS:
             return Ref(f"builtins.{node.id}")
         found = Unknown(node.id, "given")
     if isinstance(found, Imported):
-        found = machine.resolve(found)
-        machine.scope.put(node.id, found)
-    return as_role(machine, found, node.id)
+        found = state.resolve(found)
+        state.scope.put(node.id, found)
+    return as_role(state, found, node.id)
 
 
-def _attribute(machine: Machine, node: ast.Attribute) -> Value:
-    owner = evaluate(machine, node.value)
-    return attribute(machine, node, owner, node.attr)
+def _attribute(state: State, node: ast.Attribute) -> Value:
+    owner = state.evaluate(node.value)
+    return attribute(state, node, owner, node.attr)
 
 
-def attribute(machine: Machine, node: Node, owner: Value, attr: str) -> Value:
+def attribute(state: State, node: Node, owner: Value, attr: str) -> Value:
     """An attribute of a value."""
     if isinstance(owner, Ref):  # torch.nn.functional.relu: most of all
         return Ref(library.canonical(f"{owner.path}.{attr}"))
     text = dotted(node)
     match owner:
         case Instance():
-            return _of_instance(machine, node, owner, attr)
+            return _of_instance(state, node, owner, attr)
         case Class():
             return _of_class(node, owner, attr)
         case DictValue(items=items) if attr in items:
             value = items[attr]
             if isinstance(value, Imported):
-                value = items[attr] = machine.resolve(value)
-            return as_role(machine, value, text)
+                value = items[attr] = state.resolve(value)
+            return as_role(state, value, text)
         case Const(value=str(device)) if attr == "type":
             return Const(device.partition(":")[0])
         case _ if attr == "grad" and isinstance(owner, Parameter | Unknown | Tensor | Model):
@@ -110,9 +108,9 @@ def attribute(machine: Machine, node: Node, owner: Value, attr: str) -> Value:
             return owner
         case Tensor() if attr in ("shape", "ndim", "device", "dtype", "is_cuda", "requires_grad"):
             return Unknown(f"{key_of(owner)}.{attr}", of=owner)
-        case Tensor(key=key, data=True) if f"attribute {key}.{attr}" in machine.converted:
-            return machine.converted[f"attribute {key}.{attr}"]
-        case Tensor() if (owner.forward or owner.data) and id(node) not in machine.called:
+        case Tensor(key=key, data=True) if f"attribute {key}.{attr}" in state.converted:
+            return state.converted[f"attribute {key}.{attr}"]
+        case Tensor() if (owner.forward or owner.data) and id(node) not in state.called:
             # ``output.logits``, ``output.loss``, ``batch.x``: a part of it
             return owner.but(loss=True) if LOSS.search(attr) else owner
         case Parameter() if attr == "data":
@@ -121,28 +119,28 @@ def attribute(machine: Machine, node: Node, owner: Value, attr: str) -> Value:
             return Parameters(owner, f"{owner.key}.param_groups")
         case Model(inner=inner) if attr == "module" and inner is not None:
             return inner
-        case Model(key=key) if id(node) not in machine.called and attr not in calls.NETWORK_METHODS:
-            return as_role(machine, Unknown(f"{key}.{attr}", "given", of=owner), text)
+        case Model(key=key) if id(node) not in state.called and attr not in NETWORK_METHODS:
+            return as_role(state, Unknown(f"{key}.{attr}", "given", of=owner), text)
         case Scaler() if attr in ("_scale", "_enabled"):
             return Unknown(f"{owner.key}.{attr}", scale=True)
         case Unknown():
-            return _of_unknown(machine, owner, attr, text)
+            return _of_unknown(state, owner, attr, text)
         case Super():
             return _of_bases(owner, attr, node)
         case _:
             return Bound(owner, attr, node)
 
 
-def _of_instance(machine: Machine, node: Node, owner: Instance, attr: str) -> Value:
+def _of_instance(state: State, node: Node, owner: Instance, attr: str) -> Value:
     text = dotted(node)
     class_, attributes = owner.class_, owner.attributes
-    if attr in attributes and not _is_placeholder(machine, class_, attributes[attr], attr, text):
-        return as_role(machine, attributes[attr], text)
+    if attr in attributes and not _is_placeholder(state, class_, attributes[attr], attr, text):
+        return as_role(state, attributes[attr], text)
     if found := class_.lookup(attr):
-        return _inherited(machine, node, owner, found[0], text)
-    if attr in calls.NETWORK_METHODS and calls.is_network(class_):
+        return _inherited(state, node, owner, found[0], text)
+    if attr in NETWORK_METHODS and is_network(class_):
         return Bound(owner, attr, node)
-    return as_role(machine, Unknown(f"self.{attr}", "given", of=owner), text)
+    return as_role(state, Unknown(f"self.{attr}", "given", of=owner), text)
 
 
 ENUMS = ("Enum", "IntEnum", "StrEnum", "Flag")
@@ -150,14 +148,14 @@ SETTINGS = re.compile(r"(config|cfg|options?|args|arguments|settings|hparams)$",
 """Classes of settings: what they are set to is what they are until somebody wants another."""
 
 
-def _is_placeholder(machine: Machine, class_: Class, value: Value, attr: str, text: str) -> bool:
+def _is_placeholder(state: State, class_: Class, value: Value, attr: str, text: str) -> bool:
     """Whether an attribute is set to something else later: here, in a class derived, by a user."""
     if not isinstance(value, Const):
         return False
     if isinstance(value.value, bool | str) and SETTINGS.search(class_.node.name):
         return True
-    used = value.value is None and bool(machine.here.roles.methods.get(text))
-    assigned = class_.assigned()
+    used = value.value is None and bool(state.here.roles.methods.get(text))
+    assigned = class_.module.assigned_in(class_.node)
     return (used and attr not in assigned.chosen) or attr in assigned.later
 
 
@@ -166,19 +164,19 @@ def _of_class(node: Node, owner: Class, attr: str) -> Value:
         return Ref(f"{owner.node.name}.{attr}")  # a member is itself, and none of the others
     if found := owner.lookup(attr):
         return found[0]
-    if attr == "apply" and calls.is_autograd_function(owner):
+    if attr == "apply" and is_autograd_function(owner):
         return Bound(owner, attr, node)
     return Unknown(f"{owner.node.name}.{attr}", "given")
 
 
-def _of_unknown(machine: Machine, owner: Unknown, attr: str, text: str) -> Value:
+def _of_unknown(state: State, owner: Unknown, attr: str, text: str) -> Value:
     key = f"{owner.key}.{attr}"
-    stored = machine.converted.get(f"attribute {key}")
+    stored = state.converted.get(f"attribute {key}")
     if stored is not None:
         return stored
     made = "called" if owner.made == "called" else "given"
     found = Unknown(key, made, periodic=owner.periodic, loop=owner.loop, of=owner)
-    return as_role(machine, found, text)
+    return as_role(state, found, text)
 
 
 def _of_bases(owner: Super, attr: str, node: Node) -> Value:
@@ -191,25 +189,25 @@ def _of_bases(owner: Super, attr: str, node: Node) -> Value:
     return Bound(owner, attr, node)
 
 
-def _inherited(machine: Machine, node: Node, owner: Instance, found: Value, text: str) -> Value:
+def _inherited(state: State, node: Node, owner: Instance, found: Value, text: str) -> Value:
     """What an object's class holds under a name: a method is bound, a property is walked."""
     if not isinstance(found, Function):
-        return as_role(machine, found, text)
+        return as_role(state, found, text)
     function = found.node
     names = {dotted(each).rpartition(".")[2] for each in getattr(function, "decorator_list", [])}
     bound = Function(function, found.module, found.scope, owner, found.class_)
     if names & {"property", "cached_property"}:
-        return machine.call(bound, Arguments(), node)
+        return state.call(bound, Arguments(), node)
     if "staticmethod" in names:
         return found
     return bound
 
 
-def _subscript(machine: Machine, node: ast.Subscript) -> Value:
-    owner = evaluate(machine, node.value)
-    index = evaluate(machine, node.slice)
+def _subscript(state: State, node: ast.Subscript) -> Value:
+    owner = state.evaluate(node.value)
+    index = state.evaluate(node.slice)
     if isinstance(index, Const):
-        return item(machine, owner, index.value, dotted(node), node)
+        return item(state, owner, index.value, dotted(node), node)
     if isinstance(owner, Tensor):
         return owner.but(op="index", inputs=(owner,))
     if isinstance(owner, DictValue | ListValue):
@@ -220,16 +218,16 @@ def _subscript(machine: Machine, node: ast.Subscript) -> Value:
             return next(iter(items))
         if items and all(isinstance(e, Ref) and library.is_optimizer(e.path) for e in items):
             return next(iter(items))
-    return item(machine, owner, key_of(index), dotted(node), node)
+    return item(state, owner, key_of(index), dotted(node), node)
 
 
-def item(machine: Machine, owner: Value, index: Any, text: str, node: Node | None = None) -> Value:
+def item(state: State, owner: Value, index: Any, text: str, node: Node | None = None) -> Value:
     """``owner[index]``."""
     match owner:
         case DictValue(items=items) if index in items:
             return items[index]
         case DictValue(items=items) if isinstance(index, str):
-            return as_role(machine, Unknown(f"{{...}}[{index!r}]", "given"), text)
+            return as_role(state, Unknown(f"{{...}}[{index!r}]", "given"), text)
         case ListValue(items=items) if isinstance(index, int) and -len(items) <= index < len(items):
             return items[index]
         case Parameters():
@@ -239,56 +237,56 @@ def item(machine: Machine, owner: Value, index: Any, text: str, node: Node | Non
         case Unknown():
             made = owner.made if owner.made != "computed" else "called"
             key = f"{owner.key}[{index!r}]"
-            return as_role(machine, Unknown(key, made, loop=owner.loop, of=owner.of), text)
+            return as_role(state, Unknown(key, made, loop=owner.loop, of=owner.of), text)
         case Wrapper(path=path):
-            return as_role(machine, Unknown(f"{path}[{index!r}]", "called"), text)
+            return as_role(state, Unknown(f"{path}[{index!r}]", "called"), text)
         case _:
             return Unknown(f"{key_of(owner)}[{index!r}]")
 
 
 def set_item(
-    machine: Machine, target: ast.Subscript, owner_node: ast.expr, index: ast.expr, value: Value
+    state: State, target: ast.Subscript, owner_node: ast.expr, index: ast.expr, value: Value
 ) -> None:
     """``owner[index] = value``."""
-    owner = evaluate(machine, owner_node, quiet=True)
-    where = evaluate(machine, index, quiet=True)
+    owner = state.evaluate(owner_node, quiet=True)
+    where = state.evaluate(index, quiet=True)
     if isinstance(owner, DictValue) and isinstance(where, Const) and isinstance(where.value, str):
         owner.items[where.value] = named(value, where.value)
     elif isinstance(owner, Tensor):
-        machine.emit(Op, target, "setitem", (owner, where, value), {}, owner)
+        state.emit(Op, target, "setitem", (owner, where, value), {}, owner)
     elif isinstance(owner, DictValue):
         owner.open = True
 
 
-def _sequence(machine: Machine, node: ast.Tuple | ast.List | ast.Set) -> Value:
+def _sequence(state: State, node: ast.Tuple | ast.List | ast.Set) -> Value:
     items: list[Value] = []
     for each in node.elts:
         if isinstance(each, ast.Starred):
-            value = evaluate(machine, each.value)
+            value = state.evaluate(each.value)
             if isinstance(value, ListValue):
                 items += value.items
             elif isinstance(value, Parameters):
                 items.append(value)
             else:
-                return machine.unknown(node)
+                return state.unknown(node)
         else:
-            items.append(evaluate(machine, each))
+            items.append(state.evaluate(each))
     if len(items) == 1 and isinstance(items[0], Parameters):
         return items[0]  # [*model.parameters()]
-    return _listed(machine, node, items)
+    return _listed(state, node, items)
 
 
-def _listed(machine: Machine, node: Node, items: list[Value]) -> Value:
+def _listed(state: State, node: Node, items: list[Value]) -> Value:
     """A list; of too many values nothing is known."""
     made = ListValue(items)
-    return made if made.size <= MOST else machine.unknown(node)
+    return made if made.size <= MOST else state.unknown(node)
 
 
-def _dict(machine: Machine, node: ast.Dict) -> Value:
+def _dict(state: State, node: ast.Dict) -> Value:
     items: dict[Any, Value] = {}
     is_open = False
     for key, value_node in zip(node.keys, node.values, strict=True):
-        value = evaluate(machine, value_node)
+        value = state.evaluate(value_node)
         if key is None:
             if isinstance(value, DictValue):
                 items |= value.items
@@ -296,7 +294,7 @@ def _dict(machine: Machine, node: ast.Dict) -> Value:
             else:
                 is_open = True
             continue
-        where = evaluate(machine, key)
+        where = state.evaluate(key)
         if isinstance(where, Const) and isinstance(where.value, str | bool | int):
             items[where.value] = value
         else:
@@ -305,31 +303,31 @@ def _dict(machine: Machine, node: ast.Dict) -> Value:
     return DictValue(items, node, is_open)
 
 
-def _conditional(machine: Machine, node: ast.IfExp) -> Value:
-    test = evaluate(machine, node.test)
+def _conditional(state: State, node: ast.IfExp) -> Value:
+    test = state.evaluate(node.test)
     branches = (node.body, node.orelse)
-    matters = any(id(each) in machine.here.roles.steps for each in branches)
+    matters = any(id(each) in state.here.roles.steps for each in branches)
     plain = all(isinstance(each, ast.Constant | ast.Attribute) for each in branches)
-    if machine.is_known(test) or matters or plain or isinstance(node.body, ast.Constant):
-        taken = machine.decide(test, not _is_unlikely(machine, node.test))
-        return evaluate(machine, node.body if taken else node.orelse)
-    other = evaluate(machine, node.orelse)
-    value = evaluate(machine, node.body)
+    if is_known(test) or matters or plain or isinstance(node.body, ast.Constant):
+        taken = decide(state, test, not _is_unlikely(state, node.test))
+        return state.evaluate(node.body if taken else node.orelse)
+    other = state.evaluate(node.orelse)
+    value = state.evaluate(node.body)
     return other if value is NONE or isinstance(value, Const) else value
 
 
-def _is_unlikely(machine: Machine, node: ast.expr) -> bool:
+def _is_unlikely(state: State, node: ast.expr) -> bool:
     """Whether a condition is one that rarely holds, by its words."""
-    text = machine.here.unparsed(node).lower()
+    text = state.here.unparsed(node).lower()
     return any(each in text for each in ("debug", "cpu", "no_cuda", "nan", "no_amp", "disable"))
 
 
-def _boolean(machine: Machine, node: ast.BoolOp) -> Value:
+def _boolean(state: State, node: ast.BoolOp) -> Value:
     operands: list[Value] = []
     is_and = isinstance(node.op, ast.And)
     for each in node.values:
-        value = evaluate(machine, each)
-        known = truth(value) if machine.is_known(value) else None
+        value = state.evaluate(each)
+        known = truth(value) if is_known(value) else None
         if known is None:
             operands.append(value)
         elif known is not is_and:  # a false in an ``and``, a true in an ``or``, decides
@@ -364,37 +362,37 @@ def negate(value: Value) -> Value:
     )
 
 
-def _unary(machine: Machine, node: ast.UnaryOp) -> Value:
-    value = evaluate(machine, node.operand)
+def _unary(state: State, node: ast.UnaryOp) -> Value:
+    value = state.evaluate(node.operand)
     if isinstance(node.op, ast.Not):
         return negate(value)
     if isinstance(value, Const) and isinstance(node.op, ast.USub):
         try:
             return Const(-value.value)
         except TypeError:
-            return machine.unknown(node)
+            return state.unknown(node)
     return (
         value if isinstance(value, Tensor) else Unknown(f"-{key_of(value)}", loop=loop_of([value]))
     )
 
 
-def _compare(machine: Machine, node: ast.Compare) -> Value:
-    left = evaluate(machine, node.left)
+def _compare(state: State, node: ast.Compare) -> Value:
+    left = state.evaluate(node.left)
     if len(node.ops) > 1:
         for each in node.comparators:
-            evaluate(machine, each)
-        return machine.unknown(node)
-    right = evaluate(machine, node.comparators[0])
-    return compare(machine, node, left, node.ops[0], right)
+            state.evaluate(each)
+        return state.unknown(node)
+    right = state.evaluate(node.comparators[0])
+    return compare(state, node, left, node.ops[0], right)
 
 
-def compare(machine: Machine, node: Node, left: Value, op: ast.cmpop, right: Value) -> Value:
+def compare(state: State, node: Node, left: Value, op: ast.cmpop, right: Value) -> Value:
     """A comparison: a constant where both sides are, else a condition with a key."""
     if isinstance(op, ast.NotEq | ast.IsNot | ast.NotIn):
         positive = {ast.NotEq: ast.Eq, ast.IsNot: ast.Is, ast.NotIn: ast.In}[type(op)]
-        return negate(compare(machine, node, left, positive(), right))
+        return negate(compare(state, node, left, positive(), right))
     if isinstance(op, ast.Eq | ast.Is):
-        equal = _equality(machine, node, left, right)
+        equal = _equality(state, node, left, right)
         if equal is not None:
             return equal
     if isinstance(left, Const) and isinstance(right, Const | ListValue):
@@ -402,7 +400,7 @@ def compare(machine: Machine, node: Node, left: Value, op: ast.cmpop, right: Val
         if known is not None:
             return TRUE if known else FALSE
     if any(isinstance(each, Tensor) and not each.host for each in (left, right)):
-        return tensors.apply(machine, node, "eq", (left, right))
+        return tensors.apply(state, node, "eq", (left, right))
     periodic = is_periodic([left, right]) or _is_boundary(left, right) or _waits(left, right)
     name = type(op).__name__
     return Unknown(
@@ -414,13 +412,13 @@ def compare(machine: Machine, node: Node, left: Value, op: ast.cmpop, right: Val
     )
 
 
-def _equality(machine: Machine, node: Node, left: Value, right: Value) -> Value | None:
+def _equality(state: State, node: Node, left: Value, right: Value) -> Value | None:
     """``x is None``, ``x == True``, ``dtype == torch.float16``; None for any other comparison."""
     match left, right:
         case Const(), Const(value=None):
             return TRUE if left.value is None else FALSE
         case Gradient(), Const(value=None):
-            return machine.unknown(node)
+            return state.unknown(node)
         case _, Const(value=None):
             return negate(left)
         case Unknown(), Const(value=bool(expected)):
@@ -470,10 +468,10 @@ def _known_comparison(left: Const, op: ast.cmpop, right: Const | ListValue) -> b
         return None
 
 
-def _operator(machine: Machine, node: ast.BinOp) -> Value:
-    left = evaluate(machine, node.left)
-    right = evaluate(machine, node.right)
-    return binary(machine, node, node.op, left, right)
+def _operator(state: State, node: ast.BinOp) -> Value:
+    left = state.evaluate(node.left)
+    right = state.evaluate(node.right)
+    return binary(state, node, node.op, left, right)
 
 
 _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
@@ -491,29 +489,29 @@ OPERATORS: dict[type[ast.operator], str] = {
 }  # fmt: skip
 
 
-def binary(machine: Machine, node: Node, op: ast.operator, left: Value, right: Value) -> Value:
+def binary(state: State, node: Node, op: ast.operator, left: Value, right: Value) -> Value:
     """An operator."""
     name = OPERATORS.get(type(op), "?")
     if isinstance(left, Const) and isinstance(left.value, str) and name == "%":
-        return _formatted(machine, node, right)
+        return _formatted(state, node, right)
     if isinstance(left, Const) and isinstance(right, Const):
-        return _constants(machine, node, op, left, right)
+        return _constants(state, node, op, left, right)
     if name == "%" and isinstance(right, Const) and right.value == 1:
         return Const(0)
     if isinstance(left, Gradient) or isinstance(right, Gradient):
         return _of_gradient(node, name, left, right)
     if isinstance(left, ListValue) and isinstance(right, ListValue) and name == "add":
-        return _listed(machine, node, [*left.items, *right.items])
+        return _listed(state, node, [*left.items, *right.items])
     if isinstance(left, Parameters) and name == "add":
-        return _listed(machine, node, [left, right])
+        return _listed(state, node, [left, right])
     counts = name == "%" and isinstance(left, Tensor) and left.host
     if not counts and (isinstance(left, Tensor) or isinstance(right, Tensor)):
-        return tensors.arithmetic(machine, node, name, left, right)
+        return tensors.arithmetic(state, node, name, left, right)
     if isinstance(left, ListValue) and name == "mul":
         return left
     both = [left, right]
     if name == "sub":
-        _note_duration(machine, node, left, right)
+        _note_duration(state, node, left, right)
     return Unknown(
         f"({key_of(left)} {name} {key_of(right)})",
         op=name,
@@ -531,36 +529,36 @@ def _of_gradient(node: Node, name: str, left: Value, right: Value) -> Value:
     return Gradient(gradient.of, other) if scales and isinstance(gradient, Gradient) else gradient
 
 
-def _note_duration(machine: Machine, node: Node, left: Value, right: Value) -> None:
+def _note_duration(state: State, node: Node, left: Value, right: Value) -> None:
     """``time.time() - start``."""
     end = left.clock if isinstance(left, Unknown) else None
     begin = right.clock if isinstance(right, Unknown) else None
     # A time that a file read when it was imported is of no path.
-    if begin is not None and end is not None and 0 < begin <= end <= len(machine.trace):
-        machine.emit(Elapsed, node, begin, end)
+    if begin is not None and end is not None and 0 < begin <= end <= len(state.trace):
+        state.emit(Elapsed, node, begin, end)
 
 
-def _formatted(machine: Machine, node: Node, right: Value) -> Value:
+def _formatted(state: State, node: Node, right: Value) -> Value:
     """``"loss %f" % loss``."""
     operand = node.right if isinstance(node, ast.BinOp) else None
     if operand is not None:
         nodes = operand.elts if isinstance(operand, ast.Tuple) else [operand]
         values = right.items if isinstance(right, ListValue) else [right]
         for each, value in zip(nodes, values, strict=False):
-            tensors.shown(machine, each, value)
+            tensors.shown(state, each, value)
     return Unknown(f"str@{node.lineno}:{node.col_offset}")
 
 
-def _constants(machine: Machine, node: Node, op: ast.operator, left: Const, right: Const) -> Value:
+def _constants(state: State, node: Node, op: ast.operator, left: Const, right: Const) -> Value:
     compute = _ARITHMETIC.get(type(op))
     both = (left.value, right.value)
     repeats = isinstance(op, ast.Mult) and any(isinstance(each, str | bytes) for each in both)
     if compute is None or repeats or not all(map(_is_small, both)):
-        return machine.unknown(node)
+        return state.unknown(node)
     try:
         return Const(compute(*both))
     except (TypeError, ValueError, ArithmeticError):
-        return machine.unknown(node)
+        return state.unknown(node)
 
 
 def _is_small(value: object) -> bool:
@@ -570,21 +568,20 @@ def _is_small(value: object) -> bool:
     return not isinstance(value, int) or abs(value) <= 1 << 40
 
 
-def _lambda(machine: Machine, node: ast.Lambda) -> Value:
-    return Function(node, machine.here, machine.scope)
+def _lambda(state: State, node: ast.Lambda) -> Value:
+    return Function(node, state.here, state.scope)
 
 
-def _joined(machine: Machine, node: ast.JoinedStr) -> Value:
+def _joined(state: State, node: ast.JoinedStr) -> Value:
     for each in node.values:
         if isinstance(each, ast.FormattedValue):
-            value = evaluate(machine, each.value)
-            if isinstance(value, Tensor) and not machine.quiet:
-                tensors.shown(machine, each.value, value)
+            value = state.evaluate(each.value)
+            tensors.shown(state, each.value, value)
     return Unknown(f"str@{node.lineno}:{node.col_offset}")
 
 
-def _comprehension(machine: Machine, node: ast.ListComp | ast.GeneratorExp | ast.SetComp) -> Value:
-    value = _yielded(machine, node, node.elt)
+def _comprehension(state: State, node: ast.ListComp | ast.GeneratorExp | ast.SetComp) -> Value:
+    value = _yielded(state, node, node.elt)
     match value:
         case Parameter():
             return Parameters(value.of, key_of(value.of))
@@ -593,37 +590,37 @@ def _comprehension(machine: Machine, node: ast.ListComp | ast.GeneratorExp | ast
         case Optimizer() | Model() | Instance() | Scaler() | Loader():
             return ListValue([value])
         case _:
-            return machine.unknown(node)
+            return state.unknown(node)
 
 
 Comprehension = ast.ListComp | ast.GeneratorExp | ast.SetComp | ast.DictComp
 
 
-def _yielded(machine: Machine, node: Comprehension, wanted: ast.expr) -> Value:
+def _yielded(state: State, node: Comprehension, wanted: ast.expr) -> Value:
     """What a comprehension makes of one element; its names are its own."""
-    names = dict(machine.scope.names)
+    names = dict(state.scope.names)
     try:
         for generator in node.generators:
-            over = evaluate(machine, generator.iter)
-            machine.bind(generator.target, element(machine, node, generator.target, over, False))
+            over = state.evaluate(generator.iter)
+            state.assign(generator.target, element(state, node, generator.target, over, False))
             for test in generator.ifs:
-                evaluate(machine, test, quiet=True)
-        return evaluate(machine, wanted)
+                state.evaluate(test, quiet=True)
+        return state.evaluate(wanted)
     finally:
-        machine.scope.names.clear()
-        machine.scope.names.update(names)
+        state.scope.names.clear()
+        state.scope.names.update(names)
 
 
-def _dict_comprehension(machine: Machine, node: ast.DictComp) -> Value:
-    value = _yielded(machine, node, node.value)
+def _dict_comprehension(state: State, node: ast.DictComp) -> Value:
+    value = _yielded(state, node, node.value)
     return value if isinstance(value, Tensor) else DictValue({"": value}, node, open=True)
 
 
 def element(
-    machine: Machine, node: Node, target: ast.expr, over: Value | None, over_data: bool
+    state: State, node: Node, target: ast.expr, over: Value | None, over_data: bool
 ) -> Value:
     """What a loop's target stands for in one iteration."""
-    where = f"{key_of(over)}#{machine.iteration}"
+    where = f"{key_of(over)}#{state.iteration}"
     match over:
         case Parameters(of=owner):
             parameter = Parameter(owner)
@@ -632,23 +629,23 @@ def element(
             # ``for group in optimizer.param_groups`` yields groups, whose items lead on here
             return over if over.key.endswith("param_groups") else parameter
         case ListValue(items=items) if items:
-            return items[min(machine.micro_batch, len(items) - 1)]
+            return items[min(state.micro_batch, len(items) - 1)]
         case Loader():
             return Tensor(key=f"batch {where}", data=True)
         case Tensor():
             return over
         case Unknown(op="enumerate" | "zip" | "tqdm", operands=operands):
-            return _enumerated(machine, node, target, over, operands, where)
+            return _enumerated(state, node, target, over, operands, where)
         case Unknown() if over_data:
             return Tensor(key=f"batch {where}", data=True)
         case Unknown(op="items", operands=(DictValue(items=known), *_)) if known:
             return ListValue([Const(next(iter(known))), next(iter(known.values()))])
         case _:
-            return Unknown(f"{dotted(target) or 'item'} of {where}", loop=machine.iteration)
+            return Unknown(f"{dotted(target) or 'item'} of {where}", loop=state.iteration)
 
 
 def _enumerated(
-    machine: Machine,
+    state: State,
     node: Node,
     target: ast.expr,
     over: Unknown,
@@ -657,47 +654,47 @@ def _enumerated(
 ) -> Value:
     data = functions.is_loader(over)
     if over.op == "tqdm":
-        return element(machine, node, target, operands[0], data)
+        return element(state, node, target, operands[0], data)
     if over.op == "enumerate":
-        index = Unknown(f"index of {where}", loop=machine.iteration)
+        index = Unknown(f"index of {where}", loop=state.iteration)
         inner_target = (
             target.elts[1] if isinstance(target, ast.Tuple) and len(target.elts) > 1 else target
         )
-        return ListValue([index, element(machine, node, inner_target, operands[0], data)])
+        return ListValue([index, element(state, node, inner_target, operands[0], data)])
     targets = target.elts if isinstance(target, ast.Tuple) else [target] * len(operands)
     return ListValue(
         [
-            element(machine, node, each, operand, functions.is_loader(operand))
+            element(state, node, each, operand, functions.is_loader(operand))
             for each, operand in zip(targets, operands, strict=False)
         ]
     )
 
 
-def _named(machine: Machine, node: ast.NamedExpr) -> Value:
-    value = evaluate(machine, node.value)
-    machine.bind(node.target, value)
+def _named(state: State, node: ast.NamedExpr) -> Value:
+    value = state.evaluate(node.value)
+    state.assign(node.target, value)
     return value
 
 
-def _starred(machine: Machine, node: ast.Starred) -> Value:
-    return evaluate(machine, node.value)
+def _starred(state: State, node: ast.Starred) -> Value:
+    return state.evaluate(node.value)
 
 
-def _await(machine: Machine, node: ast.Await) -> Value:
-    return evaluate(machine, node.value)
+def _await(state: State, node: ast.Await) -> Value:
+    return state.evaluate(node.value)
 
 
-def _yield(machine: Machine, node: ast.Yield | ast.YieldFrom) -> Value:
+def _yield(state: State, node: ast.Yield | ast.YieldFrom) -> Value:
     if node.value is not None:
-        evaluate(machine, node.value)
-    return machine.unknown(node)
+        state.evaluate(node.value)
+    return state.unknown(node)
 
 
-def _slice(machine: Machine, node: ast.Slice) -> Value:
+def _slice(state: State, node: ast.Slice) -> Value:
     return Unknown(f"slice@{node.lineno}:{node.col_offset}")
 
 
-_HANDLERS: dict[type[ast.expr], Callable[[Machine, Any], Value]] = {
+EXPRESSIONS: dict[type[ast.expr], Callable[[State, Any], Value]] = {
     ast.Constant: _constant,
     ast.Name: _name,
     ast.Attribute: _attribute,
@@ -723,5 +720,4 @@ _HANDLERS: dict[type[ast.expr], Callable[[Machine, Any], Value]] = {
     ast.Yield: _yield,
     ast.YieldFrom: _yield,
     ast.Slice: _slice,
-    ast.Call: calls.evaluate_call,
 }

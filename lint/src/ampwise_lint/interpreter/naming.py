@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
-from typing import TYPE_CHECKING
 
+from ampwise_lint.path.state import State
 from ampwise_lint.source.roles import LOSS
 from ampwise_lint.values.abstract import (
     TRUE,
@@ -18,9 +18,6 @@ from ampwise_lint.values.abstract import (
     Value,
     Wrapper,
 )
-
-if TYPE_CHECKING:
-    from ampwise_lint.path.machine import Machine
 
 HOST = re.compile(r"numpy\.|np\.|sum\b|AverageMeter|\w*Meter|collections\.")
 """What makes numbers on the host, or counters."""
@@ -35,28 +32,28 @@ NO_LOSS = (
 """Endings of names of things about losses that are none."""
 
 
-def as_role(machine: Machine, value: Value, text: str) -> Value:
+def as_role(state: State, value: Value, text: str) -> Value:
     """A value read under a name; an unknown one becomes what the name is used as in this file."""
     if not isinstance(value, Unknown) or value.made == "computed" or not text:
         return value
-    known = machine.converted.get(value.key)
+    known = state.converted.get(value.key)
     if known is not None:
         return known
-    made = _made(machine, value, text)
+    made = _made(state, value, text)
     if made is not value:
-        machine.converted[value.key] = made
+        state.converted[value.key] = made
     return made
 
 
-def _made(machine: Machine, value: Unknown, text: str) -> Value:
-    match machine.here.roles.of(text):
+def _made(state: State, value: Unknown, text: str) -> Value:
+    match state.here.roles.of(text):
         case "scaler":
             opaque = value.made == "called"
-            return Scaler(_NOWHERE, machine.here, TRUE, value.key, opaque=opaque)
+            return Scaler(_NOWHERE, state.here, TRUE, value.key, opaque=opaque)
         case "wrapper":
             return Wrapper(text.rpartition(".")[2])
         case "optimizer":
-            return Optimizer(_NOWHERE, machine.here, value.key)
+            return Optimizer(_NOWHERE, state.here, value.key)
         case "scheduler":
             return Scheduler(value.key)
         case "network":

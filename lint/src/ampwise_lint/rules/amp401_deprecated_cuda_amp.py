@@ -40,7 +40,7 @@ from ampwise_lint.analysis import Analysis
 from ampwise_lint.findings import Edit
 from ampwise_lint.queries import edit
 from ampwise_lint.rule import Mistake, rule
-from ampwise_lint.source.imports import Imports, uses
+from ampwise_lint.source.imports import Imports
 from ampwise_lint.source.nodes import Node
 from ampwise_lint.source.places import is_type, names_bound_by
 from ampwise_lint.source.project import Module
@@ -64,7 +64,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
         old = [each for each in names if _old_home(each)]
         if old:
             yield _mistake(statement, module, old[0], _import_edits(module, statement))
-    for node, full in uses(module):
+    for node, full in module.imports.uses(module.index):
         home = _old_home(full)
         if isinstance(node, ast.Name) or _from_alias(found, node):
             continue  # its import is reported
@@ -112,7 +112,7 @@ def _import_edits(module: Module, statement: ast.Import | ast.ImportFrom) -> Edi
     if not bound.isdisjoint(_bound_otherwise(module)):
         return None
     edits = [edit("replace", statement, text)]
-    for node, full in uses(module):
+    for node, full in module.imports.uses(module.index):
         if dotted(node).partition(".")[0] in bound:
             changed = _with_device(module, node, full)
             if changed is None:

@@ -34,7 +34,6 @@ from collections.abc import Iterator
 
 from ampwise_lint.analysis import Analysis
 from ampwise_lint.rule import Mistake, rule
-from ampwise_lint.source.imports import uses
 from ampwise_lint.source.nodes import Node
 
 
@@ -48,7 +47,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
             yield _mistake(statement, code)
     if direct:
         return
-    for node, full in uses(code.module):
+    for node, full in code.module.imports.uses(code.module.index):
         if _is_apex(full):
             yield _mistake(node, code)
 

@@ -31,7 +31,6 @@ from collections.abc import Iterator
 
 from ampwise_lint.analysis import Analysis
 from ampwise_lint.rule import Mistake, rule
-from ampwise_lint.source.imports import uses
 from ampwise_lint.source.project import Module
 
 TAKES_NONE = {
@@ -46,7 +45,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
     module = code.module
     if "device" not in module.source.text or not _names_old(module):
         return
-    for node, full in uses(module):
+    for node, full in module.imports.uses(module.index):
         call = module.parents[id(node)]
         argument = TAKES_NONE.get(full, "")
         if not argument or not isinstance(call, ast.Call) or call.func is not node:

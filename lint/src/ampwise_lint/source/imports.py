@@ -5,14 +5,10 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from ampwise_lint.source.library import canonical
 from ampwise_lint.source.nodes import Index
 from ampwise_lint.source.roles import dotted
-
-if TYPE_CHECKING:
-    from ampwise_lint.source.project import Module
 
 
 @dataclass(slots=True)
@@ -33,6 +29,13 @@ class Imports:
         home = self.names.get(first, "torch" if first == "torch" else "")
         return canonical(f"{home}.{rest}" if rest else home) if home else ""
 
+    def uses(self, index: Index) -> Iterator[tuple[ast.Attribute | ast.Name, str]]:
+        """Every use of an imported name outside the import statements, the longest path each."""
+        for name in index.of(ast.Name):
+            if name.id in self.names or name.id == "torch":
+                longest = _path(index, name)
+                yield longest, self.full(longest)
+
 
 def imports(index: Index) -> Imports:
     """Read a file's import statements."""
@@ -52,21 +55,12 @@ def imports(index: Index) -> Imports:
     return found
 
 
-def uses(module: Module) -> Iterator[tuple[ast.Attribute | ast.Name, str]]:
-    """Every use of an imported name outside the import statements, the longest path each."""
-    found = module.imports
-    for name in module.index.of(ast.Name):
-        if name.id in found.names or name.id == "torch":
-            longest = _path(module, name)
-            yield longest, found.full(longest)
-
-
-def _path(module: Module, name: ast.Name) -> ast.Attribute | ast.Name:
+def _path(index: Index, name: ast.Name) -> ast.Attribute | ast.Name:
     """The longest ``a.b["c"].d`` that starts at a name."""
     longest: ast.Attribute | ast.Name = name
     node: ast.AST = name
     while True:
-        match module.parents[id(node)]:
+        match index.parents[id(node)]:
             case ast.Attribute() as node:
                 longest = node
             case ast.Subscript(value=value, slice=ast.Constant()) as outer if value is node:

@@ -8,11 +8,11 @@ from functools import cached_property
 from pathlib import Path
 
 from ampwise_lint.glance import Glances
+from ampwise_lint.source.attributes import Assigned, assigned
 from ampwise_lint.source.imports import Imports, imports
 from ampwise_lint.source.nodes import Index, Node, span
 from ampwise_lint.source.roles import Roles
 from ampwise_lint.source.text import Source, UnreadableError, read
-from ampwise_lint.values.abstract import Assigned
 
 
 @dataclass(eq=False)
@@ -23,10 +23,8 @@ class Module:
     project: Project
     used: set[Path] = field(default_factory=set[Path])
     """Files that were read to understand this one."""
-    assigned: dict[int, set[str]] = field(default_factory=dict[int, set[str]])
-    """Names each loop binds, by ``id`` of the loop."""
-    set_in: dict[int, Assigned] = field(default_factory=dict[int, Assigned])
-    """How each class sets attributes, by ``id`` of the class."""
+    _bound: dict[int, set[str]] = field(default_factory=dict[int, set[str]])
+    _assigned: dict[int, Assigned] = field(default_factory=dict[int, Assigned])
     _texts: dict[int, str] = field(default_factory=dict[int, str])
 
     @property
@@ -68,6 +66,23 @@ class Module:
         while not isinstance(node, ast.stmt):
             node = self.parents[id(node)]
         return node
+
+    def assigned_in(self, class_: ast.ClassDef) -> Assigned:
+        """How a class of this file sets attributes of its objects."""
+        if id(class_) not in self._assigned:
+            self._assigned[id(class_)] = assigned(class_)
+        return self._assigned[id(class_)]
+
+    def bound_in_loop(self, loop: ast.stmt, body: list[ast.stmt]) -> set[str]:
+        """Names that a loop's body binds."""
+        if id(loop) not in self._bound:
+            self._bound[id(loop)] = {
+                node.id
+                for statement in body
+                for node in ast.walk(statement)
+                if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+            }
+        return self._bound[id(loop)]
 
     def unparsed(self, node: ast.AST) -> str:
         """A node as normalised text."""

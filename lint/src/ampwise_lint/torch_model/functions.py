@@ -6,8 +6,9 @@ import ast
 import re
 from collections.abc import Callable
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
+from ampwise_lint.path.conditions import decide
+from ampwise_lint.path.state import State
 from ampwise_lint.source import library
 from ampwise_lint.source.nodes import Node
 from ampwise_lint.source.roles import HANDLES, LOADER, LOSS
@@ -50,15 +51,12 @@ from ampwise_lint.values.events import (
     Synchronize,
 )
 
-if TYPE_CHECKING:
-    from ampwise_lint.path.machine import Machine
 
-
-def call(machine: Machine, node: ast.Call, path: str, a: Arguments) -> Value:
+def call(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
     """Call something by its full name."""
     if path.startswith("builtins."):
-        return _builtin(machine, node, path[9:], a)
-    return _maker(path)(machine, node, path, a)
+        return _builtin(state, node, path[9:], a)
+    return _maker(path)(state, node, path, a)
 
 
 @lru_cache(maxsize=4096)
@@ -70,27 +68,27 @@ def _maker(path: str) -> _Make:
 
 
 def make_scaler(
-    machine: Machine, node: ast.Call, path: str, a: Arguments, *, opaque: bool = False
+    state: State, node: ast.Call, path: str, a: Arguments, *, opaque: bool = False
 ) -> Value:
     """A scaler of the class `path`; `opaque`: its methods are not torch's."""
     new = path in ("torch.amp.GradScaler", "torch.GradScaler")
     device = a.get(0, "device") if new else Const("cpu" if ".cpu." in path else "cuda")
     enabled = a.get(5 if new else 4, "enabled")
-    is_on = enabled is None or machine.decide(enabled)
+    is_on = enabled is None or decide(state, enabled)
     scaler = Scaler(
         node,
-        machine.here,
+        state.here,
         TRUE if is_on else FALSE,
-        _place(machine, node, "scaler"),
+        _place(state, node, "scaler"),
         path,
         device or Const("cuda"),
         opaque,
     )
-    machine.emit(Made, node, scaler)
+    state.emit(Made, node, scaler)
     return scaler
 
 
-def _autocast(machine: Machine, node: ast.Call, path: str, a: Arguments) -> Value:
+def _autocast(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
     if path.startswith(("torch.cuda.", "torch.cpu.")):
         device: str | None = "cuda" if ".cuda." in path else "cpu"
         enabled, dtype = a.get(0, "enabled"), a.get(1, "dtype")
@@ -99,7 +97,7 @@ def _autocast(machine: Machine, node: ast.Call, path: str, a: Arguments) -> Valu
         dtype, enabled = a.get(1, "dtype"), a.get(2, "enabled")
     if device is not None:
         device = device.partition(":")[0]
-    is_on = enabled is None or machine.decide(enabled)
+    is_on = enabled is None or decide(state, enabled)
     name: str | None = None
     if dtype is None or dtype is NONE or (isinstance(dtype, Const) and dtype.value is None):
         name = {"cuda": "float16", "cpu": "bfloat16"}.get(device or "")
@@ -107,7 +105,7 @@ def _autocast(machine: Machine, node: ast.Call, path: str, a: Arguments) -> Valu
             name = None
     else:
         name = methods.dtype_named(dtype)
-    region = Region(node, machine.here, is_on and name != "float32", device, name)
+    region = Region(node, state.here, is_on and name != "float32", device, name)
     return Manager("autocast", node, region)
 
 
@@ -115,95 +113,95 @@ def _text(value: Value | None) -> str | None:
     return value.value if isinstance(value, Const) and isinstance(value.value, str) else None
 
 
-def _scale_loss(machine: Machine, node: ast.Call, path: str, a: Arguments) -> Value:
+def _scale_loss(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
     loss = a.first("loss")
     base = loss if isinstance(loss, Tensor) else Tensor(key=key_of(loss), loss=True)
     return Manager("other", node, bound=base.but(scaled=Wrapper("apex.amp")))
 
 
-def _apex(machine: Machine, node: ast.Call, path: str, a: Arguments) -> Value:
-    machine.emit(Managed, node, path)
+def _apex(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
+    state.emit(Managed, node, path)
     if path.endswith("initialize"):
         return ListValue(a.positional) if len(a.positional) > 1 else a.first("models") or NONE
     if path.endswith("master_params"):
         return Parameters(a.first("optimizer") or NONE, "apex.amp.master_params")
-    return machine.unknown(node, "called")
+    return state.unknown(node, "called")
 
 
-def _no_grad(machine: Machine, node: ast.Call, path: str, a: Arguments) -> Value:
+def _no_grad(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
     return Manager("no_grad", node)
 
 
-def _enable_grad(machine: Machine, node: ast.Call, path: str, a: Arguments) -> Value:
+def _enable_grad(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
     return Manager("enable_grad", node)
 
 
-def _set_grad_enabled(machine: Machine, node: ast.Call, path: str, a: Arguments) -> Value:
+def _set_grad_enabled(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
     mode = a.first("mode") or TRUE
-    return Manager("enable_grad" if machine.decide(mode) else "no_grad", node)
+    return Manager("enable_grad" if decide(state, mode) else "no_grad", node)
 
 
-def _null(machine: Machine, node: ast.Call, path: str, a: Arguments) -> Value:
+def _null(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
     return Manager("null", node)
 
 
 # ---------------------------------------------------------------------- training
 
 
-def make_optimizer(machine: Machine, node: ast.Call, path: str, a: Arguments) -> Value:
+def make_optimizer(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
     """An optimizer of the class `path`."""
     arguments = dict(a.named)
     if a.open:
         arguments["**"] = NONE
     params = a.first("params")
-    key = _place(machine, node, "optimizer")
-    loops = tuple(id(each.node) for each in machine.context.loops)
-    optimizer = Optimizer(node, machine.here, key, path, params, arguments, loops)
-    machine.emit(Made, node, optimizer)
+    key = _place(state, node, "optimizer")
+    loops = tuple(id(each.node) for each in state.context.loops)
+    optimizer = Optimizer(node, state.here, key, path, params, arguments, loops)
+    state.emit(Made, node, optimizer)
     return optimizer
 
 
-def make_scheduler(machine: Machine, node: ast.Call, path: str, a: Arguments) -> Value:
+def make_scheduler(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
     """A learning-rate scheduler."""
-    return Scheduler(_place(machine, node, "scheduler"), path)
+    return Scheduler(_place(state, node, "scheduler"), path)
 
 
-def _loader(machine: Machine, node: ast.Call, path: str, a: Arguments) -> Value:
+def _loader(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
     arguments = dict(a.named)
     for index, name in ((5, "num_workers"), (7, "pin_memory")):
         if index < len(a.positional):
             arguments[name] = a.positional[index]
-    loader = Loader(node, machine.here, arguments, opaque=a.open)
-    machine.emit(Made, node, loader)
+    loader = Loader(node, state.here, arguments, opaque=a.open)
+    state.emit(Made, node, loader)
     return loader
 
 
-def _wrap(kind: str) -> Callable[[Machine, ast.Call, str, Arguments], Value]:
-    def wrap(machine: Machine, node: ast.Call, path: str, a: Arguments) -> Value:
+def _wrap(kind: str) -> Callable[[State, ast.Call, str, Arguments], Value]:
+    def wrap(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
         inner = a.first("module", "model")
         if isinstance(inner, Instance):
             inner.wrapped = kind
             inner.attributes["module"] = inner
             return inner
-        return Model(_place(machine, node, "model"), path, node, kind, inner=inner)
+        return Model(_place(state, node, "model"), path, node, kind, inner=inner)
 
     return wrap
 
 
-def _clip(machine: Machine, node: ast.Call, path: str, a: Arguments) -> Value:
-    machine.emit(Clip, node, a.first("parameters", "params"))
-    return Tensor(key=_place(machine, node, "norm"), op="grad_norm", dtype="float32")
+def _clip(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
+    state.emit(Clip, node, a.first("parameters", "params"))
+    return Tensor(key=_place(state, node, "norm"), op="grad_norm", dtype="float32")
 
 
-def _grad(machine: Machine, node: ast.Call, path: str, a: Arguments) -> Value:
+def _grad(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
     outputs = a.first("outputs") or NONE
     scaled = isinstance(outputs, Tensor) and isinstance(outputs.scaled, Scaler)
     of = tensors.flatten([a.get(1, "inputs") or NONE])
     result = Tensor(
-        key=_place(machine, node, "gradient"), op="autograd.grad", grad_scaled=scaled,
+        key=_place(state, node, "gradient"), op="autograd.grad", grad_scaled=scaled,
         inputs=(outputs,), node=node, dtype=tensors.widest(of) if of else None,
     )  # fmt: skip
-    machine.emit(Grad, node, result, _is_true(a.get(4, "create_graph")))
+    state.emit(Grad, node, result, _is_true(a.get(4, "create_graph")))
     return result
 
 
@@ -211,38 +209,38 @@ def _is_true(value: Value | None) -> bool:
     return isinstance(value, Const) and value.value is True
 
 
-def _save(machine: Machine, node: ast.Call, path: str, a: Arguments) -> Value:
+def _save(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
     what = a.first("obj") or NONE
-    machine.emit(Save, node, what, what if isinstance(what, DictValue) else None)
+    state.emit(Save, node, what, what if isinstance(what, DictValue) else None)
     return NONE
 
 
-def _synchronize(machine: Machine, node: ast.Call, path: str, a: Arguments) -> Value:
-    machine.emit(Synchronize, node, path)
+def _synchronize(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
+    state.emit(Synchronize, node, path)
     return NONE
 
 
-def _clock(machine: Machine, node: ast.Call, path: str, a: Arguments) -> Value:
-    machine.emit(Clock, node)
-    return Unknown(_place(machine, node, "time"), clock=len(machine.trace))
+def _clock(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
+    state.emit(Clock, node)
+    return Unknown(_place(state, node, "time"), clock=len(state.trace))
 
 
-def _wrapper(machine: Machine, node: ast.Call, path: str, a: Arguments) -> Value:
+def _wrapper(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
     given = [a.named.get(each) for each in ("precision", "mixed_precision", "fp16", "bf16")]
     lower = any(each is not None and key_of(each) not in OFF for each in given)
     wrapper = Wrapper(path, lower, has_state=path.endswith(".NativeScaler"))
-    machine.emit(Made, node, wrapper)
+    state.emit(Made, node, wrapper)
     if path.startswith("ignite.engine.") and a.positional:
-        _walk_each_batch(machine, node, a.positional[0])
+        _walk_each_batch(state, node, a.positional[0])
     return wrapper
 
 
-def _walk_each_batch(machine: Machine, node: ast.Call, function: Value) -> None:
+def _walk_each_batch(state: State, node: ast.Call, function: Value) -> None:
     """``Engine(update)``: a function that is called with each batch."""
     if isinstance(function, Function):
-        with machine.repeated(node):
+        with state.in_iteration(node, 0, over_data=True):
             batch = Tensor(key=f"batch@{node.lineno}", data=True)
-            machine.call(function, Arguments([Unknown("engine", "given"), batch]), node)
+            state.call(function, Arguments([Unknown("engine", "given"), batch]), node)
 
 
 TENSORS = {"torch.Tensor", "torch.nn.Parameter", "torch.autograd.Variable"}
@@ -252,30 +250,30 @@ OFF = ("'no'", "'32'", "32", "'32-true'", "False", "None")
 # ---------------------------------------------------------------------- networks and operations
 
 
-def _layer(machine: Machine, node: ast.Call, path: str, a: Arguments) -> Value:
+def _layer(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
     arguments = dict(a.named)
     for index, value in enumerate(a.positional):
         arguments[f"#{index}"] = value
     inner = ListValue(a.positional) if path.endswith(("Sequential", "ModuleList")) else None
-    key = _place(machine, node, path.rpartition(".")[2])
+    key = _place(state, node, path.rpartition(".")[2])
     layer = Model(key, path, node, arguments=arguments, inner=inner)
-    machine.emit(Made, node, layer)
+    state.emit(Made, node, layer)
     return layer
 
 
-def apply_layer(machine: Machine, node: ast.Call, layer: Model, a: Arguments) -> Value:
+def apply_layer(state: State, node: ast.Call, layer: Model, a: Arguments) -> Value:
     """Call a layer of torch."""
     inputs = a.positional
     if library.LOSS_LAYERS.match(layer.path):
         name = LAYER_TO_FUNCTION.get(layer.path.rpartition(".")[2], "loss")
-        result = tensors.apply(machine, node, name, inputs, layer.arguments)
+        result = tensors.apply(state, node, name, inputs, layer.arguments)
         result.loss = True
         return result
     if isinstance(layer.inner, ListValue) and layer.path.endswith("Sequential"):
         value: Value = inputs[0] if inputs else NONE
         for each in layer.inner.items:
             if isinstance(each, Model):
-                value = apply_layer(machine, node, each, Arguments([value]))
+                value = apply_layer(state, node, each, Arguments([value]))
             else:
                 value = Tensor(key=f"sequential@{node.lineno}", forward=True)
         return value
@@ -287,11 +285,11 @@ def apply_layer(machine: Machine, node: ast.Call, layer: Model, a: Arguments) ->
         operation = {"LogSoftmax": "log_softmax", "Softplus": "softplus"}.get(name, operation)
     else:
         operation = name.lower()
-    result = tensors.apply(machine, node, operation, inputs)
+    result = tensors.apply(state, node, operation, inputs)
     given = [each for each in inputs if isinstance(each, Tensor)]
     result.host = bool(given) and all(each.host for each in given)  # where its weights are
     return (
-        ListValue([result, machine.unknown(node)])
+        ListValue([result, state.unknown(node)])
         if name in ("LSTM", "GRU", "RNN", "MultiheadAttention")
         else result
     )
@@ -310,7 +308,7 @@ LAYER_TO_FUNCTION = {
 }
 
 
-def _operation(machine: Machine, node: ast.Call, path: str, a: Arguments) -> Value:
+def _operation(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
     name = library.operation(path)
     if name in library.FACTORIES:
         dtype = methods.dtype_named(a.named["dtype"]) if "dtype" in a.named else None
@@ -323,90 +321,90 @@ def _operation(machine: Machine, node: ast.Call, path: str, a: Arguments) -> Val
         else:
             host = like.host if isinstance(like, Tensor) else like is None
         return Tensor(
-            key=_place(machine, node, name),
+            key=_place(state, node, name),
             dtype=dtype or kind,
             op=name,
             inputs=tuple(a.positional),
             host=host,
         )
     if not a.values and name not in library.PLAIN:
-        return machine.unknown(node, "called", path)
+        return state.unknown(node, "called", path)
     inputs = list(a.positional)
     inputs += [a.named[key] for key in ("input", "pred", "target") if key in a.named]
-    return tensors.apply(machine, node, name, inputs, a.named)
+    return tensors.apply(state, node, name, inputs, a.named)
 
 
-def _distribution(machine: Machine, node: ast.Call, path: str, a: Arguments) -> Value:
+def _distribution(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
     """A distribution; of Python's numbers it draws on the host."""
-    made = tensors.apply(machine, node, library.operation(path), a.values, a.named)
+    made = tensors.apply(state, node, library.operation(path), a.values, a.named)
     made.host = made.host or not any(isinstance(e, Tensor) for e in tensors.flatten(a.values))
     return made
 
 
-def _compiled(machine: Machine, node: ast.Call, path: str, a: Arguments) -> Value:
-    return a.first("model", "module") or machine.unknown(node, "called")
+def _compiled(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
+    return a.first("model", "module") or state.unknown(node, "called")
 
 
-def _auto_optimizer(machine: Machine, node: ast.Call, path: str, a: Arguments) -> Value:
-    return a.first("optimizer") or machine.unknown(node, "called")
+def _auto_optimizer(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
+    return a.first("optimizer") or state.unknown(node, "called")
 
 
-def _device(machine: Machine, node: ast.Call, path: str, a: Arguments) -> Value:
+def _device(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
     first = a.first("device", "type")
     if isinstance(first, Const):
         text = str(first.value)
         return Const(text if not text.isdigit() else "cuda")
-    return first or machine.unknown(node, "called")
+    return first or state.unknown(node, "called")
 
 
-def _partial(machine: Machine, node: ast.Call, path: str, a: Arguments) -> Value:
+def _partial(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
     if not a.positional:
-        return machine.unknown(node, "called")
+        return state.unknown(node, "called")
     return Partial(a.positional[0], tuple(a.positional[1:]), a.named)
 
 
-def _available(machine: Machine, node: ast.Call, path: str, a: Arguments) -> Value:
+def _available(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
     return Unknown(f"{path}()")
 
 
-def _tqdm(machine: Machine, node: ast.Call, path: str, a: Arguments) -> Value:
+def _tqdm(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
     over = a.first("iterable") or NONE
     return Unknown(f"tqdm({key_of(over)})", op="tqdm", operands=(over,))
 
 
-def _other(machine: Machine, node: ast.Call, path: str, a: Arguments) -> Value:
+def _other(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
     last = path.rpartition(".")[2]
     if library.CLIP_NAME.match(last):
-        return _clip(machine, node, path, a)
-    methods.given_away(machine, node, last, a)
-    methods.note_norm(machine, node, last, a)
+        return _clip(state, node, path, a)
+    methods.given_away(state, node, last, a)
+    methods.note_norm(state, node, last, a)
     flat = tensors.flatten(a.values)
     if methods.SHOWS.match(last) or path.startswith(("wandb.", "logging.", "mlflow.")):
         waits = not path.startswith(("wandb.", "mlflow."))
-        tensors.shown_all(machine, node, a.values, waits=waits)
-        return machine.unknown(node, "called")
+        tensors.shown_all(state, node, a.values, waits=waits)
+        return state.unknown(node, "called")
     if any(isinstance(each, Tensor) for each in flat) and not last[:1].isupper():
         if LOSS.search(last) and not HANDLES.match(last):
-            machine.emit(Loss, node, last, tuple(a.values))
-        return unknown_of_tensors(machine, node, last, a)
-    if (returned := methods.walk_callbacks(machine, node, a)) is not None:
+            state.emit(Loss, node, last, tuple(a.values))
+        return unknown_of_tensors(state, node, last, a)
+    if (returned := methods.walk_callbacks(state, node, a)) is not None:
         return returned
-    return machine.unknown(node, "called", path)
+    return state.unknown(node, "called", path)
 
 
 TO_HOST = re.compile(r"(to|2)_?(python_)?(float|np|numpy|item)$", re.IGNORECASE)
 """Functions that make a number or an array of a tensor, by their names."""
 
 
-def unknown_of_tensors(machine: Machine, node: ast.Call, name: str, a: Arguments) -> Value:
+def unknown_of_tensors(state: State, node: ast.Call, name: str, a: Arguments) -> Value:
     """What a function nobody showed us makes of tensors."""
     flat = [each for each in tensors.flatten(a.values) if isinstance(each, Tensor)]
     host = all(each.host for each in flat)
     if not host and TO_HOST.search(name):
-        return tensors.read(machine, node, next(e for e in flat if not e.host), name)
+        return tensors.read(state, node, next(e for e in flat if not e.host), name)
     scaled = Unknown(name, "called") if "scale" in name.lower() else None
     return Tensor(
-        key=_place(machine, node, name),
+        key=_place(state, node, name),
         op=name,
         inputs=tuple(a.values),
         scaled=scaled,
@@ -430,14 +428,14 @@ def _is_no_tensor(value: Value, class_: Value) -> bool:
     return len(names) == len(wanted) and names <= TENSORS and isinstance(value, known)
 
 
-def _builtin(machine: Machine, node: ast.Call, name: str, a: Arguments) -> Value:
+def _builtin(state: State, node: ast.Call, name: str, a: Arguments) -> Value:
     first = a.positional[0] if a.positional else NONE
     match name:
         case "print":
-            tensors.shown_all(machine, node, a.values, waits=True)
+            tensors.shown_all(state, node, a.values, waits=True)
             return NONE
         case "float" | "int" | "round":
-            return _number(machine, node, name, first)
+            return _number(state, node, name, first)
         case "enumerate" | "zip":
             values = a.positional if name == "zip" else [first]
             key = f"{name}({', '.join(map(key_of, values))})"
@@ -449,14 +447,14 @@ def _builtin(machine: Machine, node: ast.Call, name: str, a: Arguments) -> Value
             return Unknown(f"{name}({key_of(value)})", of=value, op="tqdm", operands=(value,))
         case "next":
             if isinstance(first, Loader) or (isinstance(first, Unknown) and is_loader(first)):
-                return Tensor(key=f"batch@{node.lineno}#{machine.iteration}", data=True)
-            return machine.unknown(node, "called")
+                return Tensor(key=f"batch@{node.lineno}#{state.iteration}", data=True)
+            return state.unknown(node, "called")
         case "sum" if isinstance(first, Tensor):
-            return tensors.apply(machine, node, "sum", (first,))
+            return tensors.apply(state, node, "sum", (first,))
         case "sum" if isinstance(first, ListValue) and first.items:
             if any(isinstance(each, Tensor) for each in first.items):
-                return tensors.apply(machine, node, "sum", first.items)
-            return machine.unknown(node)
+                return tensors.apply(state, node, "sum", first.items)
+            return state.unknown(node)
         case "getattr" if len(a.positional) > 1 and isinstance(a.positional[1], Const):
             attr = a.positional[1].value
             if isinstance(first, Ref) and isinstance(attr, str):
@@ -478,22 +476,22 @@ def _builtin(machine: Machine, node: ast.Call, name: str, a: Arguments) -> Value
             return Unknown(f"isinstance({key_of(first)}, {key_of(a.positional[-1])})")
         case "str" | "repr" | "format":
             if node.args:
-                tensors.shown(machine, node.args[0], first)
+                tensors.shown(state, node.args[0], first)
             return Unknown(f"str({key_of(first)})")
         case _:
             if isinstance(first, Gradient):
                 return first
-            return machine.unknown(node, "called", name)
+            return state.unknown(node, "called", name)
 
 
-def _number(machine: Machine, node: ast.Call, name: str, value: Value) -> Value:
+def _number(state: State, node: ast.Call, name: str, value: Value) -> Value:
     if isinstance(value, Tensor) and not value.data:
-        return tensors.read(machine, node, value, f"{name}()")
+        return tensors.read(state, node, value, f"{name}()")
     if isinstance(value, Const):
         try:
             return Const({"float": float, "int": int, "round": round}[name](value.value))
         except (TypeError, ValueError, OverflowError):
-            return machine.unknown(node)
+            return state.unknown(node)
     return Unknown(
         f"{name}({key_of(value)})", loop=value.loop if isinstance(value, Unknown) else None
     )
@@ -514,12 +512,12 @@ def is_loader(value: Value) -> bool:
             return False
 
 
-def _place(machine: Machine, node: Node, what: str) -> str:
-    return f"{what}@{machine.here.path.name}:{node.lineno}#{machine.iteration}"
+def _place(state: State, node: Node, what: str) -> str:
+    return f"{what}@{state.here.path.name}:{node.lineno}#{state.iteration}"
 
 
 _Test = Callable[[str], bool]
-_Make = Callable[["Machine", ast.Call, str, Arguments], Value]
+_Make = Callable[["State", ast.Call, str, Arguments], Value]
 _KINDS: list[tuple[_Test, _Make]] = [
     (lambda p: p in library.SCALERS, make_scaler),
     (lambda p: p in library.AUTOCASTS, _autocast),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
+from ampwise_lint.path.state import State
 from ampwise_lint.source import library
 from ampwise_lint.source.nodes import Node
 from ampwise_lint.source.roles import dotted
@@ -21,9 +21,6 @@ from ampwise_lint.values.abstract import (
     key_of,
 )
 from ampwise_lint.values.events import HostSync, Loss, Op, Report
-
-if TYPE_CHECKING:
-    from ampwise_lint.path.machine import Machine
 
 KEEPS = {
     "add",
@@ -57,9 +54,9 @@ def is_half_on_device(value: Value) -> bool:
     return isinstance(value, Tensor) and is_low(value.dtype) and not value.host
 
 
-def dtype_of(machine: Machine, operation: str, inputs: Sequence[Value]) -> str | None:
+def dtype_of(state: State, operation: str, inputs: Sequence[Value]) -> str | None:
     """The dtype of an operation's result where the path stands."""
-    region = machine.region
+    region = state.region
     if operation in library.INTEGER:
         return "int"
     if region is not None:
@@ -83,7 +80,7 @@ def widest(inputs: Sequence[Value]) -> str | None:
 
 
 def apply(
-    machine: Machine,
+    state: State,
     node: Node,
     operation: str,
     inputs: Sequence[Value],
@@ -93,10 +90,10 @@ def apply(
     flat = flatten(inputs)
     tensors = [each for each in flat if isinstance(each, Tensor)]
     result = Tensor(
-        key=f"{operation}@{node.lineno}:{node.col_offset}#{machine.iteration}",
-        dtype=dtype_of(machine, operation, flat),
+        key=f"{operation}@{node.lineno}:{node.col_offset}#{state.iteration}",
+        dtype=dtype_of(state, operation, flat),
         guessed=operation not in library.OPS_LOW and any(each.guessed for each in tensors),
-        region=machine.region,
+        region=state.region,
         op=operation,
         inputs=tuple(inputs),
         node=node,
@@ -108,8 +105,8 @@ def apply(
         _keep(result, tensors)
     if operation in library.LOSS_FUNCTIONS:
         result.loss = True
-        machine.emit(Loss, node, operation, tuple(inputs))
-    machine.emit(Op, node, operation, tuple(inputs), dict(arguments or {}), result)
+        state.emit(Loss, node, operation, tuple(inputs))
+    state.emit(Op, node, operation, tuple(inputs), dict(arguments or {}), result)
     return result
 
 
@@ -165,10 +162,10 @@ def origins(*tensors: Value) -> Iterator[Tensor]:
             waiting += flatten(each.inputs)
 
 
-def arithmetic(machine: Machine, node: Node, name: str, left: Value, right: Value) -> Value:
+def arithmetic(state: State, node: Node, name: str, left: Value, right: Value) -> Value:
     """An operator with a tensor on at least one side."""
     tensors = [each for each in (left, right) if isinstance(each, Tensor)]
-    result = apply(machine, node, name, (left, right))
+    result = apply(state, node, name, (left, right))
     main = tensors[0]
     other = right if main is left else left
     if name in ("mul", "div", "floordiv"):
@@ -206,13 +203,13 @@ def _divisor(node: Node, other: Value) -> Value:
     return other
 
 
-def read(machine: Machine, node: Node, tensor: Tensor | Unknown, how: str) -> Tensor:
+def read(state: State, node: Node, tensor: Tensor | Unknown, how: str) -> Tensor:
     """A value is copied to the host, which waits for it."""
     if isinstance(tensor, Tensor):
         if not tensor.host:
-            machine.emit(HostSync, node, tensor, how)
+            state.emit(HostSync, node, tensor, how)
         return tensor.but(host=True, of=tensor if tensor.of is None else tensor.of)
-    machine.emit(HostSync, node, tensor, how)
+    state.emit(HostSync, node, tensor, how)
     return Tensor(key=key_of(tensor), host=True, of=tensor, loss="loss" in tensor.key)
 
 
@@ -223,22 +220,22 @@ def is_rescaled(node: ast.expr) -> bool:
     )
 
 
-def shown(machine: Machine, node: ast.expr, value: Value, *, waits: bool = True) -> None:
+def shown(state: State, node: ast.expr, value: Value, *, waits: bool = True) -> None:
     """A value is printed or logged."""
     if not isinstance(value, Tensor):
         return
     if not value.host and waits and not value.data:
-        machine.emit(HostSync, node, value, "print")
-    machine.emit(Report, node, value, "", is_rescaled(node))
+        state.emit(HostSync, node, value, "print")
+    state.emit(Report, node, value, "", is_rescaled(node))
 
 
-def shown_all(machine: Machine, node: ast.Call, values: Sequence[Value], *, waits: bool) -> None:
+def shown_all(state: State, node: ast.Call, values: Sequence[Value], *, waits: bool) -> None:
     """The arguments of a call that prints or logs."""
     nodes = [*node.args, *(each.value for each in node.keywords)]
     for each, value in zip(nodes, values, strict=False):
         if isinstance(value, DictValue):
             inner = each.values if isinstance(each, ast.Dict) else []
             for part, item in zip(inner, value.items.values(), strict=False):
-                shown(machine, part, item, waits=waits)
+                shown(state, part, item, waits=waits)
         elif not isinstance(each, ast.JoinedStr):
-            shown(machine, each, value, waits=waits)
+            shown(state, each, value, waits=waits)

@@ -10,18 +10,14 @@ the value was handed to.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2s
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from ampwise_lint.source.nodes import Node
-from ampwise_lint.source.roles import dotted
-
-if TYPE_CHECKING:
-    from ampwise_lint.path.scope import Scope
-    from ampwise_lint.source.project import Module
+from ampwise_lint.source.project import Module
 
 LOW = ("float16", "bfloat16")
 Origin = Literal["given", "computed", "called"]
@@ -84,6 +80,51 @@ class Ref(Value):
     path: str
 
 
+class Scope:
+    """Names of a module, function or class body."""
+
+    __slots__ = ("globals", "module", "names", "parent")
+
+    def __init__(self, module: Module, parent: Scope | None = None) -> None:
+        self.module = module
+        self.parent = parent
+        self.names: dict[str, Value] = {}
+        self.globals: set[str] = set()
+
+    def get(self, name: str) -> Value | None:
+        """What a name stands for; None where nothing was bound to it."""
+        scope: Scope | None = self
+        while scope is not None:
+            if name in scope.names:
+                return scope.names[name]
+            scope = scope.parent
+        return None
+
+    def set(self, name: str, value: Value) -> None:
+        """Bind a name."""
+        if name in self.globals:
+            self.top.names[name] = value
+        else:
+            self.names[name] = value
+
+    def put(self, name: str, value: Value) -> None:
+        """Bind a name anew where it is bound."""
+        scope: Scope | None = self
+        while scope is not None:
+            if name in scope.names:
+                scope.names[name] = value
+                return
+            scope = scope.parent
+
+    @property
+    def top(self) -> Scope:
+        """The module's scope."""
+        scope = self
+        while scope.parent is not None:
+            scope = scope.parent
+        return scope
+
+
 @dataclass(eq=False, slots=True)
 class Function(Value):
     """A function of the code that is read; `owner` the object it is bound to."""
@@ -94,14 +135,11 @@ class Function(Value):
     owner: Value | None = None
     class_: Class | None = None
 
-
-class Assigned(NamedTuple):
-    """Attributes of an object, by how its class sets them."""
-
-    later: set[str]
-    """In a method other than ``__init__``."""
-    chosen: set[str]
-    """In ``__init__``, to None in one case and to something in another."""
+    @property
+    def name(self) -> str:
+        """Its name, with its class."""
+        own = getattr(self.node, "name", "<lambda>")
+        return f"{self.class_.node.name}.{own}" if self.class_ is not None else own
 
 
 @dataclass(eq=False, slots=True)
@@ -123,27 +161,6 @@ class Class(Value):
                 return found
         return None
 
-    def assigned(self) -> Assigned:
-        """How methods set attributes of ``self``."""
-        known = self.module.set_in
-        if id(self.node) not in known:
-            known[id(self.node)] = self._assigned()
-        return known[id(self.node)]
-
-    def _assigned(self) -> Assigned:
-        later, none, something = set[str](), set[str](), set[str]()
-        for method in self.node.body:
-            if isinstance(method, ast.FunctionDef):
-                for name, value in _set_in(method):
-                    if method.name != "__init__":
-                        later.add(name)
-                        continue
-                    cases = [value.body, value.orelse] if isinstance(value, ast.IfExp) else [value]
-                    for each in cases:
-                        is_none = isinstance(each, ast.Constant) and each.value is None
-                        (none if is_none else something).add(name)
-        return Assigned(later, none & something)
-
     def ancestors(self, seen: frozenset[int] = frozenset()) -> list[str]:
         """Names of all classes it derives from, outside ones by their full name."""
         if id(self) in seen:
@@ -157,24 +174,6 @@ class Class(Value):
             elif isinstance(base, Unknown):
                 names.append(base.key)
         return names
-
-
-def _set_in(method: ast.FunctionDef) -> Iterator[tuple[str, ast.expr | None]]:
-    """Attributes of ``self`` that a method sets, with what they are set to."""
-    for node in ast.walk(method):
-        for target in _targets(node):
-            if isinstance(target, ast.Attribute) and dotted(target.value) == "self":
-                yield target.attr, getattr(node, "value", None)
-
-
-def _targets(node: ast.AST) -> list[ast.expr]:
-    if isinstance(node, ast.Assign):
-        return [
-            each
-            for target in node.targets
-            for each in (target.elts if isinstance(target, ast.Tuple) else [target])
-        ]
-    return [node.target] if isinstance(node, ast.AugAssign | ast.AnnAssign) else []
 
 
 @dataclass(eq=False, slots=True)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from ampwise_lint.source.nodes import Node
+from ampwise_lint.source.project import Module
 from ampwise_lint.values.abstract import (
     Class,
     DictValue,
@@ -18,9 +18,6 @@ from ampwise_lint.values.abstract import (
     Value,
     Wrapper,
 )
-
-if TYPE_CHECKING:
-    from ampwise_lint.source.project import Module
 
 
 @dataclass(frozen=True, slots=True)
