@@ -16,13 +16,14 @@ from ampwise_lint.interpreter.handlers import HANDLERS
 from ampwise_lint.interpreter.imports import run_module
 from ampwise_lint.path.oracle import Oracle, explore
 from ampwise_lint.path.state import Budget, BudgetError, Frame, State
+from ampwise_lint.prefilter import Prefilter
 from ampwise_lint.source.project import Module
 from ampwise_lint.source.roles import dotted
+from ampwise_lint.triggers import STEP
 from ampwise_lint.values.abstract import Class, Function, Instance, Scope, Unknown, Value
 from ampwise_lint.values.arguments import Arguments
 from ampwise_lint.values.classes import is_step_wrapper
 from ampwise_lint.values.events import Backward, Enter, Event
-from ampwise_lint.words import has_step
 
 E = TypeVar("E", bound=Event)
 
@@ -79,10 +80,10 @@ class Analysis:
         return any(test(event) for trace in self.traces for event in trace.of(kind))
 
 
-def analyse(module: Module) -> Analysis:
+def analyse(module: Module, prefilter: Prefilter) -> Analysis:
     """Walk a file's paths."""
     analysis = Analysis(module)
-    if not _trains(module):
+    if not _trains(module, prefilter):
         return analysis
     budget = Budget(NODES)
     walked: set[int] = set()
@@ -98,13 +99,13 @@ def analyse(module: Module) -> Analysis:
     return analysis
 
 
-def _trains(module: Module) -> bool:
+def _trains(module: Module, prefilter: Prefilter) -> bool:
     """Whether part of a training step is in a file, or in one that it runs."""
     if _is_foreign(module):
         return False
-    if has_step(module.source.text) and module.roles.core:
+    if STEP.is_in(module.source.text) and module.roles.core:
         return True
-    return module.project.glances.runs_loop(module.path, module.source.text, module.used)
+    return prefilter.runs_loop(module.path, module.source.text, module.used)
 
 
 @dataclass(frozen=True, slots=True)

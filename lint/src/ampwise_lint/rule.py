@@ -11,6 +11,7 @@ from ampwise_lint.analysis import Analysis
 from ampwise_lint.findings import Edit, Safety, Severity
 from ampwise_lint.source.nodes import Node
 from ampwise_lint.source.project import Module
+from ampwise_lint.triggers import Trigger
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,8 @@ class Rule:
     name: str
     severity: Severity
     fix: Safety
+    triggers: tuple[Trigger, ...]
+    """A file without any of them is not looked at."""
     check: Check
     doc: str
 
@@ -52,11 +55,29 @@ class Rule:
                 yield mistake if mistake.mend is None else replace(mistake, edits=mistake.mend())
 
 
-def rule(code: str, name: str, severity: Severity, fix: Safety = "") -> Callable[[Check], Rule]:
-    """Make a rule of a function that yields the mistakes of a file."""
+def rule(
+    code: str,
+    name: str,
+    severity: Severity,
+    *,
+    triggers: tuple[Trigger, ...],
+    fix: Safety = "",
+) -> Callable[[Check], Rule]:
+    """Make a rule of a function that yields the mistakes of a file.
+
+    Raises
+    ------
+    ValueError
+        Without triggers, with which it would find nothing in a file that no other rule looks at.
+    """
+    if not triggers:
+        raise ValueError(
+            f"rule {code}: expected triggers, got none; name the words that a file must have for "
+            "it, as ampwise_lint.triggers has them"
+        )
 
     def make(check: Check) -> Rule:
         module = inspect.getmodule(check)
-        return Rule(code, name, severity, fix, check, inspect.getdoc(module) or "")
+        return Rule(code, name, severity, fix, triggers, check, inspect.getdoc(module) or "")
 
     return make

@@ -7,6 +7,7 @@ import pkgutil
 from functools import cache
 
 from ampwise_lint.rule import Rule
+from ampwise_lint.triggers import Trigger
 
 
 @cache
@@ -18,3 +19,9 @@ def all_rules() -> dict[str, Rule]:
         made: Rule = module.check
         found[made.code] = made
     return dict(sorted(found.items()))
+
+
+@cache
+def all_triggers() -> tuple[Trigger, ...]:
+    """What any rule is triggered by, each once."""
+    return tuple(dict.fromkeys(each for rule in all_rules().values() for each in rule.triggers))

@@ -47,10 +47,11 @@ from ampwise_lint.queries import (
     statement_edit,
 )
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.triggers import SCALER
 from ampwise_lint.values.events import Backward, Clip, ScalerStep, Unscale, ZeroGrad
 
 
-@rule("AMP101", "clip-before-unscale", "error", fix="safe")
+@rule("AMP101", "clip-before-unscale", "error", fix="safe", triggers=(SCALER,))
 def check(code: Analysis) -> Iterator[Mistake]:
     for trace in code.traces:
         for index, event in enumerate(trace.events):

@@ -43,10 +43,11 @@ from ampwise_lint.queries import (
 )
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.nodes import Node, lines_of
+from ampwise_lint.triggers import SCALER
 from ampwise_lint.values.events import Backward, GradientRead, ScalerStep, Unscale, ZeroGrad
 
 
-@rule("AMP102", "gradient-read-before-unscale", "warning", fix="unsafe")
+@rule("AMP102", "gradient-read-before-unscale", "warning", fix="unsafe", triggers=(SCALER,))
 def check(code: Analysis) -> Iterator[Mistake]:
     for trace in code.traces:
         scaled: Backward | None = None

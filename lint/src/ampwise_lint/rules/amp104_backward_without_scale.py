@@ -45,10 +45,11 @@ from ampwise_lint.queries import (
     receiver,
 )
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.triggers import SCALER
 from ampwise_lint.values.events import Backward, OptimizerStep, ScalerStep, ZeroGrad
 
 
-@rule("AMP104", "backward-without-scale", "error", fix="safe")
+@rule("AMP104", "backward-without-scale", "error", fix="safe", triggers=(SCALER,))
 def check(code: Analysis) -> Iterator[Mistake]:
     for trace in code.traces:
         for index, event in enumerate(trace.events):

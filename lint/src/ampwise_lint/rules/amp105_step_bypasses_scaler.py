@@ -44,11 +44,12 @@ from ampwise_lint.queries import (
 )
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.places import alone
+from ampwise_lint.triggers import SCALER
 from ampwise_lint.values.abstract import Scaler
 from ampwise_lint.values.events import Backward, OptimizerStep, ScalerStep, Update, ZeroGrad
 
 
-@rule("AMP105", "step-bypasses-scaler", "error", fix="safe")
+@rule("AMP105", "step-bypasses-scaler", "error", fix="safe", triggers=(SCALER,))
 def check(code: Analysis) -> Iterator[Mistake]:
     for trace in code.traces:
         for index, event in enumerate(trace.events):

@@ -36,6 +36,7 @@ from itertools import pairwise
 from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.queries import is_simple, statement_edit
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.triggers import SCALER
 from ampwise_lint.values.events import Backward, ScalerStep, Update
 
 UNFIT = (
@@ -47,7 +48,7 @@ COUNTED = (
 )
 
 
-@rule("AMP108", "update-per-optimizer", "error", fix="unsafe")
+@rule("AMP108", "update-per-optimizer", "error", fix="unsafe", triggers=(SCALER,))
 def check(code: Analysis) -> Iterator[Mistake]:
     for trace in code.traces:
         for updates in _by_iteration(trace).values():

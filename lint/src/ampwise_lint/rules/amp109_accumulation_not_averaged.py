@@ -45,11 +45,12 @@ from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.nodes import Node
 from ampwise_lint.source.places import assignments, grouped, in_reach, scope_of
 from ampwise_lint.source.roles import dotted
+from ampwise_lint.triggers import MIXED
 from ampwise_lint.values.abstract import Const, Tensor, Unknown
 from ampwise_lint.values.events import Backward, GradientRead, OptimizerStep, ScalerStep
 
 
-@rule("AMP109", "accumulation-not-averaged", "warning", fix="unsafe")
+@rule("AMP109", "accumulation-not-averaged", "warning", fix="unsafe", triggers=MIXED)
 def check(code: Analysis) -> Iterator[Mistake]:
     if not uses_amp(code):
         return

@@ -48,11 +48,12 @@ from ampwise_lint.source import library
 from ampwise_lint.source.places import alone, block_of, names, scope_of, with_comment, wrap
 from ampwise_lint.source.project import Module
 from ampwise_lint.source.roles import dotted
+from ampwise_lint.triggers import SCALER
 from ampwise_lint.values.abstract import Scheduler
 from ampwise_lint.values.events import ScalerStep, SchedulerStep, Update
 
 
-@rule("AMP112", "scheduler-ignores-skip", "info", fix="unsafe")
+@rule("AMP112", "scheduler-ignores-skip", "info", fix="unsafe", triggers=(SCALER,))
 def check(code: Analysis) -> Iterator[Mistake]:
     for trace in code.traces:
         for event in trace.of(SchedulerStep):

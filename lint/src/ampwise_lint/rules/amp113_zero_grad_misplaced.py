@@ -46,6 +46,7 @@ from ampwise_lint.queries import (
 )
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.torch_model.tensors import origins
+from ampwise_lint.triggers import SCALER
 from ampwise_lint.values.abstract import Instance, Model, Optimizer, Parameter, Tensor, key_of
 from ampwise_lint.values.events import (
     Backward,
@@ -57,7 +58,7 @@ from ampwise_lint.values.events import (
 )
 
 
-@rule("AMP113", "zero-grad-misplaced", "error")
+@rule("AMP113", "zero-grad-misplaced", "error", triggers=(SCALER,))
 def check(code: Analysis) -> Iterator[Mistake]:
     if not uses_amp(code):
         return

@@ -49,11 +49,12 @@ from ampwise_lint.source.places import (
 )
 from ampwise_lint.source.project import Module
 from ampwise_lint.source.roles import dotted
+from ampwise_lint.triggers import SCALER
 from ampwise_lint.values.abstract import Scaler, Tensor, Wrapper, key_of
 from ampwise_lint.values.events import Accumulate, Report
 
 
-@rule("AMP115", "scaled-loss-reported", "warning", fix="unsafe")
+@rule("AMP115", "scaled-loss-reported", "warning", fix="unsafe", triggers=(SCALER,))
 def check(code: Analysis) -> Iterator[Mistake]:
     if not uses_amp(code):
         return

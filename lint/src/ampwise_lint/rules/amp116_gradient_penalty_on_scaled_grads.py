@@ -49,6 +49,7 @@ from dataclasses import dataclass
 from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.torch_model.tensors import flatten, is_low, origins
+from ampwise_lint.triggers import SCALER
 from ampwise_lint.values.abstract import Const, Tensor, Unknown, Value
 from ampwise_lint.values.events import Grad, GradientRead, Op, ScalerStep, Unscale
 
@@ -65,7 +66,7 @@ TINY = 1e-2
 """What is added to a norm to divide by it."""
 
 
-@rule("AMP116", "gradient-penalty-on-scaled-grads", "error")
+@rule("AMP116", "gradient-penalty-on-scaled-grads", "error", triggers=(SCALER,))
 def check(code: Analysis) -> Iterator[Mistake]:
     for trace in code.traces:
         used = _used(trace)

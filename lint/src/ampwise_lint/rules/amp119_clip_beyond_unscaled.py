@@ -32,11 +32,12 @@ from collections.abc import Iterator
 from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.queries import first_argument, is_real, owners, site_in
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.triggers import SCALER
 from ampwise_lint.values.abstract import Value
 from ampwise_lint.values.events import Backward, Clip, ScalerStep, Unscale
 
 
-@rule("AMP119", "clip-beyond-unscaled", "error")
+@rule("AMP119", "clip-beyond-unscaled", "error", triggers=(SCALER,))
 def check(code: Analysis) -> Iterator[Mistake]:
     for trace in code.traces:
         for index, event in enumerate(trace.events):

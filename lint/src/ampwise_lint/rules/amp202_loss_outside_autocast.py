@@ -40,11 +40,12 @@ from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.library import LOSS_FUNCTIONS
 from ampwise_lint.source.places import grouped
 from ampwise_lint.torch_model.tensors import flatten
+from ampwise_lint.triggers import AUTOCAST
 from ampwise_lint.values.abstract import Value
 from ampwise_lint.values.events import Backward, Loss
 
 
-@rule("AMP202", "loss-outside-autocast", "warning", fix="unsafe")
+@rule("AMP202", "loss-outside-autocast", "warning", fix="unsafe", triggers=(AUTOCAST,))
 def check(code: Analysis) -> Iterator[Mistake]:
     for trace in code.traces:
         if not trace.of(Backward) and not any(map(is_given, trace.events)):

@@ -41,6 +41,7 @@ from ampwise_lint.source.places import has_comment
 from ampwise_lint.source.project import Module
 from ampwise_lint.source.roles import dotted
 from ampwise_lint.torch_model.tensors import flatten
+from ampwise_lint.triggers import AUTOCAST
 from ampwise_lint.values.abstract import Instance, Model, Tensor
 from ampwise_lint.values.events import CastDown, Forward
 
@@ -51,7 +52,7 @@ _MESSAGE = (
 )
 
 
-@rule("AMP207", "manual-cast-in-autocast", "warning", fix="unsafe")
+@rule("AMP207", "manual-cast-in-autocast", "warning", fix="unsafe", triggers=(AUTOCAST,))
 def check(code: Analysis) -> Iterator[Mistake]:
     for trace in code.traces:
         for event in trace.events:

@@ -47,6 +47,7 @@ from ampwise_lint.source.places import (
 )
 from ampwise_lint.source.project import Module
 from ampwise_lint.source.roles import dotted
+from ampwise_lint.triggers import AUTOCAST
 from ampwise_lint.values.events import Op
 
 SHAPES = ("squeeze", "unsqueeze", "view", "reshape", "flatten", "contiguous", "to", "float")
@@ -63,7 +64,7 @@ LIKE = (
 """What asks a tensor for no more than its shape."""
 
 
-@rule("AMP209", "unsafe-bce", "error", fix="unsafe")
+@rule("AMP209", "unsafe-bce", "error", fix="unsafe", triggers=(AUTOCAST,))
 def check(code: Analysis) -> Iterator[Mistake]:
     for trace in code.traces:
         for event in trace.of(Op):

@@ -46,6 +46,7 @@ from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.nodes import Node
 from ampwise_lint.source.places import grouped
 from ampwise_lint.source.project import Module
+from ampwise_lint.triggers import AUTOCAST, HALF
 from ampwise_lint.values.abstract import Const, Tensor, Value
 from ampwise_lint.values.events import Op
 
@@ -58,7 +59,7 @@ UPPER = {"clamp": 2, "clip": 2, "clamp_": 2, "clamp_max": 1}
 """Where the upper bound stands among the inputs, if it is not given as ``max``."""
 
 
-@rule("AMP211", "eps-below-format", "warning", fix="unsafe")
+@rule("AMP211", "eps-below-format", "warning", fix="unsafe", triggers=(AUTOCAST, HALF))
 def check(code: Analysis) -> Iterator[Mistake]:
     for trace in code.traces:
         for event in trace.of(Op):

@@ -36,6 +36,7 @@ from ampwise_lint.queries import edit, receiver
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.places import has_torch
 from ampwise_lint.source.roles import dotted
+from ampwise_lint.triggers import AUTOCAST, HALF
 from ampwise_lint.values.abstract import Const, Tensor, Value
 from ampwise_lint.values.events import Op
 
@@ -43,7 +44,7 @@ FLOAT16_MAX = 65504.0
 FILLS = {"masked_fill": 2, "masked_fill_": 2, "where": 2, "setitem": 2, "full_like": 1}
 
 
-@rule("AMP212", "mask-constant-overflow", "error", fix="unsafe")
+@rule("AMP212", "mask-constant-overflow", "error", fix="unsafe", triggers=(AUTOCAST, HALF))
 def check(code: Analysis) -> Iterator[Mistake]:
     for trace in code.traces:
         for event in trace.of(Op):

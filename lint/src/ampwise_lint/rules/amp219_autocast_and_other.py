@@ -31,9 +31,10 @@ from ampwise_lint.queries import edit
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.library import AUTOCASTS
 from ampwise_lint.source.project import Module
+from ampwise_lint.triggers import AUTOCAST
 
 
-@rule("AMP219", "autocast-and-other", "error", fix="unsafe")
+@rule("AMP219", "autocast-and-other", "error", fix="unsafe", triggers=(AUTOCAST,))
 def check(code: Analysis) -> Iterator[Mistake]:
     module = code.module
     for node in module.index.of(ast.BoolOp):

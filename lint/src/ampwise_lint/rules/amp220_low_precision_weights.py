@@ -37,6 +37,7 @@ from collections.abc import Iterator
 from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.queries import is_managed, owners
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.triggers import HALF
 from ampwise_lint.values.abstract import Instance, Model, Optimizer, key_of
 from ampwise_lint.values.events import CastDown, OptimizerStep
 
@@ -44,7 +45,7 @@ HELPED = re.compile(r"master|fp32_|stochastic|kahan|lora|peft|adapter|requires_g
 ADAM = ("Adam", "AdamW", "NAdam", "RAdam")
 
 
-@rule("AMP220", "low-precision-weights", "warning")
+@rule("AMP220", "low-precision-weights", "warning", triggers=(HALF,))
 def check(code: Analysis) -> Iterator[Mistake]:
     if HELPED.search(code.module.source.text):
         return

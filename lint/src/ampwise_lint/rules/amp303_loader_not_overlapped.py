@@ -42,11 +42,12 @@ from ampwise_lint.queries import edit, is_hot, step_loops, uses_amp
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.places import assignments, loads, names, scope_of
 from ampwise_lint.source.roles import EVALUATION, dotted
+from ampwise_lint.triggers import MIXED
 from ampwise_lint.values.abstract import Const, Loader, Tensor
 from ampwise_lint.values.events import Made, Moved
 
 
-@rule("AMP303", "loader-not-overlapped", "info", fix="unsafe")
+@rule("AMP303", "loader-not-overlapped", "info", fix="unsafe", triggers=MIXED)
 def check(code: Analysis) -> Iterator[Mistake]:
     if not uses_amp(code):
         return

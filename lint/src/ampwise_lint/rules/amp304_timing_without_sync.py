@@ -33,6 +33,7 @@ from collections.abc import Iterator
 from ampwise_lint.analysis import Analysis
 from ampwise_lint.queries import step_loops, uses_amp
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.triggers import MIXED
 from ampwise_lint.values.abstract import FALSE, Const, Optimizer, Value
 from ampwise_lint.values.events import (
     Backward,
@@ -46,7 +47,7 @@ from ampwise_lint.values.events import (
 )
 
 
-@rule("AMP304", "timing-without-sync", "warning")
+@rule("AMP304", "timing-without-sync", "warning", triggers=MIXED)
 def check(code: Analysis) -> Iterator[Mistake]:
     if not uses_amp(code):
         return

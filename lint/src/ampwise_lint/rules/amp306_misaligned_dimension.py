@@ -31,6 +31,7 @@ from ampwise_lint.analysis import Analysis
 from ampwise_lint.queries import uses_amp
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.nodes import Node
+from ampwise_lint.triggers import MIXED
 from ampwise_lint.values.abstract import Const, Model, Value
 from ampwise_lint.values.events import Made
 
@@ -43,7 +44,7 @@ SMALLEST = 64
 """Narrower layers (classes, image channels) cost too little to matter."""
 
 
-@rule("AMP306", "misaligned-dimension", "info")
+@rule("AMP306", "misaligned-dimension", "info", triggers=MIXED)
 def check(code: Analysis) -> Iterator[Mistake]:
     if not uses_amp(code):
         return

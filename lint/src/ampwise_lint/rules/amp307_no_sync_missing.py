@@ -45,11 +45,12 @@ from ampwise_lint.queries import (
     zeroed_with,
 )
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.triggers import MIXED
 from ampwise_lint.values.abstract import Instance, Model
 from ampwise_lint.values.events import Event, Forward
 
 
-@rule("AMP307", "no-sync-missing", "info")
+@rule("AMP307", "no-sync-missing", "info", triggers=MIXED)
 def check(code: Analysis) -> Iterator[Mistake]:
     if not uses_amp(code):
         return

@@ -46,6 +46,7 @@ from ampwise_lint.source.places import is_type, names_bound_by
 from ampwise_lint.source.project import Module
 from ampwise_lint.source.roles import dotted
 from ampwise_lint.source.versions import is_for_versions
+from ampwise_lint.triggers import OLD_PACKAGES
 
 OLD = {"torch.cuda.amp": "cuda", "torch.cpu.amp": "cpu"}
 HOMES = (*OLD, *(f"{old}.{each}" for old in OLD for each in ("autocast_mode", "grad_scaler")))
@@ -57,7 +58,7 @@ Edits = tuple[Edit, ...] | None
 """What makes a use a right one of the new name; None where that is not known."""
 
 
-@rule("AMP401", "deprecated-cuda-amp", "warning", fix="safe")
+@rule("AMP401", "deprecated-cuda-amp", "warning", fix="safe", triggers=(OLD_PACKAGES,))
 def check(code: Analysis) -> Iterator[Mistake]:
     module, found = code.module, code.module.imports
     for statement, names in found.statements:

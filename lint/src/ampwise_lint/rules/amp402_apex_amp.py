@@ -35,9 +35,10 @@ from collections.abc import Iterator
 from ampwise_lint.analysis import Analysis
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.nodes import Node
+from ampwise_lint.triggers import OLD_PACKAGES
 
 
-@rule("AMP402", "apex-amp", "warning")
+@rule("AMP402", "apex-amp", "warning", triggers=(OLD_PACKAGES,))
 def check(code: Analysis) -> Iterator[Mistake]:
     found = code.module.imports
     direct = False

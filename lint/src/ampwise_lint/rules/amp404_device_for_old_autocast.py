@@ -32,6 +32,7 @@ from collections.abc import Iterator
 from ampwise_lint.analysis import Analysis
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.project import Module
+from ampwise_lint.triggers import OLD_PACKAGES
 
 TAKES_NONE = {
     f"torch.{device}.amp.{name}": argument
@@ -40,7 +41,7 @@ TAKES_NONE = {
 }
 
 
-@rule("AMP404", "device-for-old-autocast", "error")
+@rule("AMP404", "device-for-old-autocast", "error", triggers=(OLD_PACKAGES,))
 def check(code: Analysis) -> Iterator[Mistake]:
     module = code.module
     if "device" not in module.source.text or not _names_old(module):

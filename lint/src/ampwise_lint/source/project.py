@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from ampwise_lint.glance import Glances
 from ampwise_lint.source.attributes import Assigned, assigned
 from ampwise_lint.source.imports import Imports, imports
 from ampwise_lint.source.nodes import Index, Node, span
+from ampwise_lint.source.outline import Outline
 from ampwise_lint.source.roles import Roles
 from ampwise_lint.source.text import Source, UnreadableError, read
 
@@ -104,7 +104,8 @@ class Project:
     def __init__(self, files: frozenset[Path]) -> None:
         self.files = files
         self._modules: dict[Path, Module | UnreadableError] = {}
-        self.glances = Glances(self)
+        self.outlines: dict[Path, Outline] = {}
+        """What the prefilter saw of files."""
         self._located: dict[tuple[Path, str, int], Path | None] = {}
 
     def module(self, path: Path) -> Module:
