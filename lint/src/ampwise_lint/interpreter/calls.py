@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 
-from ampwise_lint.interpreter import expressions
+from ampwise_lint.interpreter.attributes import attribute
 from ampwise_lint.path.state import Frame, State
 from ampwise_lint.source import library
 from ampwise_lint.source.nodes import Node
@@ -52,7 +52,7 @@ def evaluate_call(state: State, node: ast.Call) -> Value:
     if isinstance(node.func, ast.Attribute):
         owner = state.evaluate(node.func.value)
         state.budget.spend()
-        function = expressions.attribute(state, node.func, owner, node.func.attr)
+        function = attribute(state, node.func, owner, node.func.attr)
     else:
         function = state.evaluate(node.func)
     if isinstance(function, Bound) and function.name == "register_hook":

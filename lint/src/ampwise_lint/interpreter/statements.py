@@ -14,7 +14,8 @@ import ast
 from collections.abc import Callable
 from typing import Any
 
-from ampwise_lint.interpreter import expressions
+from ampwise_lint.interpreter.items import element
+from ampwise_lint.interpreter.operators import binary
 from ampwise_lint.interpreter.targets import forget_constants
 from ampwise_lint.path.conditions import decide, is_known
 from ampwise_lint.path.state import Flow, Frame, State
@@ -93,7 +94,7 @@ def _augmented(state: State, node: ast.AugAssign) -> None:
         return
     if isinstance(node.op, ast.Add | ast.Sub):
         _running_sum(state, node, before, added)
-    result = expressions.binary(state, node, node.op, before, added)
+    result = binary(state, node, node.op, before, added)
     scales = isinstance(node.op, ast.Div | ast.Mult)
     if scales and isinstance(before, Tensor) and isinstance(result, Tensor) and not before.host:
         # In place: other names see it, too.
@@ -180,7 +181,7 @@ def _loop(
     for iteration in (0, 1):
         with state.in_iteration(node, iteration, over_data=over_data):
             if target is not None:
-                state.assign(target, expressions.element(state, node, target, over, over_data))
+                state.assign(target, element(state, node, target, over, over_data))
             flow = state.execute(body)
         if flow in ("return", "raise", "break"):
             break

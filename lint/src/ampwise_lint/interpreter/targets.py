@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from ampwise_lint.interpreter import expressions
+from ampwise_lint.interpreter.items import item, set_item
 from ampwise_lint.interpreter.naming import named
 from ampwise_lint.path.state import State
 from ampwise_lint.source.nodes import Node
@@ -47,7 +47,7 @@ def assign(state: State, target: ast.expr, value: Value) -> None:
             if not isinstance(index, ast.Constant):
                 forget_constants(state, target)
         case ast.Subscript(value=owner, slice=index):
-            expressions.set_item(state, target, owner, index, value)
+            set_item(state, target, owner, index, value)
         case _:
             pass
 
@@ -80,7 +80,7 @@ def _parts(state: State, value: Value, targets: list[ast.expr]) -> list[Value]:
             parts: list[Value] = []
             for number, each in enumerate(targets):
                 text = dotted(each) or str(number)
-                part = expressions.item(state, value, number, text)
+                part = item(state, value, number, text)
                 parts.append(part)
             return parts
 
