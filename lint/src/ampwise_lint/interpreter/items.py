@@ -9,7 +9,7 @@ from ampwise_lint.interpreter.naming import as_role, named
 from ampwise_lint.path.state import State
 from ampwise_lint.source.nodes import Node
 from ampwise_lint.source.roles import dotted
-from ampwise_lint.torch_model import functions
+from ampwise_lint.torch_model.python_functions import is_loader
 from ampwise_lint.values.abstract import (
     MOST,
     Const,
@@ -106,7 +106,7 @@ def _enumerated(
     operands: tuple[Value, ...],
     where: str,
 ) -> Value:
-    data = functions.is_loader(over)
+    data = is_loader(over)
     if over.op == "tqdm":
         return element(state, node, target, operands[0], data)
     if over.op == "enumerate":
@@ -118,7 +118,7 @@ def _enumerated(
     targets = target.elts if isinstance(target, ast.Tuple) else [target] * len(operands)
     return ListValue(
         [
-            element(state, node, each, operand, functions.is_loader(operand))
+            element(state, node, each, operand, is_loader(operand))
             for each, operand in zip(targets, operands, strict=False)
         ]
     )

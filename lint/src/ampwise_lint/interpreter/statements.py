@@ -21,7 +21,8 @@ from ampwise_lint.path.conditions import decide, is_known
 from ampwise_lint.path.state import Flow, Frame, State
 from ampwise_lint.source.project import Module
 from ampwise_lint.source.roles import LOADER, dotted, leaves
-from ampwise_lint.torch_model import functions, tensors
+from ampwise_lint.torch_model import tensors
+from ampwise_lint.torch_model.python_functions import is_loader
 from ampwise_lint.values.abstract import (
     NONE,
     Class,
@@ -331,9 +332,7 @@ def _is_phases(over: Value | None) -> bool:
 
 def _is_data(module: Module, node: ast.stmt, over: Value | None) -> bool:
     """Whether a loop runs over batches."""
-    if isinstance(over, Loader) or (
-        isinstance(over, Unknown) and over.op and functions.is_loader(over)
-    ):
+    if isinstance(over, Loader) or (isinstance(over, Unknown) and over.op and is_loader(over)):
         return True
     if isinstance(node, ast.While):
         return False

@@ -165,6 +165,16 @@ def operation(path: str) -> str:
     return ""
 
 
+NO_OPERATIONS = (
+    "torch.cuda.", "torch.distributed.", "torch.backends.", "torch.utils.", "torch.optim.",
+)  # fmt: skip
+
+
+def is_operation(path: str) -> bool:
+    """Whether a function computes with tensors."""
+    return bool(operation(path)) and not path.startswith(NO_OPERATIONS) and path != "torch.load"
+
+
 def is_optimizer(path: str) -> bool:
     """Whether a class is an optimizer."""
     if path.startswith("torch.optim.") and "lr_scheduler" not in path and "swa_utils" not in path:

@@ -1,4 +1,4 @@
-"""What calling a name from outside the project does: torch's own, builtins, known packages."""
+"""What calling a name from outside the project does: torch's own, known packages."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from ampwise_lint.path.conditions import decide
 from ampwise_lint.path.state import State
 from ampwise_lint.source import library
 from ampwise_lint.source.nodes import Node
-from ampwise_lint.source.roles import HANDLES, LOADER, LOSS
-from ampwise_lint.torch_model import methods, tensors
+from ampwise_lint.source.roles import HANDLES, LOSS
+from ampwise_lint.torch_model import methods, python_functions, tensors
 from ampwise_lint.values.abstract import (
     FALSE,
     NONE,
@@ -20,7 +20,6 @@ from ampwise_lint.values.abstract import (
     Const,
     DictValue,
     Function,
-    Gradient,
     Instance,
     ListValue,
     Loader,
@@ -29,7 +28,6 @@ from ampwise_lint.values.abstract import (
     Optimizer,
     Parameters,
     Partial,
-    Ref,
     Region,
     Scaler,
     Scheduler,
@@ -54,14 +52,13 @@ from ampwise_lint.values.events import (
 
 def call(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
     """Call something by its full name."""
-    if path.startswith("builtins."):
-        return _builtin(state, node, path[9:], a)
-    return _maker(path)(state, node, path, a)
+    return _handler(path)(state, node, path, a)
 
 
 @lru_cache(maxsize=4096)
-def _maker(path: str) -> _Make:
-    return next((make for test, make in _KINDS if test(path)), _other)
+def _handler(path: str) -> Handler:
+    found = NAMES.get(path)
+    return found or next((each for holds, each in FAMILIES if holds(path)), _other)
 
 
 # ---------------------------------------------------------------------- mixed precision
@@ -243,7 +240,6 @@ def _walk_each_batch(state: State, node: ast.Call, function: Value) -> None:
             state.call(function, Arguments([Unknown("engine", "given"), batch]), node)
 
 
-TENSORS = {"torch.Tensor", "torch.nn.Parameter", "torch.autograd.Variable"}
 OFF = ("'no'", "'32'", "32", "'32-true'", "False", "None")
 
 
@@ -417,154 +413,54 @@ def unknown_of_tensors(state: State, node: ast.Call, name: str, a: Arguments) ->
     )
 
 
-# ---------------------------------------------------------------------- builtins
-
-
-def _is_no_tensor(value: Value, class_: Value) -> bool:
-    """Whether a value that is asked to be a tensor is something else for sure."""
-    wanted = class_.items if isinstance(class_, ListValue) else [class_]
-    names = {each.path for each in wanted if isinstance(each, Ref)}
-    known = Parameters | ListValue | DictValue | Const | Loader
-    return len(names) == len(wanted) and names <= TENSORS and isinstance(value, known)
-
-
-def _builtin(state: State, node: ast.Call, name: str, a: Arguments) -> Value:
-    first = a.positional[0] if a.positional else NONE
-    match name:
-        case "print":
-            tensors.shown_all(state, node, a.values, waits=True)
-            return NONE
-        case "float" | "int" | "round":
-            return _number(state, node, name, first)
-        case "enumerate" | "zip":
-            values = a.positional if name == "zip" else [first]
-            key = f"{name}({', '.join(map(key_of, values))})"
-            return Unknown(key, op=name, operands=tuple(values))
-        case "list" | "tuple" | "filter" | "iter" | "reversed" | "sorted" | "set":
-            value = a.positional[-1] if name == "filter" and a.positional else first
-            if isinstance(value, Parameters | ListValue | Loader | Tensor):
-                return value
-            return Unknown(f"{name}({key_of(value)})", of=value, op="tqdm", operands=(value,))
-        case "next":
-            if isinstance(first, Loader) or (isinstance(first, Unknown) and is_loader(first)):
-                return Tensor(key=f"batch@{node.lineno}#{state.iteration}", data=True)
-            return state.unknown(node, "called")
-        case "sum" if isinstance(first, Tensor):
-            return tensors.apply(state, node, "sum", (first,))
-        case "sum" if isinstance(first, ListValue) and first.items:
-            if any(isinstance(each, Tensor) for each in first.items):
-                return tensors.apply(state, node, "sum", first.items)
-            return state.unknown(node)
-        case "getattr" if len(a.positional) > 1 and isinstance(a.positional[1], Const):
-            attr = a.positional[1].value
-            if isinstance(first, Ref) and isinstance(attr, str):
-                return Ref(library.canonical(f"{first.path}.{attr}"))
-            return Unknown(f"{key_of(first)}.{attr}", "given")
-        case "hasattr" if len(a.positional) > 1:
-            return Unknown(f"hasattr({key_of(first)}, {key_of(a.positional[1])})")
-        case "dict":
-            return DictValue(dict(a.named), node, open=bool(a.positional) or a.open)
-        case "len":
-            return Unknown(f"len({key_of(first)})")
-        case "range":
-            return Unknown(f"range({', '.join(map(key_of, a.positional))})")
-        case "bool":
-            return first
-        case "isinstance":
-            if _is_no_tensor(first, a.positional[-1]):
-                return FALSE
-            return Unknown(f"isinstance({key_of(first)}, {key_of(a.positional[-1])})")
-        case "str" | "repr" | "format":
-            if node.args:
-                tensors.shown(state, node.args[0], first)
-            return Unknown(f"str({key_of(first)})")
-        case _:
-            if isinstance(first, Gradient):
-                return first
-            return state.unknown(node, "called", name)
-
-
-def _number(state: State, node: ast.Call, name: str, value: Value) -> Value:
-    if isinstance(value, Tensor) and not value.data:
-        return tensors.read(state, node, value, f"{name}()")
-    if isinstance(value, Const):
-        try:
-            return Const({"float": float, "int": int, "round": round}[name](value.value))
-        except (TypeError, ValueError, OverflowError):
-            return state.unknown(node)
-    return Unknown(
-        f"{name}({key_of(value)})", loop=value.loop if isinstance(value, Unknown) else None
-    )
-
-
-def is_loader(value: Value) -> bool:
-    """Whether something yields batches."""
-    match value:
-        case Loader():
-            return True
-        case Unknown(op="enumerate" | "tqdm" | "zip", operands=operands):
-            return any(is_loader(each) for each in operands)
-        case Unknown(key=key):
-            return bool(LOADER.search(key.partition("@")[0])) and not key.startswith(
-                ("range", "len")
-            )
-        case _:
-            return False
-
-
 def _place(state: State, node: Node, what: str) -> str:
     return f"{what}@{state.here.path.name}:{node.lineno}#{state.iteration}"
 
 
-_Test = Callable[[str], bool]
-_Make = Callable[["State", ast.Call, str, Arguments], Value]
-_KINDS: list[tuple[_Test, _Make]] = [
-    (lambda p: p in library.SCALERS, make_scaler),
-    (lambda p: p in library.AUTOCASTS, _autocast),
-    (lambda p: p in library.NO_GRAD, _no_grad),
-    (lambda p: p in library.ENABLE_GRAD, _enable_grad),
-    (
-        lambda p: p in ("torch.set_grad_enabled", "torch.autograd.set_grad_enabled"),
-        _set_grad_enabled,
-    ),
-    (lambda p: p in library.NULL, _null),
-    (lambda p: p == "apex.amp.scale_loss", _scale_loss),
+def _last(path: str) -> str:
+    return path.rpartition(".")[2]
+
+
+Handler = Callable[[State, ast.Call, str, Arguments], Value]
+"""What a call does: the path's state, the call, the function's full name, its arguments."""
+
+NAMES: dict[str, Handler] = {
+    **dict.fromkeys(library.SCALERS, make_scaler),
+    **dict.fromkeys(library.AUTOCASTS, _autocast),
+    **dict.fromkeys(library.NO_GRAD, _no_grad),
+    **dict.fromkeys(library.ENABLE_GRAD, _enable_grad),
+    **dict.fromkeys(library.NULL, _null),
+    **dict.fromkeys(library.CLIP, _clip),
+    **dict.fromkeys(library.CLOCKS, _clock),
+    **dict.fromkeys(library.SAME_NETWORK, _compiled),
+    "torch.set_grad_enabled": _set_grad_enabled,
+    "torch.autograd.set_grad_enabled": _set_grad_enabled,
+    "torch.autograd.grad": _grad,
+    "torch.cuda.synchronize": _synchronize,
+    "torch.cuda.empty_cache": _synchronize,
+    "torch.device": _device,
+    "torch.save": _save,
+    "apex.amp.scale_loss": _scale_loss,
+    "deepspeed.initialize": _wrapper,
+    "functools.partial": _partial,
+    "ignite.distributed.auto_optim": _auto_optimizer,
+}
+"""Functions and classes by their full names, as `library.canonical` has them: a row each."""
+
+FAMILIES: list[tuple[Callable[[str], bool], Handler]] = [
+    (lambda p: p.startswith("builtins."), python_functions.call),
     (lambda p: p.startswith("apex.amp."), _apex),
-    (lambda p: p in library.CLIP, _clip),
     (library.is_scheduler, make_scheduler),
     (library.is_optimizer, make_optimizer),
-    (lambda p: p.rpartition(".")[2] in ("DataLoader", "FastDataLoader", "DataLoaderX"), _loader),
+    (lambda p: _last(p) in ("DataLoader", "FastDataLoader", "DataLoaderX"), _loader),
     (lambda p: bool(library.FSDP.search(p)), _wrap("fsdp")),
     (lambda p: bool(library.DDP.search(p)), _wrap("ddp")),
     (lambda p: bool(library.DP.search(p)), _wrap("dp")),
-    (lambda p: p == "torch.save", _save),
-    (lambda p: p == "torch.autograd.grad", _grad),
-    (lambda p: p in ("torch.cuda.synchronize", "torch.cuda.empty_cache"), _synchronize),
-    (lambda p: p in library.CLOCKS, _clock),
-    (lambda p: p in library.SAME_NETWORK, _compiled),
-    (lambda p: p == "torch.device", _device),
     (lambda p: p.startswith("torch.distributions."), _distribution),
-    (lambda p: p == "ignite.distributed.auto_optim", _auto_optimizer),
-    (lambda p: p == "functools.partial", _partial),
     (lambda p: p.endswith(("is_available", "is_bf16_supported")), _available),
-    (lambda p: p.rpartition(".")[2] in ("tqdm", "trange", "track"), _tqdm),
-    (lambda p: bool(library.WRAPPERS.match(p)) and p.rpartition(".")[2][:1].isupper(), _wrapper),
-    (lambda p: p == "deepspeed.initialize", _wrapper),
-    (lambda p: p.startswith("torch.nn.") and p.rpartition(".")[2][:1].isupper(), _layer),
-    (
-        lambda p: (
-            bool(library.operation(p))
-            and not p.startswith(
-                (
-                    "torch.cuda.",
-                    "torch.distributed.",
-                    "torch.backends.",
-                    "torch.utils.",
-                    "torch.optim.",
-                )
-            )
-            and p != "torch.load"
-        ),
-        _operation,
-    ),
+    (lambda p: _last(p) in ("tqdm", "trange", "track"), _tqdm),
+    (lambda p: bool(library.WRAPPERS.match(p)) and _last(p)[:1].isupper(), _wrapper),
+    (lambda p: p.startswith("torch.nn.") and _last(p)[:1].isupper(), _layer),
+    (library.is_operation, _operation),
 ]
+"""All others by what their names have in common; the first that holds counts."""
