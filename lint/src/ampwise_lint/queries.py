@@ -13,7 +13,6 @@ from ampwise_lint.source.nodes import Node, span
 from ampwise_lint.source.places import in_reach
 from ampwise_lint.source.project import Module
 from ampwise_lint.source.roles import dotted, leaves
-from ampwise_lint.torch_model.tensors import is_low, origins
 from ampwise_lint.values.abstract import (
     Const,
     DictValue,
@@ -26,8 +25,10 @@ from ampwise_lint.values.abstract import (
     Unknown,
     Value,
     Wrapper,
+    is_low,
     key_of,
 )
+from ampwise_lint.values.contents import origins
 from ampwise_lint.values.events import (
     Backward,
     CastDown,

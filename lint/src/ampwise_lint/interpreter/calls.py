@@ -8,7 +8,7 @@ import re
 from ampwise_lint.interpreter.attributes import attribute
 from ampwise_lint.path.state import Frame, State
 from ampwise_lint.source import library
-from ampwise_lint.source.nodes import Node
+from ampwise_lint.source.nodes import Node, defaults_of
 from ampwise_lint.source.roles import HANDLES, LOSS, SCALER, dotted
 from ampwise_lint.torch_model import functions, methods, tensors
 from ampwise_lint.values.abstract import (
@@ -35,6 +35,7 @@ from ampwise_lint.values.abstract import (
 )
 from ampwise_lint.values.arguments import Arguments
 from ampwise_lint.values.classes import is_network, is_step_wrapper
+from ampwise_lint.values.contents import flatten
 from ampwise_lint.values.events import (
     Forward,
     Loss,
@@ -255,16 +256,6 @@ def _bind(state: State, function: Function, a: Arguments, scope: Scope) -> None:
         scope.names[spec.kwarg.arg] = DictValue(left, function.node, open=a.open)
 
 
-def defaults_of(spec: ast.arguments) -> dict[str, ast.expr]:
-    """What parameters are where a call does not say."""
-    names = [each.arg for each in (*spec.posonlyargs, *spec.args)]
-    found = dict(zip(reversed(names), reversed(spec.defaults), strict=False))
-    for parameter, default in zip(spec.kwonlyargs, spec.kw_defaults, strict=True):
-        if default is not None:
-            found[parameter.arg] = default
-    return found
-
-
 def _decorators(state: State, function: Function) -> list[Manager]:
     """Context managers that a function is decorated with."""
     found: list[Manager] = []
@@ -426,7 +417,7 @@ def _unknown(state: State, node: ast.Call, function: Value, a: Arguments) -> Val
     methods.note_norm(state, node, name, a)
     if LOSS.search(name):
         return _loss(state, node, name, a)
-    if any(isinstance(each, Tensor) for each in tensors.flatten(a.values)):
+    if any(isinstance(each, Tensor) for each in flatten(a.values)):
         return functions.unknown_of_tensors(state, node, name, a)
     if (returned := methods.walk_callbacks(state, node, a)) is not None:
         return returned

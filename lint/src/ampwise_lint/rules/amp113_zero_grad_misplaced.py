@@ -45,9 +45,9 @@ from ampwise_lint.queries import (
     zeroed_with,
 )
 from ampwise_lint.rule import Mistake, rule
-from ampwise_lint.torch_model.tensors import origins
 from ampwise_lint.triggers import SCALER
 from ampwise_lint.values.abstract import Instance, Model, Optimizer, Parameter, Tensor, key_of
+from ampwise_lint.values.contents import origins
 from ampwise_lint.values.events import (
     Backward,
     Event,

@@ -39,8 +39,8 @@ import ast
 from collections.abc import Iterator
 
 from ampwise_lint.analysis import Analysis, Trace
-from ampwise_lint.interpreter.calls import defaults_of
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.source.nodes import defaults_of
 from ampwise_lint.triggers import SCALER
 from ampwise_lint.values.abstract import Const, Optimizer, Unknown
 from ampwise_lint.values.events import Event, Made, ScalerStep

@@ -48,9 +48,9 @@ from dataclasses import dataclass
 
 from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.rule import Mistake, rule
-from ampwise_lint.torch_model.tensors import flatten, is_low, origins
 from ampwise_lint.triggers import SCALER
-from ampwise_lint.values.abstract import Const, Tensor, Unknown, Value
+from ampwise_lint.values.abstract import Const, Tensor, Unknown, Value, is_low
+from ampwise_lint.values.contents import flatten, origins
 from ampwise_lint.values.events import Grad, GradientRead, Op, ScalerStep, Unscale
 
 FREE = {"sign", "sgn", "sign_", "normalize", "argmax", "argmin", "argsort", "isfinite", "isnan"}

@@ -39,9 +39,9 @@ from ampwise_lint.queries import edit, is_given, is_half_output, losses_by_hand
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.library import LOSS_FUNCTIONS
 from ampwise_lint.source.places import grouped
-from ampwise_lint.torch_model.tensors import flatten
 from ampwise_lint.triggers import AUTOCAST
 from ampwise_lint.values.abstract import Value
+from ampwise_lint.values.contents import flatten
 from ampwise_lint.values.events import Backward, Loss
 
 

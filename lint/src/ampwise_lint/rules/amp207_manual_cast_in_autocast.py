@@ -40,9 +40,9 @@ from ampwise_lint.source.nodes import Node
 from ampwise_lint.source.places import has_comment
 from ampwise_lint.source.project import Module
 from ampwise_lint.source.roles import dotted
-from ampwise_lint.torch_model.tensors import flatten
 from ampwise_lint.triggers import AUTOCAST
 from ampwise_lint.values.abstract import Instance, Model, Tensor
+from ampwise_lint.values.contents import flatten
 from ampwise_lint.values.events import CastDown, Forward
 
 _MESSAGE = (

@@ -35,9 +35,9 @@ from ampwise_lint.findings import Edit
 from ampwise_lint.queries import edit, uses_half
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.nodes import Node
-from ampwise_lint.torch_model.tensors import origins
 from ampwise_lint.triggers import AUTOCAST, HALF
 from ampwise_lint.values.abstract import Tensor, Value
+from ampwise_lint.values.contents import origins
 from ampwise_lint.values.events import Op
 
 BETTER = {"softmax": "log_softmax", "sigmoid": "logsigmoid"}

@@ -32,9 +32,9 @@ from collections.abc import Iterator
 from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.queries import losses_by_hand
 from ampwise_lint.rule import Mistake, rule
-from ampwise_lint.torch_model.tensors import is_low, origins
 from ampwise_lint.triggers import AUTOCAST, HALF
-from ampwise_lint.values.abstract import Const, Tensor, Value, key_of
+from ampwise_lint.values.abstract import Const, Tensor, Value, is_low, key_of
+from ampwise_lint.values.contents import origins
 from ampwise_lint.values.events import Op
 
 GROWING = {"exp", "exp_", "pow", "pow_", "reciprocal", "square", "square_", "rsqrt", "expm1"}

@@ -33,9 +33,8 @@ from ampwise_lint.analysis import Analysis
 from ampwise_lint.findings import Edit
 from ampwise_lint.queries import edit, step_loops
 from ampwise_lint.rule import Mistake, rule
-from ampwise_lint.torch_model.tensors import is_low
 from ampwise_lint.triggers import AUTOCAST, HALF
-from ampwise_lint.values.abstract import Const, Tensor, Value
+from ampwise_lint.values.abstract import Const, Tensor, Value, is_low
 from ampwise_lint.values.events import Accumulate, Loop
 
 

@@ -52,3 +52,13 @@ def span(node: Node | ast.keyword) -> tuple[int, int, int, int]:
     """Line, column (from 0, in bytes), end line, end column of a node."""
     first, last = lines_of(node)
     return first, node.col_offset, last, node.end_col_offset or node.col_offset
+
+
+def defaults_of(spec: ast.arguments) -> dict[str, ast.expr]:
+    """What parameters are where a call does not say."""
+    names = [each.arg for each in (*spec.posonlyargs, *spec.args)]
+    found = dict(zip(reversed(names), reversed(spec.defaults), strict=False))
+    for parameter, default in zip(spec.kwonlyargs, spec.kw_defaults, strict=True):
+        if default is not None:
+            found[parameter.arg] = default
+    return found

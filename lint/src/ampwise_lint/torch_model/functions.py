@@ -38,6 +38,7 @@ from ampwise_lint.values.abstract import (
     key_of,
 )
 from ampwise_lint.values.arguments import Arguments
+from ampwise_lint.values.contents import flatten
 from ampwise_lint.values.events import (
     Clip,
     Clock,
@@ -193,7 +194,7 @@ def _clip(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
 def _grad(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
     outputs = a.first("outputs") or NONE
     scaled = isinstance(outputs, Tensor) and isinstance(outputs.scaled, Scaler)
-    of = tensors.flatten([a.get(1, "inputs") or NONE])
+    of = flatten([a.get(1, "inputs") or NONE])
     result = Tensor(
         key=_place(state, node, "gradient"), op="autograd.grad", grad_scaled=scaled,
         inputs=(outputs,), node=node, dtype=tensors.widest(of) if of else None,
@@ -333,7 +334,7 @@ def _operation(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
 def _distribution(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
     """A distribution; of Python's numbers it draws on the host."""
     made = tensors.apply(state, node, library.operation(path), a.values, a.named)
-    made.host = made.host or not any(isinstance(e, Tensor) for e in tensors.flatten(a.values))
+    made.host = made.host or not any(isinstance(e, Tensor) for e in flatten(a.values))
     return made
 
 
@@ -374,7 +375,7 @@ def _other(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
         return _clip(state, node, path, a)
     methods.given_away(state, node, last, a)
     methods.note_norm(state, node, last, a)
-    flat = tensors.flatten(a.values)
+    flat = flatten(a.values)
     if methods.SHOWS.match(last) or path.startswith(("wandb.", "logging.", "mlflow.")):
         waits = not path.startswith(("wandb.", "mlflow."))
         tensors.shown_all(state, node, a.values, waits=waits)
@@ -394,7 +395,7 @@ TO_HOST = re.compile(r"(to|2)_?(python_)?(float|np|numpy|item)$", re.IGNORECASE)
 
 def unknown_of_tensors(state: State, node: ast.Call, name: str, a: Arguments) -> Value:
     """What a function nobody showed us makes of tensors."""
-    flat = [each for each in tensors.flatten(a.values) if isinstance(each, Tensor)]
+    flat = [each for each in flatten(a.values) if isinstance(each, Tensor)]
     host = all(each.host for each in flat)
     if not host and TO_HOST.search(name):
         return tensors.read(state, node, next(e for e in flat if not e.host), name)

@@ -42,6 +42,7 @@ from ampwise_lint.values.abstract import (
     key_of,
 )
 from ampwise_lint.values.arguments import Arguments
+from ampwise_lint.values.contents import flatten, holds
 from ampwise_lint.values.events import (
     Applied,
     Backward,
@@ -295,7 +296,7 @@ def _network(
             return Tensor(key=f"{key}.{name}()", loss=True)
         case _:
             pass
-    inputs = tensors.flatten(a.values)
+    inputs = flatten(a.values)
     if any(isinstance(each, Tensor) for each in inputs):
         return tensors.apply(state, node, name, a.values)
     return state.unknown(node, "called", f"{key}.{name}()")
@@ -469,7 +470,7 @@ def _sequence(state: State, node: ast.Call, owner: ListValue, name: str, a: Argu
         value = a.positional[0]
         if isinstance(value, Tensor) and value.host:
             state.emit(Report, node, value, "list", True)
-        if not isinstance(value, Const) and not tensors.holds(value, owner):
+        if not isinstance(value, Const) and not holds(value, owner):
             owner.items = [*owner.items[:8], value]
     return NONE
 
@@ -530,7 +531,7 @@ def _returned(state: State, node: ast.Call, owner: Unknown, name: str, a: Argume
         return Tensor(key=f"{owner.key}.{name}()", loss=True, scaled=scaled)
     if name == "log" and not a.count:
         return tensors.apply(state, node, name, (owner,))
-    has_tensors = any(isinstance(each, Tensor) for each in tensors.flatten(a.values))
+    has_tensors = any(isinstance(each, Tensor) for each in flatten(a.values))
     if has_tensors and owner.made == "computed" and not SHOWS.match(name):
         return tensors.apply(state, node, name, (owner, *a.positional), a.named)
     made = state.unknown(node, "called", f"{owner.key}.{name}()")

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from ampwise_lint.path.state import State
 from ampwise_lint.source import library
 from ampwise_lint.source.nodes import Node
 from ampwise_lint.source.roles import dotted
 from ampwise_lint.values.abstract import (
-    LOW,
     Const,
     DictValue,
-    ListValue,
     Region,
     Tensor,
     Unknown,
     Value,
+    is_low,
     key_of,
 )
+from ampwise_lint.values.contents import flatten
 from ampwise_lint.values.events import HostSync, Loss, Op, Report
 
 KEEPS = {
@@ -42,11 +42,6 @@ def low(region: Region) -> str:
     if region.dtype:
         return region.dtype
     return {"cuda": "float16", "cpu": "bfloat16"}.get(region.device or "", "low")
-
-
-def is_low(dtype: str | None) -> bool:
-    """Whether a dtype is one of 16 bits."""
-    return dtype == "low" or dtype in LOW
 
 
 def is_half_on_device(value: Value) -> bool:
@@ -124,42 +119,6 @@ def _keep(result: Tensor, tensors: Sequence[Tensor]) -> None:
     result.loss = any(each.loss for each in losses)
     result.grown = any(each.grown for each in losses)
     result.factor = losses[0].factor if len(losses) == 1 else None
-
-
-def flatten(values: Sequence[Value]) -> list[Value]:
-    """Values with lists of values opened."""
-    flat: list[Value] = []
-    for each in values:
-        if isinstance(each, ListValue):
-            flat += flatten(each.items)
-        else:
-            flat.append(each)
-    return flat
-
-
-def holds(value: Value, inner: ListValue) -> bool:
-    """Whether a list is in a value, or is that value."""
-    waiting, seen = [value], set[int]()
-    while waiting:
-        each = waiting.pop()
-        if each is inner:
-            return True
-        if isinstance(each, ListValue) and id(each) not in seen:
-            seen.add(id(each))
-            waiting += each.items
-    return False
-
-
-def origins(*tensors: Value) -> Iterator[Tensor]:
-    """Some tensors, and all those they were computed of."""
-    waiting = list(tensors)
-    seen: set[int] = set()
-    while waiting:
-        each = waiting.pop()
-        if isinstance(each, Tensor) and id(each) not in seen:
-            seen.add(id(each))
-            yield each
-            waiting += flatten(each.inputs)
 
 
 def arithmetic(state: State, node: Node, name: str, left: Value, right: Value) -> Value:

@@ -427,6 +427,11 @@ TRUE = Const(True)
 FALSE = Const(False)
 
 
+def is_low(dtype: str | None) -> bool:
+    """Whether a dtype is one of 16 bits."""
+    return dtype == "low" or dtype in LOW
+
+
 def size_of(value: Value) -> int:
     """How many values there are in a value, itself included."""
     return value.size if isinstance(value, Unknown | ListValue) else 1
