@@ -15,6 +15,7 @@ from ampwise_lint.engine import lint
 from ampwise_lint.fix import fix_files
 from ampwise_lint.main import main
 from ampwise_lint.settings import Settings
+from ampwise_lint.torch_model.python_functions import FUNCTIONS
 from test_source import BAD, cell, notebook
 
 FIXED = BAD.replace("        clip", "        scaler.unscale_(optimizer)\n        clip")
@@ -46,6 +47,15 @@ BROKEN = {
     "link.py": (lambda path: path.symlink_to("nowhere"), "a link to nothing"),
     "circle.py": (lambda path: path.symlink_to("circle.py"), "symbolic links"),
 }
+
+
+def test_calls_whose_arguments_are_not_known_are_walked():
+    calls = [f"{name}({given})" for name in FUNCTIONS for given in ("", "*pair", "**named")]
+    lines = "".join(f"        {each}\n" for each in calls)
+    Path("train.py").write_text(BAD.replace("        clip", f"{lines}        clip"))
+    report = lint([Path("train.py")], jobs=1)
+    assert not report.skipped
+    assert [each.code for each in report.findings] == ["AMP101"]
 
 
 @pytest.mark.parametrize("jobs", [1, 2])

@@ -15,7 +15,7 @@ from ampwise_lint import command
 from ampwise_lint.base.page import pages
 from ampwise_lint.main import main
 from ampwise_lint.options import Options
-from ampwise_lint.rule import all_rules
+from ampwise_lint.rules import all_rules
 from test_source import BAD
 
 FIXED = BAD.replace("        clip", "        scaler.unscale_(optimizer)\n        clip")

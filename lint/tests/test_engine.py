@@ -7,11 +7,10 @@ import sys
 
 import pytest
 
-from ampwise_lint import baseline
+from ampwise_lint import analysis, baseline
 from ampwise_lint.base.errors import UsageError
 from ampwise_lint.engine import lint
 from ampwise_lint.findings import LintReport
-from ampwise_lint.model import analysis
 from ampwise_lint.settings import Settings, codes, load_settings
 from test_source import BAD
 

@@ -9,7 +9,7 @@ import pytest
 
 from ampwise_lint import engine
 from ampwise_lint.engine import check_file
-from ampwise_lint.project import Project
+from ampwise_lint.source.project import Project
 from test_source import BAD
 
 LOOP = """\

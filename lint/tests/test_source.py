@@ -9,9 +9,9 @@ import pytest
 
 from ampwise_lint.base.errors import UsageError
 from ampwise_lint.engine import check_file, find, lint
-from ampwise_lint.project import Project
 from ampwise_lint.settings import Settings
-from ampwise_lint.source import MAX_BYTES, UnreadableError, read
+from ampwise_lint.source.project import Project
+from ampwise_lint.source.text import MAX_BYTES, UnreadableError, read
 
 BAD = """\
 import torch

@@ -15,7 +15,7 @@ import pytest
 
 from ampwise_lint.fix import fix_file
 from ampwise_lint.settings import Settings
-from ampwise_lint.source import UnreadableError, read
+from ampwise_lint.source.text import UnreadableError, read
 from tests.lint.soundness import spoilt
 
 FIXTURES = sorted((Path(__file__).parents[2] / "lint" / "tests" / "fixtures").rglob("*.py"))

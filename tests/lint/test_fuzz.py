@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ampwise_lint.engine import SECONDS, check_file
-from ampwise_lint.project import Project
+from ampwise_lint.source.project import Project
 
 FIXTURES = sorted((Path(__file__).parents[2] / "lint" / "tests" / "fixtures").rglob("*.py"))
 TORCH = Path(torch.__file__).parent

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ampwise_lint.findings import Edit, Finding
-from ampwise_lint.source import UnreadableError, read_bytes
+from ampwise_lint.source.text import UnreadableError, read_bytes
 
 
 def folder() -> Path:

@@ -17,7 +17,7 @@ from ampwise_lint.engine import find, lint
 from ampwise_lint.findings import LintReport
 from ampwise_lint.fix import fix_files
 from ampwise_lint.options import Options, parse
-from ampwise_lint.rule import all_rules
+from ampwise_lint.rules import all_rules
 from ampwise_lint.settings import Settings, load_settings
 
 

@@ -16,15 +16,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 
+from ampwise_lint.analysis import Analysis, analyse
 from ampwise_lint.base.errors import UsageError, kind_and_words
 from ampwise_lint.cache import Cache
 from ampwise_lint.findings import Edit, Finding, LintReport, Skipped
-from ampwise_lint.model.analysis import Analysis, analyse
-from ampwise_lint.model.nodes import Node
-from ampwise_lint.project import Module, Project
-from ampwise_lint.rule import Mistake, all_rules
+from ampwise_lint.prefilter import Prefilter
+from ampwise_lint.rule import Mistake
+from ampwise_lint.rules import all_rules, all_triggers
 from ampwise_lint.settings import Settings
-from ampwise_lint.source import SUFFIXES, UnreadableError, check_syntax, read_text
+from ampwise_lint.source.nodes import Node
+from ampwise_lint.source.project import Module, Project
+from ampwise_lint.source.text import SUFFIXES, UnreadableError, check_syntax, read_text
 
 NEVER = {"__pycache__", "node_modules", "site-packages", "dist-packages"}
 """Folders that are not walked into; name them to have them checked."""
@@ -273,17 +275,21 @@ def check_file(path: Path, project: Project) -> Checked:
     checked = Checked(path)
     with _reason_kept(checked):
         text = read_text(path).text
-        if project.glances.concerns(path, text, checked.read):
+        if _prefilter(project).concerns(path, text, checked.read):
             check_module(project.module(path), checked)
         else:
             check_syntax(text)
     return checked
 
 
+def _prefilter(project: Project) -> Prefilter:
+    return Prefilter(project, all_triggers())
+
+
 def check_module(module: Module, checked: Checked) -> None:
     """Run the rules over a file that was read."""
     with _reason_kept(checked), _limits(SECONDS):
-        code = analyse(module)
+        code = analyse(module, _prefilter(module.project))
         if code.cut_short:
             checked.skipped = "too large to be walked to its end"
         checked.findings = list(_findings(code))

@@ -22,9 +22,9 @@ from ampwise_lint.base.files import atomic_write
 from ampwise_lint.engine import Checked, check_module, shown
 from ampwise_lint.findings import Finding, LintReport, Safety, Skipped
 from ampwise_lint.notebook import Notebook, notebook
-from ampwise_lint.project import Project
 from ampwise_lint.settings import Settings
-from ampwise_lint.source import Source, UnreadableError, parse, read
+from ampwise_lint.source.project import Project
+from ampwise_lint.source.text import Source, UnreadableError, parse, read
 
 ROUNDS = 12
 """A fix may uncover the next mistake. More rounds than there are findings, and rules that do so,

@@ -12,8 +12,8 @@ from typing import Any
 
 from ampwise_lint import __version__
 from ampwise_lint.engine import Checked, check_module
-from ampwise_lint.project import Project
-from ampwise_lint.source import Source
+from ampwise_lint.source.project import Project
+from ampwise_lint.source.text import Source
 
 
 class Plugin:

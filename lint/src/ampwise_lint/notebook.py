@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from ampwise_lint.source import cell_text, without_magics
+from ampwise_lint.source.text import cell_text, without_magics
 
 _DECODER = json.JSONDecoder()
 _SPACE = re.compile(r"[ \t\r\n]*")

@@ -19,7 +19,8 @@ from ampwise_lint.base.console import Console
 from ampwise_lint.base.page import pages
 from ampwise_lint.base.words import counted
 from ampwise_lint.findings import Finding, LintReport
-from ampwise_lint.rule import Rule, all_rules
+from ampwise_lint.rule import Rule
+from ampwise_lint.rules import all_rules
 
 STYLES = {"error": "bold red", "warning": "bold yellow", "info": "bold blue"}
 SARIF_LEVELS = {"error": "error", "warning": "warning", "info": "note"}

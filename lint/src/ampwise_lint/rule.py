@@ -1,19 +1,17 @@
-"""What a rule is. Each lives in a file of its own under `rules`, found by being there."""
+"""What a rule is. Each lives in a file of its own under `rules`."""
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import pkgutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 
+from ampwise_lint.analysis import Analysis
 from ampwise_lint.findings import Edit, Safety, Severity
-from ampwise_lint.model.analysis import Analysis
-from ampwise_lint.model.nodes import Node
-from ampwise_lint.project import Module
+from ampwise_lint.source.nodes import Node
+from ampwise_lint.source.project import Module
+from ampwise_lint.triggers import Trigger
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +40,8 @@ class Rule:
     name: str
     severity: Severity
     fix: Safety
+    triggers: tuple[Trigger, ...]
+    """A file without any of them is not looked at."""
     check: Check
     doc: str
 
@@ -55,24 +55,29 @@ class Rule:
                 yield mistake if mistake.mend is None else replace(mistake, edits=mistake.mend())
 
 
-def rule(code: str, name: str, severity: Severity, fix: Safety = "") -> Callable[[Check], Rule]:
-    """Make a rule of a function that yields the mistakes of a file."""
+def rule(
+    code: str,
+    name: str,
+    severity: Severity,
+    *,
+    triggers: tuple[Trigger, ...],
+    fix: Safety = "",
+) -> Callable[[Check], Rule]:
+    """Make a rule of a function that yields the mistakes of a file.
+
+    Raises
+    ------
+    ValueError
+        Without triggers, with which it would find nothing in a file that no other rule looks at.
+    """
+    if not triggers:
+        raise ValueError(
+            f"rule {code}: expected triggers, got none; name the words that a file must have for "
+            "it, as ampwise_lint.triggers has them"
+        )
 
     def make(check: Check) -> Rule:
         module = inspect.getmodule(check)
-        return Rule(code, name, severity, fix, check, inspect.getdoc(module) or "")
+        return Rule(code, name, severity, fix, triggers, check, inspect.getdoc(module) or "")
 
     return make
-
-
-@cache
-def all_rules() -> dict[str, Rule]:
-    """Every rule by its code: the modules of the package ``rules``."""
-    from ampwise_lint import rules
-
-    found: dict[str, Rule] = {}
-    for each in pkgutil.iter_modules(rules.__path__):
-        module = importlib.import_module(f"{rules.__name__}.{each.name}")
-        made: Rule = module.check
-        found[made.code] = made
-    return dict(sorted(found.items()))

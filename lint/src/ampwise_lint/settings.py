@@ -11,7 +11,7 @@ from typing import Any
 
 from ampwise_lint.base.errors import UsageError, nearest
 from ampwise_lint.findings import Finding
-from ampwise_lint.rule import all_rules
+from ampwise_lint.rules import all_rules
 
 KEYS = ("select", "ignore", "exclude", "per-file-ignores", "baseline")
 

@@ -34,10 +34,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.findings import Edit
-from ampwise_lint.model.analysis import Analysis, Trace
-from ampwise_lint.model.events import Backward, Clip, ScalerStep, Unscale, ZeroGrad
-from ampwise_lint.model.queries import (
+from ampwise_lint.queries import (
     edit,
     first_argument,
     is_real,
@@ -48,9 +47,11 @@ from ampwise_lint.model.queries import (
     statement_edit,
 )
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.triggers import SCALER
+from ampwise_lint.values.events import Backward, Clip, ScalerStep, Unscale, ZeroGrad
 
 
-@rule("AMP101", "clip-before-unscale", "error", fix="safe")
+@rule("AMP101", "clip-before-unscale", "error", fix="safe", triggers=(SCALER,))
 def check(code: Analysis) -> Iterator[Mistake]:
     for trace in code.traces:
         for index, event in enumerate(trace.events):

@@ -32,10 +32,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampwise_lint.model.analysis import Analysis, Trace
-from ampwise_lint.model.events import Backward, GradientRead, ScalerStep, Unscale, ZeroGrad
-from ampwise_lint.model.nodes import Node, lines_of
-from ampwise_lint.model.queries import (
+from ampwise_lint.analysis import Analysis, Trace
+from ampwise_lint.queries import (
     first_argument,
     is_real,
     is_simple,
@@ -44,9 +42,12 @@ from ampwise_lint.model.queries import (
     statement_edit,
 )
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.source.nodes import Node, lines_of
+from ampwise_lint.triggers import SCALER
+from ampwise_lint.values.events import Backward, GradientRead, ScalerStep, Unscale, ZeroGrad
 
 
-@rule("AMP102", "gradient-read-before-unscale", "warning", fix="unsafe")
+@rule("AMP102", "gradient-read-before-unscale", "warning", fix="unsafe", triggers=(SCALER,))
 def check(code: Analysis) -> Iterator[Mistake]:
     for trace in code.traces:
         scaled: Backward | None = None

@@ -36,12 +36,13 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ampwise_lint.model.analysis import Analysis
-from ampwise_lint.model.events import ScalerStep, Unscale, Update
+from ampwise_lint.analysis import Analysis
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.triggers import SCALER
+from ampwise_lint.values.events import ScalerStep, Unscale, Update
 
 
-@rule("AMP103", "double-unscale", "error")
+@rule("AMP103", "double-unscale", "error", triggers=(SCALER,))
 def check(code: Analysis) -> Iterator[Mistake]:
     for trace in code.traces:
         done: dict[int, Unscale] = {}

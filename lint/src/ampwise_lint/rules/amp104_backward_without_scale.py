@@ -35,9 +35,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ampwise_lint.model.analysis import Analysis, Trace
-from ampwise_lint.model.events import Backward, OptimizerStep, ScalerStep, ZeroGrad
-from ampwise_lint.model.queries import (
+from ampwise_lint.analysis import Analysis, Trace
+from ampwise_lint.queries import (
     edit,
     is_known_at,
     is_real,
@@ -46,9 +45,11 @@ from ampwise_lint.model.queries import (
     receiver,
 )
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.triggers import SCALER
+from ampwise_lint.values.events import Backward, OptimizerStep, ScalerStep, ZeroGrad
 
 
-@rule("AMP104", "backward-without-scale", "error", fix="safe")
+@rule("AMP104", "backward-without-scale", "error", fix="safe", triggers=(SCALER,))
 def check(code: Analysis) -> Iterator[Mistake]:
     for trace in code.traces:
         for index, event in enumerate(trace.events):

@@ -32,11 +32,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.findings import Edit
-from ampwise_lint.model.analysis import Analysis, Trace
-from ampwise_lint.model.events import Backward, OptimizerStep, ScalerStep, Update, ZeroGrad
-from ampwise_lint.model.places import alone
-from ampwise_lint.model.queries import (
+from ampwise_lint.queries import (
     edit,
     is_known_at,
     is_real,
@@ -44,11 +42,14 @@ from ampwise_lint.model.queries import (
     receiver,
     statement_edit,
 )
-from ampwise_lint.model.values import Scaler
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.source.places import alone
+from ampwise_lint.triggers import SCALER
+from ampwise_lint.values.abstract import Scaler
+from ampwise_lint.values.events import Backward, OptimizerStep, ScalerStep, Update, ZeroGrad
 
 
-@rule("AMP105", "step-bypasses-scaler", "error", fix="safe")
+@rule("AMP105", "step-bypasses-scaler", "error", fix="safe", triggers=(SCALER,))
 def check(code: Analysis) -> Iterator[Mistake]:
     for trace in code.traces:
         for index, event in enumerate(trace.events):

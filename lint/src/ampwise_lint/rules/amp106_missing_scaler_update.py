@@ -31,14 +31,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampwise_lint.model.analysis import Analysis
-from ampwise_lint.model.events import Backward, ScalerStep, Update
-from ampwise_lint.model.queries import is_managed, receiver, statement_edit
-from ampwise_lint.model.values import Scaler, key_of
+from ampwise_lint.analysis import Analysis
+from ampwise_lint.queries import is_managed, receiver, statement_edit
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.triggers import SCALER
+from ampwise_lint.values.abstract import Scaler, key_of
+from ampwise_lint.values.events import Backward, ScalerStep, Update
 
 
-@rule("AMP106", "missing-scaler-update", "error", fix="safe")
+@rule("AMP106", "missing-scaler-update", "error", fix="safe", triggers=(SCALER,))
 def check(code: Analysis) -> Iterator[Mistake]:
     missing: dict[int, ScalerStep] = {}
     fine: set[int] = set()

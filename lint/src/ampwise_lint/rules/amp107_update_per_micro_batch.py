@@ -34,14 +34,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampwise_lint.model.analysis import Analysis, Trace
-from ampwise_lint.model.events import Backward, Event, ScalerStep, Unscale, Update, ZeroGrad
-from ampwise_lint.model.queries import is_managed, is_real, is_simple, statement_edit
-from ampwise_lint.model.values import Tensor
+from ampwise_lint.analysis import Analysis, Trace
+from ampwise_lint.queries import is_managed, is_real, is_simple, statement_edit
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.triggers import SCALER
+from ampwise_lint.values.abstract import Tensor
+from ampwise_lint.values.events import Backward, Event, ScalerStep, Unscale, Update, ZeroGrad
 
 
-@rule("AMP107", "update-per-micro-batch", "error", fix="unsafe")
+@rule("AMP107", "update-per-micro-batch", "error", fix="unsafe", triggers=(SCALER,))
 def check(code: Analysis) -> Iterator[Mistake]:
     for trace in code.traces:
         if is_managed(trace):

@@ -33,10 +33,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 
-from ampwise_lint.model.analysis import Analysis, Trace
-from ampwise_lint.model.events import Backward, ScalerStep, Update
-from ampwise_lint.model.queries import is_simple, statement_edit
+from ampwise_lint.analysis import Analysis, Trace
+from ampwise_lint.queries import is_simple, statement_edit
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.triggers import SCALER
+from ampwise_lint.values.events import Backward, ScalerStep, Update
 
 UNFIT = (
     "when one overflows, the next is unscaled by a scale its gradients were not multiplied with, "
@@ -47,7 +48,7 @@ COUNTED = (
 )
 
 
-@rule("AMP108", "update-per-optimizer", "error", fix="unsafe")
+@rule("AMP108", "update-per-optimizer", "error", fix="unsafe", triggers=(SCALER,))
 def check(code: Analysis) -> Iterator[Mistake]:
     for trace in code.traces:
         for updates in _by_iteration(trace).values():

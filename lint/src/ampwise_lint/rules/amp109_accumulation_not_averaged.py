@@ -38,18 +38,19 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.findings import Edit
-from ampwise_lint.model.analysis import Analysis, Trace
-from ampwise_lint.model.events import Backward, GradientRead, OptimizerStep, ScalerStep
-from ampwise_lint.model.nodes import Node
-from ampwise_lint.model.places import assignments, grouped, in_reach, scope_of
-from ampwise_lint.model.queries import accumulates, edit, is_managed, uses_amp, zeroed_with
-from ampwise_lint.model.roles import dotted
-from ampwise_lint.model.values import Const, Tensor, Unknown
+from ampwise_lint.queries import accumulates, edit, is_managed, uses_amp, zeroed_with
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.source.nodes import Node
+from ampwise_lint.source.places import assignments, grouped, in_reach, scope_of
+from ampwise_lint.source.roles import dotted
+from ampwise_lint.triggers import MIXED
+from ampwise_lint.values.abstract import Const, Tensor, Unknown
+from ampwise_lint.values.events import Backward, GradientRead, OptimizerStep, ScalerStep
 
 
-@rule("AMP109", "accumulation-not-averaged", "warning", fix="unsafe")
+@rule("AMP109", "accumulation-not-averaged", "warning", fix="unsafe", triggers=MIXED)
 def check(code: Analysis) -> Iterator[Mistake]:
     if not uses_amp(code):
         return

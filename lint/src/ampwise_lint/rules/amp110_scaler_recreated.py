@@ -31,15 +31,16 @@ import ast
 import re
 from collections.abc import Iterator
 
+from ampwise_lint.analysis import Analysis
 from ampwise_lint.findings import Edit
-from ampwise_lint.model.analysis import Analysis
-from ampwise_lint.model.events import Made, ScalerStep
-from ampwise_lint.model.queries import edit
-from ampwise_lint.model.values import Optimizer, Scaler
+from ampwise_lint.queries import edit
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.triggers import SCALER
+from ampwise_lint.values.abstract import Optimizer, Scaler
+from ampwise_lint.values.events import Made, ScalerStep
 
 
-@rule("AMP110", "scaler-recreated", "warning", fix="unsafe")
+@rule("AMP110", "scaler-recreated", "warning", fix="unsafe", triggers=(SCALER,))
 def check(code: Analysis) -> Iterator[Mistake]:
     for trace in code.traces:
         made = {

@@ -37,11 +37,12 @@ import ast
 from collections.abc import Iterator
 from functools import partial
 
+from ampwise_lint.analysis import Analysis
 from ampwise_lint.findings import Edit
-from ampwise_lint.model.analysis import Analysis
-from ampwise_lint.model.events import Backward, Made, Save, ScalerStep, StateDict
-from ampwise_lint.model.nodes import Node
-from ampwise_lint.model.places import (
+from ampwise_lint.queries import edit, is_real, receiver
+from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.source.nodes import Node
+from ampwise_lint.source.places import (
     alone,
     assignments,
     bound_in,
@@ -49,9 +50,10 @@ from ampwise_lint.model.places import (
     functions_of,
     scope_of,
 )
-from ampwise_lint.model.queries import edit, is_real, receiver
-from ampwise_lint.model.roles import dotted
-from ampwise_lint.model.values import (
+from ampwise_lint.source.project import Module
+from ampwise_lint.source.roles import dotted
+from ampwise_lint.triggers import SCALER
+from ampwise_lint.values.abstract import (
     DictValue,
     Instance,
     Optimizer,
@@ -62,11 +64,10 @@ from ampwise_lint.model.values import (
     Value,
     Wrapper,
 )
-from ampwise_lint.project import Module
-from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.values.events import Backward, Made, Save, ScalerStep, StateDict
 
 
-@rule("AMP111", "scaler-not-checkpointed", "warning", fix="unsafe")
+@rule("AMP111", "scaler-not-checkpointed", "warning", fix="unsafe", triggers=(SCALER,))
 def check(code: Analysis) -> Iterator[Mistake]:
     if not code.any(Backward, lambda e: is_real(e.scaled)) and not code.any(Made, _is_wrapper):
         return

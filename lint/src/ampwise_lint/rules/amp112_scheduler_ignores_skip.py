@@ -40,19 +40,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
+from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.findings import Edit
-from ampwise_lint.model import library
-from ampwise_lint.model.analysis import Analysis, Trace
-from ampwise_lint.model.events import ScalerStep, SchedulerStep, Update
-from ampwise_lint.model.places import alone, block_of, names, scope_of, with_comment, wrap
-from ampwise_lint.model.queries import edit, is_simple, receiver
-from ampwise_lint.model.roles import dotted
-from ampwise_lint.model.values import Scheduler
-from ampwise_lint.project import Module
+from ampwise_lint.queries import edit, is_simple, receiver
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.source import library
+from ampwise_lint.source.places import alone, block_of, names, scope_of, with_comment, wrap
+from ampwise_lint.source.project import Module
+from ampwise_lint.source.roles import dotted
+from ampwise_lint.triggers import SCALER
+from ampwise_lint.values.abstract import Scheduler
+from ampwise_lint.values.events import ScalerStep, SchedulerStep, Update
 
 
-@rule("AMP112", "scheduler-ignores-skip", "info", fix="unsafe")
+@rule("AMP112", "scheduler-ignores-skip", "info", fix="unsafe", triggers=(SCALER,))
 def check(code: Analysis) -> Iterator[Mistake]:
     for trace in code.traces:
         for event in trace.of(SchedulerStep):

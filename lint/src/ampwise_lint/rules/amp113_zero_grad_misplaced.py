@@ -35,16 +35,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampwise_lint.model.analysis import Analysis, Trace
-from ampwise_lint.model.events import (
-    Backward,
-    Event,
-    Forward,
-    OptimizerStep,
-    ScalerStep,
-    ZeroGrad,
-)
-from ampwise_lint.model.queries import (
+from ampwise_lint.analysis import Analysis, Trace
+from ampwise_lint.queries import (
     accumulates,
     is_managed,
     owners,
@@ -52,12 +44,21 @@ from ampwise_lint.model.queries import (
     uses_amp,
     zeroed_with,
 )
-from ampwise_lint.model.tensors import origins
-from ampwise_lint.model.values import Instance, Model, Optimizer, Parameter, Tensor, key_of
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.triggers import SCALER
+from ampwise_lint.values.abstract import Instance, Model, Optimizer, Parameter, Tensor, key_of
+from ampwise_lint.values.contents import origins
+from ampwise_lint.values.events import (
+    Backward,
+    Event,
+    Forward,
+    OptimizerStep,
+    ScalerStep,
+    ZeroGrad,
+)
 
 
-@rule("AMP113", "zero-grad-misplaced", "error")
+@rule("AMP113", "zero-grad-misplaced", "error", triggers=(SCALER,))
 def check(code: Analysis) -> Iterator[Mistake]:
     if not uses_amp(code):
         return

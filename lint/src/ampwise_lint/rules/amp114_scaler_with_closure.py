@@ -38,14 +38,15 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ampwise_lint.model.analysis import Analysis, Trace
-from ampwise_lint.model.calls import defaults_of
-from ampwise_lint.model.events import Event, Made, ScalerStep
-from ampwise_lint.model.values import Const, Optimizer, Unknown
+from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.source.nodes import defaults_of
+from ampwise_lint.triggers import SCALER
+from ampwise_lint.values.abstract import Const, Optimizer, Unknown
+from ampwise_lint.values.events import Event, Made, ScalerStep
 
 
-@rule("AMP114", "scaler-with-retain-or-closure", "error")
+@rule("AMP114", "scaler-with-retain-or-closure", "error", triggers=(SCALER,))
 def check(code: Analysis) -> Iterator[Mistake]:
     for trace in code.traces:
         for event in trace.of(ScalerStep):

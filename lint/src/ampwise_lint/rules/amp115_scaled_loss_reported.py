@@ -33,11 +33,12 @@ import ast
 from collections.abc import Iterator
 from functools import partial
 
+from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.findings import Edit
-from ampwise_lint.model.analysis import Analysis, Trace
-from ampwise_lint.model.events import Accumulate, Report
-from ampwise_lint.model.nodes import Node
-from ampwise_lint.model.places import (
+from ampwise_lint.queries import accumulates, edit, given_in_parts, step_loops, uses_amp
+from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.source.nodes import Node
+from ampwise_lint.source.places import (
     assignments,
     block_of,
     grouped,
@@ -46,14 +47,14 @@ from ampwise_lint.model.places import (
     scope_of,
     stores,
 )
-from ampwise_lint.model.queries import accumulates, edit, given_in_parts, step_loops, uses_amp
-from ampwise_lint.model.roles import dotted
-from ampwise_lint.model.values import Scaler, Tensor, Wrapper, key_of
-from ampwise_lint.project import Module
-from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.source.project import Module
+from ampwise_lint.source.roles import dotted
+from ampwise_lint.triggers import SCALER
+from ampwise_lint.values.abstract import Scaler, Tensor, Wrapper, key_of
+from ampwise_lint.values.events import Accumulate, Report
 
 
-@rule("AMP115", "scaled-loss-reported", "warning", fix="unsafe")
+@rule("AMP115", "scaled-loss-reported", "warning", fix="unsafe", triggers=(SCALER,))
 def check(code: Analysis) -> Iterator[Mistake]:
     if not uses_amp(code):
         return

@@ -46,11 +46,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ampwise_lint.model.analysis import Analysis, Trace
-from ampwise_lint.model.events import Grad, GradientRead, Op, ScalerStep, Unscale
-from ampwise_lint.model.tensors import flatten, is_low, origins
-from ampwise_lint.model.values import Const, Tensor, Unknown, Value
+from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.triggers import SCALER
+from ampwise_lint.values.abstract import Const, Tensor, Unknown, Value, is_low
+from ampwise_lint.values.contents import flatten, origins
+from ampwise_lint.values.events import Grad, GradientRead, Op, ScalerStep, Unscale
 
 FREE = {"sign", "sgn", "sign_", "normalize", "argmax", "argmin", "argsort", "isfinite", "isnan"}
 """Operations whose result is the same for any scale."""
@@ -65,7 +66,7 @@ TINY = 1e-2
 """What is added to a norm to divide by it."""
 
 
-@rule("AMP116", "gradient-penalty-on-scaled-grads", "error")
+@rule("AMP116", "gradient-penalty-on-scaled-grads", "error", triggers=(SCALER,))
 def check(code: Analysis) -> Iterator[Mistake]:
     for trace in code.traces:
         used = _used(trace)

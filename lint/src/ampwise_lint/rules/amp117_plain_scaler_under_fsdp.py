@@ -32,14 +32,15 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ampwise_lint.model.analysis import Analysis
-from ampwise_lint.model.events import Forward, ScalerStep
-from ampwise_lint.model.queries import edit
-from ampwise_lint.model.values import Instance, Model, Scaler
+from ampwise_lint.analysis import Analysis
+from ampwise_lint.queries import edit
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.triggers import SCALER
+from ampwise_lint.values.abstract import Instance, Model, Scaler
+from ampwise_lint.values.events import Forward, ScalerStep
 
 
-@rule("AMP117", "scaler-shared-or-plain-under-fsdp", "error", fix="unsafe")
+@rule("AMP117", "scaler-shared-or-plain-under-fsdp", "error", fix="unsafe", triggers=(SCALER,))
 def check(code: Analysis) -> Iterator[Mistake]:
     for trace in code.traces:
         sharded = any(

@@ -35,16 +35,17 @@ import ast
 import re
 from collections.abc import Iterator
 
-from ampwise_lint.model.analysis import Analysis
-from ampwise_lint.model.events import Backward, Forward, ScalerStep
-from ampwise_lint.model.queries import is_managed
-from ampwise_lint.model.values import Instance, Model, Scaler, Value, key_of
+from ampwise_lint.analysis import Analysis
+from ampwise_lint.queries import is_managed
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.triggers import SCALER
+from ampwise_lint.values.abstract import Instance, Model, Scaler, Value, key_of
+from ampwise_lint.values.events import Backward, Forward, ScalerStep
 
 HALF = re.compile(r"autocast|\bhalf\b|float16|fp_?16|bf16|HalfTensor|precision", re.IGNORECASE)
 
 
-@rule("AMP118", "scaler-without-half", "warning")
+@rule("AMP118", "scaler-without-half", "warning", triggers=(SCALER,))
 def check(code: Analysis) -> Iterator[Mistake]:
     if HALF.search(code.module.source.text):
         return

@@ -29,14 +29,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampwise_lint.model.analysis import Analysis, Trace
-from ampwise_lint.model.events import Backward, Clip, ScalerStep, Unscale
-from ampwise_lint.model.queries import first_argument, is_real, owners, site_in
-from ampwise_lint.model.values import Value
+from ampwise_lint.analysis import Analysis, Trace
+from ampwise_lint.queries import first_argument, is_real, owners, site_in
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.triggers import SCALER
+from ampwise_lint.values.abstract import Value
+from ampwise_lint.values.events import Backward, Clip, ScalerStep, Unscale
 
 
-@rule("AMP119", "clip-beyond-unscaled", "error")
+@rule("AMP119", "clip-beyond-unscaled", "error", triggers=(SCALER,))
 def check(code: Analysis) -> Iterator[Mistake]:
     for trace in code.traces:
         for index, event in enumerate(trace.events):

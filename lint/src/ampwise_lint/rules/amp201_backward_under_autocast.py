@@ -32,14 +32,15 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ampwise_lint.model.analysis import Analysis
-from ampwise_lint.model.events import Backward
-from ampwise_lint.model.queries import statement_edit
-from ampwise_lint.model.values import Region
+from ampwise_lint.analysis import Analysis
+from ampwise_lint.queries import statement_edit
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.triggers import AUTOCAST
+from ampwise_lint.values.abstract import Region
+from ampwise_lint.values.events import Backward
 
 
-@rule("AMP201", "backward-under-autocast", "warning", fix="safe")
+@rule("AMP201", "backward-under-autocast", "warning", fix="safe", triggers=(AUTOCAST,))
 def check(code: Analysis) -> Iterator[Mistake]:
     for trace in code.traces:
         for event in trace.of(Backward):

@@ -33,18 +33,19 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.findings import Edit
-from ampwise_lint.model.analysis import Analysis, Trace
-from ampwise_lint.model.events import Backward, Loss
-from ampwise_lint.model.library import LOSS_FUNCTIONS
-from ampwise_lint.model.places import grouped
-from ampwise_lint.model.queries import edit, is_given, is_half_output, losses_by_hand
-from ampwise_lint.model.tensors import flatten
-from ampwise_lint.model.values import Value
+from ampwise_lint.queries import edit, is_given, is_half_output, losses_by_hand
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.source.library import LOSS_FUNCTIONS
+from ampwise_lint.source.places import grouped
+from ampwise_lint.triggers import AUTOCAST
+from ampwise_lint.values.abstract import Value
+from ampwise_lint.values.contents import flatten
+from ampwise_lint.values.events import Backward, Loss
 
 
-@rule("AMP202", "loss-outside-autocast", "warning", fix="unsafe")
+@rule("AMP202", "loss-outside-autocast", "warning", fix="unsafe", triggers=(AUTOCAST,))
 def check(code: Analysis) -> Iterator[Mistake]:
     for trace in code.traces:
         if not trace.of(Backward) and not any(map(is_given, trace.events)):

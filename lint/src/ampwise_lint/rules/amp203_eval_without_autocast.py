@@ -34,20 +34,21 @@ import re
 from collections.abc import Iterable, Iterator
 from functools import partial
 
+from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.findings import Edit
-from ampwise_lint.model.analysis import Analysis, Trace
-from ampwise_lint.model.events import Backward, CastDown, Forward, Loss
-from ampwise_lint.model.places import block_of, has_own_lines, has_torch, in_reach, wrap
-from ampwise_lint.model.roles import EVALUATION, dotted
-from ampwise_lint.model.values import Instance, Model, Region, key_of
-from ampwise_lint.project import Module
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.source.places import block_of, has_own_lines, has_torch, in_reach, wrap
+from ampwise_lint.source.project import Module
+from ampwise_lint.source.roles import EVALUATION, dotted
+from ampwise_lint.triggers import AUTOCAST, SCALER
+from ampwise_lint.values.abstract import Instance, Model, Region, key_of
+from ampwise_lint.values.events import Backward, CastDown, Forward, Loss
 
 Places = dict[str, set[str]]
 OFF = re.compile(r"amp|scaler|fp16|half|mixed|precision")
 
 
-@rule("AMP203", "eval-without-autocast", "warning", fix="unsafe")
+@rule("AMP203", "eval-without-autocast", "warning", fix="unsafe", triggers=(SCALER, AUTOCAST))
 def check(code: Analysis) -> Iterator[Mistake]:
     all_trained = [each for trace in code.traces for each in _trained(trace)]
     trained = _by_name(all_trained)

@@ -31,14 +31,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from ampwise_lint.model.analysis import Analysis
-from ampwise_lint.model.events import Backward, Enter
-from ampwise_lint.model.queries import edit
-from ampwise_lint.model.values import Scaler
+from ampwise_lint.analysis import Analysis
+from ampwise_lint.queries import edit
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.triggers import SCALER
+from ampwise_lint.values.abstract import Scaler
+from ampwise_lint.values.events import Backward, Enter
 
 
-@rule("AMP204", "scaler-with-bfloat16", "info", fix="unsafe")
+@rule("AMP204", "scaler-with-bfloat16", "info", fix="unsafe", triggers=(SCALER,))
 def check(code: Analysis) -> Iterator[Mistake]:
     scalers: dict[int, Scaler] = {}
     dtypes: dict[int, set[str | None]] = defaultdict(set)

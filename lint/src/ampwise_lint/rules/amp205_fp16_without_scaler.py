@@ -31,14 +31,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampwise_lint.model.analysis import Analysis
-from ampwise_lint.model.events import Backward, Forward, Made, OptimizerStep, ScalerStep
-from ampwise_lint.model.queries import is_managed, is_unscaled
-from ampwise_lint.model.values import Scaler, Tensor
+from ampwise_lint.analysis import Analysis
+from ampwise_lint.queries import is_managed, is_unscaled
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.triggers import AUTOCAST, HALF
+from ampwise_lint.values.abstract import Scaler, Tensor
+from ampwise_lint.values.events import Backward, Forward, Made, OptimizerStep, ScalerStep
 
 
-@rule("AMP205", "fp16-without-scaler", "error")
+@rule("AMP205", "fp16-without-scaler", "error", triggers=(AUTOCAST, HALF))
 def check(code: Analysis) -> Iterator[Mistake]:
     if code.any(ScalerStep) or code.any(Made, lambda e: isinstance(e.value, Scaler)):
         return

@@ -34,18 +34,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampwise_lint.model.analysis import Analysis, Trace
-from ampwise_lint.model.events import CastDown, OptimizerStep, ScalerStep
-from ampwise_lint.model.queries import is_managed, owners
-from ampwise_lint.model.values import Const, Instance, Model, Optimizer, key_of
+from ampwise_lint.analysis import Analysis, Trace
+from ampwise_lint.queries import is_managed, owners
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.triggers import HALF
+from ampwise_lint.values.abstract import Const, Instance, Model, Optimizer, key_of
+from ampwise_lint.values.events import CastDown, OptimizerStep, ScalerStep
 
 ADAM = ("Adam", "AdamW", "NAdam", "RAdam")
 EPS_LOST = 3e-8
 """Half the smallest float16: what is smaller becomes zero."""
 
 
-@rule("AMP206", "half-parameters", "error")
+@rule("AMP206", "half-parameters", "error", triggers=(HALF,))
 def check(code: Analysis) -> Iterator[Mistake]:
     for trace in code.traces:
         if is_managed(trace):

@@ -31,18 +31,19 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from ampwise_lint.analysis import Analysis
 from ampwise_lint.findings import Edit
-from ampwise_lint.model.analysis import Analysis
-from ampwise_lint.model.events import CastDown, Forward
-from ampwise_lint.model.library import DTYPES
-from ampwise_lint.model.nodes import Node
-from ampwise_lint.model.places import has_comment
-from ampwise_lint.model.queries import edit
-from ampwise_lint.model.roles import dotted
-from ampwise_lint.model.tensors import flatten
-from ampwise_lint.model.values import Instance, Model, Tensor
-from ampwise_lint.project import Module
+from ampwise_lint.queries import edit
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.source.library import DTYPES
+from ampwise_lint.source.nodes import Node
+from ampwise_lint.source.places import has_comment
+from ampwise_lint.source.project import Module
+from ampwise_lint.source.roles import dotted
+from ampwise_lint.triggers import AUTOCAST
+from ampwise_lint.values.abstract import Instance, Model, Tensor
+from ampwise_lint.values.contents import flatten
+from ampwise_lint.values.events import CastDown, Forward
 
 _MESSAGE = (
     "a tensor is cast to {dtype} by hand {where} autocast: operations that autocast keeps in "
@@ -51,7 +52,7 @@ _MESSAGE = (
 )
 
 
-@rule("AMP207", "manual-cast-in-autocast", "warning", fix="unsafe")
+@rule("AMP207", "manual-cast-in-autocast", "warning", fix="unsafe", triggers=(AUTOCAST,))
 def check(code: Analysis) -> Iterator[Mistake]:
     for trace in code.traces:
         for event in trace.events:

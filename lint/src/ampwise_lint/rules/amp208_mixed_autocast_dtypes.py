@@ -28,12 +28,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampwise_lint.model.analysis import Analysis
-from ampwise_lint.model.events import Backward, Enter
+from ampwise_lint.analysis import Analysis
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.triggers import AUTOCAST
+from ampwise_lint.values.events import Backward, Enter
 
 
-@rule("AMP208", "mixed-autocast-dtypes", "warning")
+@rule("AMP208", "mixed-autocast-dtypes", "warning", triggers=(AUTOCAST,))
 def check(code: Analysis) -> Iterator[Mistake]:
     for trace in code.traces:
         if not trace.of(Backward):

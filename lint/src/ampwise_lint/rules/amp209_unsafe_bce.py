@@ -33,14 +33,22 @@ import ast
 from collections.abc import Iterator
 from functools import partial
 
+from ampwise_lint.analysis import Analysis
 from ampwise_lint.findings import Edit
-from ampwise_lint.model.analysis import Analysis
-from ampwise_lint.model.events import Op
-from ampwise_lint.model.places import assignments, functions_of, grouped, has_torch, loads, scope_of
-from ampwise_lint.model.queries import edit
-from ampwise_lint.model.roles import dotted
-from ampwise_lint.project import Module
+from ampwise_lint.queries import edit
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.source.places import (
+    assignments,
+    functions_of,
+    grouped,
+    has_torch,
+    loads,
+    scope_of,
+)
+from ampwise_lint.source.project import Module
+from ampwise_lint.source.roles import dotted
+from ampwise_lint.triggers import AUTOCAST
+from ampwise_lint.values.events import Op
 
 SHAPES = ("squeeze", "unsqueeze", "view", "reshape", "flatten", "contiguous", "to", "float")
 LIKE = (
@@ -56,7 +64,7 @@ LIKE = (
 """What asks a tensor for no more than its shape."""
 
 
-@rule("AMP209", "unsafe-bce", "error", fix="unsafe")
+@rule("AMP209", "unsafe-bce", "error", fix="unsafe", triggers=(AUTOCAST,))
 def check(code: Analysis) -> Iterator[Mistake]:
     for trace in code.traces:
         for event in trace.of(Op):

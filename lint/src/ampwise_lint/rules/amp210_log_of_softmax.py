@@ -30,19 +30,20 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from ampwise_lint.analysis import Analysis
 from ampwise_lint.findings import Edit
-from ampwise_lint.model.analysis import Analysis
-from ampwise_lint.model.events import Op
-from ampwise_lint.model.nodes import Node
-from ampwise_lint.model.queries import edit, uses_half
-from ampwise_lint.model.tensors import origins
-from ampwise_lint.model.values import Tensor, Value
+from ampwise_lint.queries import edit, uses_half
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.source.nodes import Node
+from ampwise_lint.triggers import AUTOCAST, HALF
+from ampwise_lint.values.abstract import Tensor, Value
+from ampwise_lint.values.contents import origins
+from ampwise_lint.values.events import Op
 
 BETTER = {"softmax": "log_softmax", "sigmoid": "logsigmoid"}
 
 
-@rule("AMP210", "log-of-softmax", "warning", fix="safe")
+@rule("AMP210", "log-of-softmax", "warning", fix="safe", triggers=(AUTOCAST, HALF))
 def check(code: Analysis) -> Iterator[Mistake]:
     if not uses_half(code):
         return

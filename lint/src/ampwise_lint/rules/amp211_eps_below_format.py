@@ -39,15 +39,16 @@ import math
 from collections.abc import Iterator
 from functools import partial
 
+from ampwise_lint.analysis import Analysis
 from ampwise_lint.findings import Edit
-from ampwise_lint.model.analysis import Analysis
-from ampwise_lint.model.events import Op
-from ampwise_lint.model.nodes import Node
-from ampwise_lint.model.places import grouped
-from ampwise_lint.model.queries import edit
-from ampwise_lint.model.values import Const, Tensor, Value
-from ampwise_lint.project import Module
+from ampwise_lint.queries import edit
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.source.nodes import Node
+from ampwise_lint.source.places import grouped
+from ampwise_lint.source.project import Module
+from ampwise_lint.triggers import AUTOCAST, HALF
+from ampwise_lint.values.abstract import Const, Tensor, Value
+from ampwise_lint.values.events import Op
 
 ZERO_BELOW = {"float16": 2.0**-25, "bfloat16": 2.0**-134}
 """Half the smallest number: what is smaller becomes zero."""
@@ -58,7 +59,7 @@ UPPER = {"clamp": 2, "clip": 2, "clamp_": 2, "clamp_max": 1}
 """Where the upper bound stands among the inputs, if it is not given as ``max``."""
 
 
-@rule("AMP211", "eps-below-format", "warning", fix="unsafe")
+@rule("AMP211", "eps-below-format", "warning", fix="unsafe", triggers=(AUTOCAST, HALF))
 def check(code: Analysis) -> Iterator[Mistake]:
     for trace in code.traces:
         for event in trace.of(Op):

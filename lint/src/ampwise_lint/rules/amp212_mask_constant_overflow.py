@@ -30,20 +30,21 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from ampwise_lint.analysis import Analysis
 from ampwise_lint.findings import Edit
-from ampwise_lint.model.analysis import Analysis
-from ampwise_lint.model.events import Op
-from ampwise_lint.model.places import has_torch
-from ampwise_lint.model.queries import edit, receiver
-from ampwise_lint.model.roles import dotted
-from ampwise_lint.model.values import Const, Tensor, Value
+from ampwise_lint.queries import edit, receiver
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.source.places import has_torch
+from ampwise_lint.source.roles import dotted
+from ampwise_lint.triggers import AUTOCAST, HALF
+from ampwise_lint.values.abstract import Const, Tensor, Value
+from ampwise_lint.values.events import Op
 
 FLOAT16_MAX = 65504.0
 FILLS = {"masked_fill": 2, "masked_fill_": 2, "where": 2, "setitem": 2, "full_like": 1}
 
 
-@rule("AMP212", "mask-constant-overflow", "error", fix="unsafe")
+@rule("AMP212", "mask-constant-overflow", "error", fix="unsafe", triggers=(AUTOCAST, HALF))
 def check(code: Analysis) -> Iterator[Mistake]:
     for trace in code.traces:
         for event in trace.of(Op):

@@ -29,17 +29,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampwise_lint.model.analysis import Analysis, Trace
-from ampwise_lint.model.events import Op
-from ampwise_lint.model.queries import losses_by_hand
-from ampwise_lint.model.tensors import is_low, origins
-from ampwise_lint.model.values import Const, Tensor, Value, key_of
+from ampwise_lint.analysis import Analysis, Trace
+from ampwise_lint.queries import losses_by_hand
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.triggers import AUTOCAST, HALF
+from ampwise_lint.values.abstract import Const, Tensor, Value, is_low, key_of
+from ampwise_lint.values.contents import origins
+from ampwise_lint.values.events import Op
 
 GROWING = {"exp", "exp_", "pow", "pow_", "reciprocal", "square", "square_", "rsqrt", "expm1"}
 
 
-@rule("AMP213", "unprotected-exp", "warning")
+@rule("AMP213", "unprotected-exp", "warning", triggers=(AUTOCAST, HALF))
 def check(code: Analysis) -> Iterator[Mistake]:
     for trace in code.traces:
         elsewhere = {id(each.node) for each in losses_by_hand(trace)}  # AMP202's

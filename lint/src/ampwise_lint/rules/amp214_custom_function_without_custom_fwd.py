@@ -45,18 +45,19 @@ import ast
 from collections.abc import Iterator
 from functools import partial
 
+from ampwise_lint.analysis import Analysis
 from ampwise_lint.findings import Edit
-from ampwise_lint.model.analysis import Analysis
-from ampwise_lint.model.events import Applied
-from ampwise_lint.model.places import has_torch
-from ampwise_lint.model.queries import edit
-from ampwise_lint.model.roles import dotted
-from ampwise_lint.model.values import Class
-from ampwise_lint.project import Module
+from ampwise_lint.queries import edit
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.source.places import has_torch
+from ampwise_lint.source.project import Module
+from ampwise_lint.source.roles import dotted
+from ampwise_lint.triggers import AUTOCAST
+from ampwise_lint.values.abstract import Class
+from ampwise_lint.values.events import Applied
 
 
-@rule("AMP214", "custom-function-without-custom-fwd", "warning", fix="unsafe")
+@rule("AMP214", "custom-function-without-custom-fwd", "warning", fix="unsafe", triggers=(AUTOCAST,))
 def check(code: Analysis) -> Iterator[Mistake]:
     for trace in code.traces:
         for event in trace.of(Applied):

@@ -32,13 +32,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampwise_lint.model.analysis import Analysis
-from ampwise_lint.model.events import Forward
-from ampwise_lint.model.values import Instance, Model
+from ampwise_lint.analysis import Analysis
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.triggers import AUTOCAST
+from ampwise_lint.values.abstract import Instance, Model
+from ampwise_lint.values.events import Forward
 
 
-@rule("AMP215", "autocast-outside-dataparallel-forward", "warning")
+@rule("AMP215", "autocast-outside-dataparallel-forward", "warning", triggers=(AUTOCAST,))
 def check(code: Analysis) -> Iterator[Mistake]:
     for trace in code.traces:
         for event in trace.of(Forward):

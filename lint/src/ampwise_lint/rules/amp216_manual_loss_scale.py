@@ -29,13 +29,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampwise_lint.model.analysis import Analysis
-from ampwise_lint.model.events import Backward, GradientRead
-from ampwise_lint.model.values import Const, Tensor, Value, key_of
+from ampwise_lint.analysis import Analysis
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.triggers import HALF, SCALER
+from ampwise_lint.values.abstract import Const, Tensor, Value, key_of
+from ampwise_lint.values.events import Backward, GradientRead
 
 
-@rule("AMP216", "manual-loss-scale", "warning")
+@rule("AMP216", "manual-loss-scale", "warning", triggers=(SCALER, HALF))
 def check(code: Analysis) -> Iterator[Mistake]:
     for trace in code.traces:
         factor: Value | None = None

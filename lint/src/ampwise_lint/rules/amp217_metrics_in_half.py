@@ -29,16 +29,16 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from ampwise_lint.analysis import Analysis
 from ampwise_lint.findings import Edit
-from ampwise_lint.model.analysis import Analysis
-from ampwise_lint.model.events import Accumulate, Loop
-from ampwise_lint.model.queries import edit, step_loops
-from ampwise_lint.model.tensors import is_low
-from ampwise_lint.model.values import Const, Tensor, Value
+from ampwise_lint.queries import edit, step_loops
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.triggers import AUTOCAST, HALF
+from ampwise_lint.values.abstract import Const, Tensor, Value, is_low
+from ampwise_lint.values.events import Accumulate, Loop
 
 
-@rule("AMP217", "metrics-in-half", "warning", fix="unsafe")
+@rule("AMP217", "metrics-in-half", "warning", fix="unsafe", triggers=(AUTOCAST, HALF))
 def check(code: Analysis) -> Iterator[Mistake]:
     steps = step_loops(code).nodes
     for trace in code.traces:

@@ -31,18 +31,19 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.findings import Edit
-from ampwise_lint.model.analysis import Analysis, Trace
-from ampwise_lint.model.events import Backward, Forward, Moved
-from ampwise_lint.model.nodes import Node
-from ampwise_lint.model.places import has_torch
-from ampwise_lint.model.queries import edit
-from ampwise_lint.model.values import Const, Model, Scaler
-from ampwise_lint.project import Module
+from ampwise_lint.queries import edit
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.source.nodes import Node
+from ampwise_lint.source.places import has_torch
+from ampwise_lint.source.project import Module
+from ampwise_lint.triggers import AUTOCAST
+from ampwise_lint.values.abstract import Const, Model, Scaler
+from ampwise_lint.values.events import Backward, Forward, Moved
 
 
-@rule("AMP218", "autocast-device-mismatch", "warning", fix="unsafe")
+@rule("AMP218", "autocast-device-mismatch", "warning", fix="unsafe", triggers=(AUTOCAST,))
 def check(code: Analysis) -> Iterator[Mistake]:
     for trace in code.traces:
         if not _is_cpu(trace):

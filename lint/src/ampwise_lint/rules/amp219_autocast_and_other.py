@@ -26,14 +26,15 @@ import ast
 from collections.abc import Iterator
 from functools import partial
 
-from ampwise_lint.model.analysis import Analysis
-from ampwise_lint.model.library import AUTOCASTS
-from ampwise_lint.model.queries import edit
-from ampwise_lint.project import Module
+from ampwise_lint.analysis import Analysis
+from ampwise_lint.queries import edit
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.source.library import AUTOCASTS
+from ampwise_lint.source.project import Module
+from ampwise_lint.triggers import AUTOCAST
 
 
-@rule("AMP219", "autocast-and-other", "error", fix="unsafe")
+@rule("AMP219", "autocast-and-other", "error", fix="unsafe", triggers=(AUTOCAST,))
 def check(code: Analysis) -> Iterator[Mistake]:
     module = code.module
     for node in module.index.of(ast.BoolOp):

@@ -34,17 +34,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from ampwise_lint.model.analysis import Analysis, Trace
-from ampwise_lint.model.events import CastDown, OptimizerStep
-from ampwise_lint.model.queries import is_managed, owners
-from ampwise_lint.model.values import Instance, Model, Optimizer, key_of
+from ampwise_lint.analysis import Analysis, Trace
+from ampwise_lint.queries import is_managed, owners
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.triggers import HALF
+from ampwise_lint.values.abstract import Instance, Model, Optimizer, key_of
+from ampwise_lint.values.events import CastDown, OptimizerStep
 
 HELPED = re.compile(r"master|fp32_|stochastic|kahan|lora|peft|adapter|requires_grad", re.IGNORECASE)
 ADAM = ("Adam", "AdamW", "NAdam", "RAdam")
 
 
-@rule("AMP220", "low-precision-weights", "warning")
+@rule("AMP220", "low-precision-weights", "warning", triggers=(HALF,))
 def check(code: Analysis) -> Iterator[Mistake]:
     if HELPED.search(code.module.source.text):
         return

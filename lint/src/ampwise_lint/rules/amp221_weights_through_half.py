@@ -28,18 +28,19 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ampwise_lint.model.analysis import Analysis
-from ampwise_lint.model.events import Save
-from ampwise_lint.model.nodes import Node
-from ampwise_lint.model.places import assignments, scope_of
-from ampwise_lint.model.roles import dotted
-from ampwise_lint.project import Module
+from ampwise_lint.analysis import Analysis
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.source.nodes import Node
+from ampwise_lint.source.places import assignments, scope_of
+from ampwise_lint.source.project import Module
+from ampwise_lint.source.roles import dotted
+from ampwise_lint.triggers import HALF
+from ampwise_lint.values.events import Save
 
 HALVES = ("half", "bfloat16")
 
 
-@rule("AMP221", "weights-through-half", "warning")
+@rule("AMP221", "weights-through-half", "warning", triggers=(HALF,))
 def check(code: Analysis) -> Iterator[Mistake]:
     yield from _through_half(code.module)
     for save in code.of(Save):

@@ -28,15 +28,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampwise_lint.model.analysis import Analysis, Trace
-from ampwise_lint.model.events import Forward, OptimizerStep, ScalerStep
-from ampwise_lint.model.queries import is_managed, owners
-from ampwise_lint.model.roles import LOSS
-from ampwise_lint.model.values import Optimizer, key_of
+from ampwise_lint.analysis import Analysis, Trace
+from ampwise_lint.queries import is_managed, owners
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.source.roles import LOSS
+from ampwise_lint.triggers import AUTOCAST
+from ampwise_lint.values.abstract import Optimizer, key_of
+from ampwise_lint.values.events import Forward, OptimizerStep, ScalerStep
 
 
-@rule("AMP222", "forward-outside-autocast", "warning")
+@rule("AMP222", "forward-outside-autocast", "warning", triggers=(AUTOCAST,))
 def check(code: Analysis) -> Iterator[Mistake]:
     covered = {
         id(each.node) for trace in code.traces for each in trace.of(Forward) if each.context.regions

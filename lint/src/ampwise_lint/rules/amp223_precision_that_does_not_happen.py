@@ -28,10 +28,11 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ampwise_lint.model.analysis import Analysis
-from ampwise_lint.model.library import AUTOCASTS, NULL
-from ampwise_lint.project import Module
+from ampwise_lint.analysis import Analysis
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.source.library import AUTOCASTS, NULL
+from ampwise_lint.source.project import Module
+from ampwise_lint.triggers import AUTOCAST, HALF
 
 LIGHTNING = ("lightning.", "pytorch_lightning.", "lightning_fabric.")
 NAMES = ("TrainingArguments", "Trainer", "Fabric", "Accelerator", "nullcontext", "suppress")
@@ -39,7 +40,7 @@ NAMES = ("TrainingArguments", "Trainer", "Fabric", "Accelerator", "nullcontext",
 SIXTEEN = ("16", "16-mixed")
 
 
-@rule("AMP223", "precision-that-does-not-happen", "warning")
+@rule("AMP223", "precision-that-does-not-happen", "warning", triggers=(AUTOCAST, HALF))
 def check(code: Analysis) -> Iterator[Mistake]:
     module = code.module
     if not any(each in module.source.text for each in NAMES):

@@ -38,17 +38,18 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.findings import Edit
-from ampwise_lint.model.analysis import Analysis, Trace
-from ampwise_lint.model.events import HostSync, SchedulerStep
-from ampwise_lint.model.places import block_of, functions_of, loads, stores
-from ampwise_lint.model.queries import Steps, edit, is_always, is_hot, step_loops, uses_amp
-from ampwise_lint.model.roles import dotted
-from ampwise_lint.model.values import Tensor, Unknown
+from ampwise_lint.queries import Steps, edit, is_always, is_hot, step_loops, uses_amp
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.source.places import block_of, functions_of, loads, stores
+from ampwise_lint.source.roles import dotted
+from ampwise_lint.triggers import MIXED
+from ampwise_lint.values.abstract import Tensor, Unknown
+from ampwise_lint.values.events import HostSync, SchedulerStep
 
 
-@rule("AMP301", "sync-in-hot-loop", "info", fix="unsafe")
+@rule("AMP301", "sync-in-hot-loop", "info", fix="unsafe", triggers=MIXED)
 def check(code: Analysis) -> Iterator[Mistake]:
     if not uses_amp(code):
         return

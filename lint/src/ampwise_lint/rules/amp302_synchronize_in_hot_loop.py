@@ -29,14 +29,15 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ampwise_lint.model.analysis import Analysis, Trace
-from ampwise_lint.model.events import Clock, Synchronize
-from ampwise_lint.model.places import functions_of
-from ampwise_lint.model.queries import is_hot, statement_edit, step_loops
+from ampwise_lint.analysis import Analysis, Trace
+from ampwise_lint.queries import is_hot, statement_edit, step_loops
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.source.places import functions_of
+from ampwise_lint.triggers import MIXED
+from ampwise_lint.values.events import Clock, Synchronize
 
 
-@rule("AMP302", "synchronize-in-hot-loop", "warning", fix="unsafe")
+@rule("AMP302", "synchronize-in-hot-loop", "warning", fix="unsafe", triggers=MIXED)
 def check(code: Analysis) -> Iterator[Mistake]:
     loops = step_loops(code)
     for trace in code.traces:

@@ -36,17 +36,18 @@ import re
 from collections.abc import Iterator
 from functools import partial
 
+from ampwise_lint.analysis import Analysis
 from ampwise_lint.findings import Edit
-from ampwise_lint.model.analysis import Analysis
-from ampwise_lint.model.events import Made, Moved
-from ampwise_lint.model.places import assignments, loads, names, scope_of
-from ampwise_lint.model.queries import edit, is_hot, step_loops, uses_amp
-from ampwise_lint.model.roles import EVALUATION, dotted
-from ampwise_lint.model.values import Const, Loader, Tensor
+from ampwise_lint.queries import edit, is_hot, step_loops, uses_amp
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.source.places import assignments, loads, names, scope_of
+from ampwise_lint.source.roles import EVALUATION, dotted
+from ampwise_lint.triggers import MIXED
+from ampwise_lint.values.abstract import Const, Loader, Tensor
+from ampwise_lint.values.events import Made, Moved
 
 
-@rule("AMP303", "loader-not-overlapped", "info", fix="unsafe")
+@rule("AMP303", "loader-not-overlapped", "info", fix="unsafe", triggers=MIXED)
 def check(code: Analysis) -> Iterator[Mistake]:
     if not uses_amp(code):
         return

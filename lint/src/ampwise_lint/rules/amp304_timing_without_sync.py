@@ -30,8 +30,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampwise_lint.model.analysis import Analysis
-from ampwise_lint.model.events import (
+from ampwise_lint.analysis import Analysis
+from ampwise_lint.queries import step_loops, uses_amp
+from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.triggers import MIXED
+from ampwise_lint.values.abstract import FALSE, Const, Optimizer, Value
+from ampwise_lint.values.events import (
     Backward,
     Elapsed,
     Event,
@@ -41,12 +45,9 @@ from ampwise_lint.model.events import (
     ScalerStep,
     Synchronize,
 )
-from ampwise_lint.model.queries import step_loops, uses_amp
-from ampwise_lint.model.values import FALSE, Const, Optimizer, Value
-from ampwise_lint.rule import Mistake, rule
 
 
-@rule("AMP304", "timing-without-sync", "warning")
+@rule("AMP304", "timing-without-sync", "warning", triggers=MIXED)
 def check(code: Analysis) -> Iterator[Mistake]:
     if not uses_amp(code):
         return

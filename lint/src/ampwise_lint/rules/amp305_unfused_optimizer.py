@@ -32,16 +32,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampwise_lint.model.analysis import Analysis
-from ampwise_lint.model.events import ScalerStep
-from ampwise_lint.model.queries import edit
-from ampwise_lint.model.values import Optimizer
+from ampwise_lint.analysis import Analysis
+from ampwise_lint.queries import edit
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.triggers import MIXED
+from ampwise_lint.values.abstract import Optimizer
+from ampwise_lint.values.events import ScalerStep
 
 FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
 
 
-@rule("AMP305", "unfused-optimizer", "info", fix="unsafe")
+@rule("AMP305", "unfused-optimizer", "info", fix="unsafe", triggers=MIXED)
 def check(code: Analysis) -> Iterator[Mistake]:
     for trace in code.traces:
         for event in trace.of(ScalerStep):

@@ -27,12 +27,13 @@ import ast
 import re
 from collections.abc import Iterator
 
-from ampwise_lint.model.analysis import Analysis
-from ampwise_lint.model.events import Made
-from ampwise_lint.model.nodes import Node
-from ampwise_lint.model.queries import uses_amp
-from ampwise_lint.model.values import Const, Model, Value
+from ampwise_lint.analysis import Analysis
+from ampwise_lint.queries import uses_amp
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.source.nodes import Node
+from ampwise_lint.triggers import MIXED
+from ampwise_lint.values.abstract import Const, Model, Value
+from ampwise_lint.values.events import Made
 
 LAYER = re.compile(r"^torch\.nn\.(Linear|Embedding|Conv[123]d|LSTM|GRU)$")
 NAMES = (
@@ -43,7 +44,7 @@ SMALLEST = 64
 """Narrower layers (classes, image channels) cost too little to matter."""
 
 
-@rule("AMP306", "misaligned-dimension", "info")
+@rule("AMP306", "misaligned-dimension", "info", triggers=MIXED)
 def check(code: Analysis) -> Iterator[Mistake]:
     if not uses_amp(code):
         return

@@ -36,20 +36,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampwise_lint.model.analysis import Analysis, Trace
-from ampwise_lint.model.events import Event, Forward
-from ampwise_lint.model.queries import (
+from ampwise_lint.analysis import Analysis, Trace
+from ampwise_lint.queries import (
     accumulates,
     given_in_parts,
     is_managed,
     uses_amp,
     zeroed_with,
 )
-from ampwise_lint.model.values import Instance, Model
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.triggers import MIXED
+from ampwise_lint.values.abstract import Instance, Model
+from ampwise_lint.values.events import Event, Forward
 
 
-@rule("AMP307", "no-sync-missing", "info")
+@rule("AMP307", "no-sync-missing", "info", triggers=MIXED)
 def check(code: Analysis) -> Iterator[Mistake]:
     if not uses_amp(code):
         return

@@ -36,16 +36,17 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from ampwise_lint.analysis import Analysis
 from ampwise_lint.findings import Edit
-from ampwise_lint.model.analysis import Analysis
-from ampwise_lint.model.imports import Imports, uses
-from ampwise_lint.model.nodes import Node
-from ampwise_lint.model.places import is_type, names_bound_by
-from ampwise_lint.model.queries import edit
-from ampwise_lint.model.roles import dotted
-from ampwise_lint.model.versions import is_for_versions
-from ampwise_lint.project import Module
+from ampwise_lint.queries import edit
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.source.imports import Imports
+from ampwise_lint.source.nodes import Node
+from ampwise_lint.source.places import is_type, names_bound_by
+from ampwise_lint.source.project import Module
+from ampwise_lint.source.roles import dotted
+from ampwise_lint.source.versions import is_for_versions
+from ampwise_lint.triggers import OLD_PACKAGES
 
 OLD = {"torch.cuda.amp": "cuda", "torch.cpu.amp": "cpu"}
 HOMES = (*OLD, *(f"{old}.{each}" for old in OLD for each in ("autocast_mode", "grad_scaler")))
@@ -57,14 +58,14 @@ Edits = tuple[Edit, ...] | None
 """What makes a use a right one of the new name; None where that is not known."""
 
 
-@rule("AMP401", "deprecated-cuda-amp", "warning", fix="safe")
+@rule("AMP401", "deprecated-cuda-amp", "warning", fix="safe", triggers=(OLD_PACKAGES,))
 def check(code: Analysis) -> Iterator[Mistake]:
     module, found = code.module, code.module.imports
     for statement, names in found.statements:
         old = [each for each in names if _old_home(each)]
         if old:
             yield _mistake(statement, module, old[0], _import_edits(module, statement))
-    for node, full in uses(module):
+    for node, full in module.imports.uses(module.index):
         home = _old_home(full)
         if isinstance(node, ast.Name) or _from_alias(found, node):
             continue  # its import is reported
@@ -112,7 +113,7 @@ def _import_edits(module: Module, statement: ast.Import | ast.ImportFrom) -> Edi
     if not bound.isdisjoint(_bound_otherwise(module)):
         return None
     edits = [edit("replace", statement, text)]
-    for node, full in uses(module):
+    for node, full in module.imports.uses(module.index):
         if dotted(node).partition(".")[0] in bound:
             changed = _with_device(module, node, full)
             if changed is None:

@@ -32,13 +32,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampwise_lint.model.analysis import Analysis
-from ampwise_lint.model.imports import uses
-from ampwise_lint.model.nodes import Node
+from ampwise_lint.analysis import Analysis
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.source.nodes import Node
+from ampwise_lint.triggers import OLD_PACKAGES
 
 
-@rule("AMP402", "apex-amp", "warning")
+@rule("AMP402", "apex-amp", "warning", triggers=(OLD_PACKAGES,))
 def check(code: Analysis) -> Iterator[Mistake]:
     found = code.module.imports
     direct = False
@@ -48,7 +48,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
             yield _mistake(statement, code)
     if direct:
         return
-    for node, full in uses(code.module):
+    for node, full in code.module.imports.uses(code.module.index):
         if _is_apex(full):
             yield _mistake(node, code)
 

@@ -30,10 +30,11 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ampwise_lint.model.analysis import Analysis
-from ampwise_lint.model.imports import Imports
-from ampwise_lint.model.queries import edit
+from ampwise_lint.analysis import Analysis
+from ampwise_lint.queries import edit
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.source.imports import Imports
+from ampwise_lint.triggers import Trigger
 
 LIGHTNING = ("lightning.", "pytorch_lightning.", "lightning_fabric.")
 NEW = {
@@ -46,7 +47,15 @@ NEW = {
 GONE = ("amp_backend", "amp_level", "fp16_opt_level", "half_precision_backend", "fp16_backend")
 
 
-@rule("AMP403", "deprecated-precision-flag", "info", fix="unsafe")
+TRAINER_FLAGS = Trigger(
+    ("lightning", "transformers", "accelerate"),
+    beside=("amp_", "fp16", "precision"),
+    anywhere=True,
+)
+"""A file with one of each may give a trainer a flag in an old spelling."""
+
+
+@rule("AMP403", "deprecated-precision-flag", "info", fix="unsafe", triggers=(TRAINER_FLAGS,))
 def check(code: Analysis) -> Iterator[Mistake]:
     found = code.module.imports
     for node in code.module.index.of(ast.Call):

@@ -29,10 +29,10 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ampwise_lint.model.analysis import Analysis
-from ampwise_lint.model.imports import uses
-from ampwise_lint.project import Module
+from ampwise_lint.analysis import Analysis
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.source.project import Module
+from ampwise_lint.triggers import OLD_PACKAGES
 
 TAKES_NONE = {
     f"torch.{device}.amp.{name}": argument
@@ -41,12 +41,12 @@ TAKES_NONE = {
 }
 
 
-@rule("AMP404", "device-for-old-autocast", "error")
+@rule("AMP404", "device-for-old-autocast", "error", triggers=(OLD_PACKAGES,))
 def check(code: Analysis) -> Iterator[Mistake]:
     module = code.module
     if "device" not in module.source.text or not _names_old(module):
         return
-    for node, full in uses(module):
+    for node, full in module.imports.uses(module.index):
         call = module.parents[id(node)]
         argument = TAKES_NONE.get(full, "")
         if not argument or not isinstance(call, ast.Call) or call.func is not node:

@@ -1,0 +1,217 @@
+"""All paths through a file that are worth walking, each with what happens on it.
+
+The file is walked as a script first; then every function and method that no path has reached,
+with arguments nobody knows: those that no other function of the file calls go first.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TypeVar, cast
+
+from ampwise_lint.interpreter import calls
+from ampwise_lint.interpreter.handlers import HANDLERS
+from ampwise_lint.interpreter.imports import run_module
+from ampwise_lint.path.oracle import Oracle, explore
+from ampwise_lint.path.state import Budget, BudgetError, Frame, State
+from ampwise_lint.prefilter import Prefilter
+from ampwise_lint.source.project import Module
+from ampwise_lint.source.roles import dotted
+from ampwise_lint.triggers import STEP
+from ampwise_lint.values.abstract import Class, Function, Instance, Scope, Unknown, Value
+from ampwise_lint.values.arguments import Arguments
+from ampwise_lint.values.classes import is_step_wrapper
+from ampwise_lint.values.events import Backward, Enter, Event
+
+E = TypeVar("E", bound=Event)
+
+NODES = 600_000
+"""Nodes of syntax walked for one file, over all its paths: a few seconds."""
+
+KEPT = 25_000
+"""Of those, kept for the first path through each function; other paths end where this begins."""
+
+SCRIPT_PATHS = 48
+FUNCTION_PATHS = 24
+ENOUGH = 4
+"""Paths after which a function in which nothing has happened is left."""
+
+
+@dataclass(slots=True)
+class Trace:
+    """What happens on one path."""
+
+    events: list[Event]
+    root: str
+    """The function it starts in; empty for the script itself."""
+    decided: dict[str, bool] = field(default_factory=dict[str, bool])
+    """Conditions this path assumes."""
+    _kinds: dict[type[Event], list[Event]] = field(default_factory=dict[type[Event], list[Event]])
+
+    def of(self, kind: type[E]) -> list[E]:
+        """Events of one kind, in order."""
+        if kind not in self._kinds:  # most rules ask for the same few
+            self._kinds[kind] = [each for each in self.events if isinstance(each, kind)]
+        return cast("list[E]", self._kinds[kind])
+
+
+@dataclass(slots=True)
+class Analysis:
+    """What is known of a file."""
+
+    module: Module
+    traces: list[Trace] = field(default_factory=list[Trace])
+    cut_short: bool = False
+    """The file was too large to be walked to its end."""
+
+    def of(self, kind: type[E]) -> Iterator[E]:
+        """Events of one kind on any path, each place once."""
+        seen: set[int] = set()
+        for trace in self.traces:
+            for event in trace.of(kind):
+                if id(event.node) not in seen:
+                    seen.add(id(event.node))
+                    yield event
+
+    def any(self, kind: type[E], test: Callable[[E], bool] = lambda _: True) -> bool:
+        """Whether an event happens on any path."""
+        return any(test(event) for trace in self.traces for event in trace.of(kind))
+
+
+def analyse(module: Module, prefilter: Prefilter) -> Analysis:
+    """Walk a file's paths."""
+    analysis = Analysis(module)
+    if not _trains(module, prefilter):
+        return analysis
+    budget = Budget(NODES)
+    walked: set[int] = set()
+    imported: dict[int, Scope] = {}
+    try:
+        _explore(analysis, budget, walked, imported, None, SCRIPT_PATHS)
+        for root in _roots(module):
+            trains = root.is_core or analysis.any(Enter) or analysis.any(Backward)
+            if id(root.node) not in walked and trains:
+                _explore(analysis, budget, walked, imported, root, FUNCTION_PATHS)
+    except BudgetError:
+        analysis.cut_short = True
+    return analysis
+
+
+def _trains(module: Module, prefilter: Prefilter) -> bool:
+    """Whether part of a training step is in a file, or in one that it runs."""
+    if _is_foreign(module):
+        return False
+    if STEP.is_in(module.source.text) and module.roles.core:
+        return True
+    return prefilter.runs_loop(module.path, module.source.text, module.used)
+
+
+@dataclass(frozen=True, slots=True)
+class _Root:
+    """A function to start in, and the names that lead to it: classes, then its own."""
+
+    node: ast.FunctionDef | ast.AsyncFunctionDef
+    path: tuple[str, ...]
+    is_core: bool
+    """It has part of a step in it; others only belong to a training that there must be."""
+
+
+def _explore(
+    analysis: Analysis,
+    budget: Budget,
+    walked: set[int],
+    imported: dict[int, Scope],
+    root: _Root | None,
+    most: int,
+) -> None:
+    def walk(oracle: Oracle) -> Trace:
+        state = State(analysis.module, oracle, budget, imported, HANDLERS)
+        try:
+            if root is None:
+                run_module(state, analysis.module, main=True)
+            else:
+                _start(state, analysis.module, root)
+        finally:
+            walked.update(state.walked)
+        name = ".".join(root.path) if root is not None else ""
+        return Trace(state.trace, name, oracle.decided)
+
+    # Other ways through one function may use up half of what is left; the first one all of it.
+    floor, before = max(budget.left // 2, KEPT), len(analysis.traces)
+    for count, trace in enumerate(explore(walk, most), 1):
+        if trace.events:
+            analysis.traces.append(trace)
+        nothing = count == ENOUGH and not analysis.traces[before:]
+        if budget.left < floor or nothing:
+            break
+
+
+FOREIGN = {"paddle", "mindspore", "mxnet", "tensorflow", "oneflow"}
+
+
+def _is_foreign(module: Module) -> bool:
+    """Whether a file trains with another library, whose words may be the same."""
+    used = {name.partition(".")[0] for _, names in module.imports.statements for name in names}
+    return bool(used & FOREIGN) and "torch" not in used
+
+
+def _start(state: State, module: Module, root: _Root) -> None:
+    """Walk one function with arguments nobody knows."""
+    scope = run_module(state, module, main=False)
+    value: Value | None = scope.names.get(root.path[0])
+    owner: Instance | None = None
+    with state.in_frame(Frame(None, scope)):
+        for name in root.path[1:]:
+            if not isinstance(value, Class):
+                return
+            owner = Instance(value)
+            if name != "__init__":
+                calls.initialise(state, owner, Arguments(open=True), root.node)
+            found = value.lookup(name)
+            value = found[0] if found is not None else None
+        if not isinstance(value, Function) or value.node is not root.node:
+            # Bound again since, or only under a condition.
+            value = Function(root.node, module, scope)
+        if owner is not None and is_step_wrapper(owner.class_):
+            return
+        bound = Function(value.node, value.module, value.scope, None, value.class_)
+        decorators = {dotted(each) for each in root.node.decorator_list}
+        if owner is not None and "staticmethod" not in decorators:
+            bound.owner = Unknown("cls", "given") if "classmethod" in decorators else owner
+        state.call(bound, Arguments(open=True), root.node)
+
+
+def _roots(module: Module) -> list[_Root]:
+    """Functions of the file, those that nothing in it calls first."""
+    found: list[_Root] = []
+
+    def collect(body: list[ast.stmt], path: tuple[str, ...]) -> None:
+        for node in body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                is_core = id(node) in module.roles.core
+                if is_core or _belongs(node):
+                    found.append(_Root(node, (*path, node.name), is_core))
+            elif isinstance(node, ast.ClassDef):
+                collect(node.body, (*path, node.name))
+            elif isinstance(node, ast.If | ast.Try):
+                collect([*node.body, *node.orelse], path)
+
+    collect(module.tree.body, ())
+    called = {
+        each.func.attr if isinstance(each.func, ast.Attribute) else getattr(each.func, "id", "")
+        for each in module.index.of(ast.Call)
+    }
+    return sorted(found, key=lambda each: (not each.is_core, each.node.name in called))
+
+
+def _belongs(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether a function validates, saves, loads or makes data, or is one under autocast."""
+    names = {"no_grad", "inference_mode", "eval", "autocast", "DataLoader"}
+    names |= {"state_dict", "load_state_dict"}
+    return any(
+        (isinstance(each, ast.Attribute) and each.attr in names)
+        or (isinstance(each, ast.Name) and each.id in names)
+        for each in ast.walk(node)
+    )

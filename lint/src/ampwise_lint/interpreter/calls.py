@@ -1,0 +1,331 @@
+"""Calls: what is called, what it is given, and classes of the project."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from ampwise_lint.interpreter.attributes import attribute
+from ampwise_lint.interpreter.functions import generator_manager, is_context_manager
+from ampwise_lint.path.state import State
+from ampwise_lint.source import library
+from ampwise_lint.source.nodes import Node
+from ampwise_lint.source.roles import HANDLES, LOSS, SCALER, dotted
+from ampwise_lint.torch_model import functions, methods, tensors
+from ampwise_lint.values.abstract import (
+    NONE,
+    Bound,
+    Class,
+    DictValue,
+    Function,
+    Instance,
+    ListValue,
+    Model,
+    Partial,
+    Ref,
+    Super,
+    Tensor,
+    Unknown,
+    Value,
+    Wrapper,
+    key_of,
+)
+from ampwise_lint.values.arguments import Arguments
+from ampwise_lint.values.classes import is_network, is_step_wrapper
+from ampwise_lint.values.contents import flatten
+from ampwise_lint.values.events import (
+    Forward,
+    Loss,
+    Made,
+    Managed,
+)
+
+SCALER_METHODS = ("scale", "unscale_", "step", "update")
+
+
+def evaluate_call(state: State, node: ast.Call) -> Value:
+    """The value of a call, and what it does."""
+    state.called.add(id(node.func))
+    owner: Value | None = None
+    if isinstance(node.func, ast.Attribute):
+        owner = state.evaluate(node.func.value)
+        state.budget.spend()
+        function = attribute(state, node.func, owner, node.func.attr)
+    else:
+        function = state.evaluate(node.func)
+    if isinstance(function, Bound) and function.name == "register_hook":
+        return NONE
+    arguments = _arguments(state, node)
+    return invoke(state, node, function, owner, arguments)
+
+
+def invoke(
+    state: State, node: ast.Call, function: Value, owner: Value | None, a: Arguments
+) -> Value:
+    """Call a value; `owner`: what it is a method of, if it is one."""
+    match function:
+        case Function(owner=Instance() as made) if _is_forward(function, owner):
+            return _instance(state, node, made, a)
+        case Function():
+            return _function(state, node, function, a)
+        case Class():
+            return _construct(state, node, function, a)
+        case Ref(path="builtins.super"):
+            return _super(state)
+        case Ref(path=path):
+            return functions.call(state, node, path, a)
+        case Bound(owner=Model() as network, name=name) if RUNS.match(name):
+            return _model(state, node, network, a)
+        case Bound(owner=bound_to, name=name):
+            return methods.call(state, node, bound_to, name, a)
+        case Partial(function=inner, positional=first, named=given):
+            merged = Arguments([*first, *a.positional], {**given, **a.named}, a.open)
+            return invoke(state, node, inner, owner, merged)
+        case Instance():
+            return _instance(state, node, function, a)
+        case Model():
+            return _model(state, node, function, a)
+        case Wrapper(path=path):
+            state.emit(Managed, node, path, _loss_given(a))
+            return state.unknown(node, "called", path)
+        case Unknown() if isinstance(owner, Unknown):
+            return _method_of_unknown(state, node, owner, a)
+        case _:
+            return _unknown(state, node, function, a)
+
+
+RUNS = re.compile(r"(forward|infer|inference|predict|encode|decode)(_|$)")
+"""Methods that run a network."""
+
+
+def _is_forward(function: Function, owner: Value | None) -> bool:
+    """``network.forward(x)``, which is ``network(x)``; a class's own call of its base is not."""
+    name = getattr(function.node, "name", "")
+    class_ = function.class_
+    return (
+        name == "forward"
+        and isinstance(owner, Instance)
+        and class_ is not None
+        and is_network(class_)
+    )
+
+
+def _method_of_unknown(state: State, node: ast.Call, owner: Unknown, a: Arguments) -> Value:
+    """``x.name(...)`` where neither x nor the method is known."""
+    assert isinstance(node.func, ast.Attribute)
+    name = node.func.attr
+    if LOSS.search(name) and owner.made == "given" and a.count:
+        return _loss(state, node, name, a)
+    return methods.call(state, node, owner, name, a)
+
+
+def _arguments(state: State, node: ast.Call) -> Arguments:
+    a = Arguments()
+    for each in node.args:
+        value = state.evaluate(each)
+        if isinstance(each, ast.Starred):
+            if isinstance(value, ListValue):
+                a.positional += value.items
+            else:
+                a.open = True
+        else:
+            a.positional.append(value)
+    for keyword in node.keywords:
+        value = state.evaluate(keyword.value)
+        if keyword.arg is not None:
+            a.named[keyword.arg] = value
+        elif isinstance(value, DictValue):
+            a.named |= {k: v for k, v in value.items.items() if isinstance(k, str)}
+            a.open |= value.open
+        else:
+            a.open = True
+    return a
+
+
+# ---------------------------------------------------------------------- functions of the project
+
+
+def _function(state: State, node: ast.Call, function: Function, a: Arguments) -> Value:
+    if function.class_ is not None and is_step_wrapper(function.class_):
+        state.emit(Managed, node, function.name)
+        return state.unknown(node, "called")
+    name = getattr(function.node, "name", "")
+    if is_context_manager(function):
+        return generator_manager(state, node, function, a)
+    value = state.call(function, a, node)
+    if LOSS.search(name) and not HANDLES.match(name):
+        if isinstance(value, Unknown | Tensor):
+            state.emit(Loss, node, name, tuple(a.values))
+        if isinstance(value, Unknown):
+            return Tensor(key=value.key, loss=True, inputs=tuple(a.values))
+    return value
+
+
+# ---------------------------------------------------------------------- classes of the project
+
+
+def _construct(state: State, node: ast.Call, class_: Class, a: Arguments) -> Value:
+    ancestors = class_.ancestors()
+    base = next((each for each in ancestors[1:] if each in library.SCALERS), None)
+    if base is not None:
+        return _construct_scaler(state, node, class_, base, a)
+    wraps = is_step_wrapper(class_) or any(library.WRAPPERS.match(e) for e in ancestors[1:])
+    if wraps and not any("Module" in each for each in ancestors):
+        has_state = "__call__" in class_.attributes and "state_dict" in class_.attributes
+        wrapper = Wrapper(class_.node.name, has_state=has_state)
+        state.emit(Made, node, wrapper)
+        return wrapper
+    if any(library.is_optimizer(each) or each == "torch.optim.Optimizer" for each in ancestors[1:]):
+        return functions.make_optimizer(state, node, class_.node.name, a)
+    if any("torch.optim.lr_scheduler." in each for each in ancestors[1:]):
+        return functions.make_scheduler(state, node, class_.node.name, a)
+    if any(each.endswith(".DataLoader") for each in ancestors[1:]):
+        return functions.call(state, node, "torch.utils.data.DataLoader", a)
+    made = Instance(class_)
+    initialise(state, made, a, node)
+    return made
+
+
+def _construct_scaler(
+    state: State, node: ast.Call, class_: Class, base: str, a: Arguments
+) -> Value:
+    """An object of a class derived from torch's scaler `base`: a scaler, as that is one."""
+    if class_.lookup("__init__") is not None:  # its parameters stand in an order of their own
+        a = Arguments(named=a.named, open=a.open)
+    own = any(class_.lookup(each) is not None for each in SCALER_METHODS)
+    return functions.make_scaler(state, node, base, a, opaque=own)
+
+
+def initialise(state: State, made: Instance, a: Arguments, node: Node) -> None:
+    """Walk a new object's ``__init__``, or set a dataclass's fields."""
+    found = made.class_.lookup("__init__")
+    if found is not None and isinstance(found[0], Function):
+        function = found[0]
+        bound = Function(function.node, function.module, function.scope, made, found[1])
+        state.call(bound, a, node)
+        return
+    fields = [
+        each.target.id
+        for each in made.class_.node.body
+        if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+    ]
+    made.attributes.update(zip(fields, a.positional, strict=False))
+    made.attributes.update(a.named)
+
+
+def _super(state: State) -> Value:
+    for frame in reversed(state.frames):
+        function = frame.function
+        if function is not None and function.class_ is not None and function.owner is not None:
+            return Super(function.owner, function.class_)
+    return Unknown("super()")
+
+
+def _instance(state: State, node: ast.Call, instance: Instance, a: Arguments) -> Value:
+    class_ = instance.class_
+    if is_step_wrapper(class_):
+        state.emit(Managed, node, class_.node.name, _loss_given(a))
+        return state.unknown(node, "called")
+    found = class_.lookup("__call__") or class_.lookup("forward")
+    if found is None or not isinstance(found[0], Function):
+        return _unknown(state, node, Unknown(class_.node.name, "called"), a)
+    function = found[0]
+    bound = Function(function.node, function.module, function.scope, instance, found[1])
+    is_loss = bool(LOSS.search(class_.node.name)) or any(
+        bool(LOSS.search(each)) for each in class_.ancestors()[1:]
+    )
+    if is_network(class_) and not is_loss:
+        return _forward(state, node, instance, a, bound)
+    value = state.call(bound, a, node)
+    if is_loss:
+        state.emit(Loss, node, class_.node.name, tuple(a.values))
+        if not isinstance(value, Tensor | ListValue):
+            value = Tensor(key=key_of(value), inputs=tuple(a.values))
+        if isinstance(value, Tensor):
+            return value.but(loss=True)
+    return value
+
+
+def _loss_given(a: Arguments) -> Tensor | None:
+    """The loss of ``loss_scaler(loss, optimizer, ...)``."""
+    first = a.first("loss")
+    return first if isinstance(first, Tensor) else None
+
+
+def _forward(
+    state: State, node: ast.Call, instance: Instance, a: Arguments, bound: Function
+) -> Value:
+    is_root = not state.in_forward
+    state.emit(Forward, node, instance, tuple(a.values), is_root, not state.is_evaluating(instance))
+    state.in_forward += 1
+    try:
+        value = state.call(bound, a, node)
+    finally:
+        state.in_forward -= 1
+    return _output(state, node, value)
+
+
+def _output(state: State, node: ast.Call, value: Value) -> Value:
+    match value:
+        case Tensor():
+            return value.but(forward=True, region=value.region or state.region)
+        case ListValue(items=items):
+            return ListValue([_output(state, node, each) for each in items])
+        case DictValue():
+            return value
+        case _:
+            region = state.region
+            dtype = None if region is None else tensors.low(region)
+            return Tensor(
+                key=key_of(value), dtype=dtype, guessed=True, region=region, forward=True, node=node
+            )
+
+
+def _model(state: State, node: ast.Call, model: Model, a: Arguments) -> Value:
+    inner = model.inner
+    if model.wrapped and isinstance(inner, Instance):
+        return _instance(state, node, inner, a)
+    if model.path.startswith("torch.nn.") and not model.wrapped:
+        if state.in_forward or library.LOSS_LAYERS.match(model.path):
+            return functions.apply_layer(state, node, model, a)
+        state.emit(Forward, node, model, tuple(a.values), True, not state.is_evaluating(model))
+        return _output(state, node, functions.apply_layer(state, node, model, a))
+    is_root = not state.in_forward
+    state.emit(Forward, node, model, tuple(a.values), is_root, not state.is_evaluating(model))
+    return _output(state, node, state.unknown(node))
+
+
+# ---------------------------------------------------------------------- what nobody showed us
+
+
+def _unknown(state: State, node: ast.Call, function: Value, a: Arguments) -> Value:
+    name = dotted(node.func).rpartition(".")[2] or key_of(function)
+    if library.CLIP_NAME.match(name):
+        return functions.call(state, node, "torch.nn.utils.clip_grad_norm_", a)
+    if SCALER.search(name) and a.count >= 2:
+        state.emit(Managed, node, name, _loss_given(a))
+        return state.unknown(node)
+    methods.given_away(state, node, name, a)
+    methods.note_norm(state, node, name, a)
+    if LOSS.search(name):
+        return _loss(state, node, name, a)
+    if any(isinstance(each, Tensor) for each in flatten(a.values)):
+        return functions.unknown_of_tensors(state, node, name, a)
+    if (returned := methods.walk_callbacks(state, node, a)) is not None:
+        return returned
+    made = state.unknown(node, "called", name)
+    if isinstance(function, Unknown):
+        made.periodic = function.periodic
+    return made
+
+
+def _loss(state: State, node: ast.Call, name: str, a: Arguments) -> Value:
+    state.emit(Loss, node, name, tuple(a.values))
+    scaled = Unknown(name, "called") if "scale" in name.lower() else None
+    return Tensor(
+        key=f"{name}@{node.lineno}#{state.iteration}",
+        loss=True,
+        scaled=scaled,
+        inputs=tuple(a.values),
+        node=node,
+    )

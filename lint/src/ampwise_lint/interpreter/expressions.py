@@ -1,0 +1,300 @@
+"""What an expression stands for."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+from collections.abc import Callable
+from typing import Any
+
+from ampwise_lint.interpreter.attributes import attribute
+from ampwise_lint.interpreter.items import element, item, listed
+from ampwise_lint.interpreter.naming import as_role
+from ampwise_lint.interpreter.operators import binary, compare, negate
+from ampwise_lint.path.conditions import decide, is_known
+from ampwise_lint.path.state import State
+from ampwise_lint.source import library
+from ampwise_lint.source.roles import dotted
+from ampwise_lint.torch_model import tensors
+from ampwise_lint.values.abstract import (
+    FALSE,
+    NONE,
+    TRUE,
+    Const,
+    DictValue,
+    Function,
+    Gradient,
+    Imported,
+    Instance,
+    ListValue,
+    Loader,
+    Model,
+    Optimizer,
+    Parameter,
+    Parameters,
+    Ref,
+    Scaler,
+    Tensor,
+    Unknown,
+    Value,
+    is_periodic,
+    key_of,
+    loop_of,
+    truth,
+)
+
+BUILTINS = frozenset(dir(builtins))
+
+
+def _constant(state: State, node: ast.Constant) -> Value:
+    return Const(node.value)
+
+
+def _name(state: State, node: ast.Name) -> Value:
+    found = state.scope.get(node.id)
+    if found is None:
+        if node.id == "torch":  # brought in by a star import
+            return Ref("torch")
+        if node.id in BUILTINS:
+            return Ref(f"builtins.{node.id}")
+        found = Unknown(node.id, "given")
+    if isinstance(found, Imported):
+        found = state.resolve(found)
+        state.scope.put(node.id, found)
+    return as_role(state, found, node.id)
+
+
+def _attribute(state: State, node: ast.Attribute) -> Value:
+    owner = state.evaluate(node.value)
+    return attribute(state, node, owner, node.attr)
+
+
+def _subscript(state: State, node: ast.Subscript) -> Value:
+    owner = state.evaluate(node.value)
+    index = state.evaluate(node.slice)
+    if isinstance(index, Const):
+        return item(state, owner, index.value, dotted(node), node)
+    if isinstance(owner, Tensor):
+        return owner.but(op="index", inputs=(owner,))
+    if isinstance(owner, DictValue | ListValue):
+        items = owner.items.values() if isinstance(owner, DictValue) else owner.items
+        kinds = {type(each) for each in items}
+        # nets[i] of known networks: any of them stands for all
+        if len(kinds) == 1 and kinds <= {Optimizer, Scaler, Model, Instance, Loader}:
+            return next(iter(items))
+        if items and all(isinstance(e, Ref) and library.is_optimizer(e.path) for e in items):
+            return next(iter(items))
+    return item(state, owner, key_of(index), dotted(node), node)
+
+
+def _sequence(state: State, node: ast.Tuple | ast.List | ast.Set) -> Value:
+    items: list[Value] = []
+    for each in node.elts:
+        if isinstance(each, ast.Starred):
+            value = state.evaluate(each.value)
+            if isinstance(value, ListValue):
+                items += value.items
+            elif isinstance(value, Parameters):
+                items.append(value)
+            else:
+                return state.unknown(node)
+        else:
+            items.append(state.evaluate(each))
+    if len(items) == 1 and isinstance(items[0], Parameters):
+        return items[0]  # [*model.parameters()]
+    return listed(state, node, items)
+
+
+def _dict(state: State, node: ast.Dict) -> Value:
+    items: dict[Any, Value] = {}
+    is_open = False
+    for key, value_node in zip(node.keys, node.values, strict=True):
+        value = state.evaluate(value_node)
+        if key is None:
+            if isinstance(value, DictValue):
+                items |= value.items
+                is_open |= value.open
+            else:
+                is_open = True
+            continue
+        where = state.evaluate(key)
+        if isinstance(where, Const) and isinstance(where.value, str | bool | int):
+            items[where.value] = value
+        else:
+            is_open = True
+            items[key_of(where)] = value
+    return DictValue(items, node, is_open)
+
+
+def _conditional(state: State, node: ast.IfExp) -> Value:
+    test = state.evaluate(node.test)
+    branches = (node.body, node.orelse)
+    matters = any(id(each) in state.here.roles.steps for each in branches)
+    plain = all(isinstance(each, ast.Constant | ast.Attribute) for each in branches)
+    if is_known(test) or matters or plain or isinstance(node.body, ast.Constant):
+        taken = decide(state, test, not _is_unlikely(state, node.test))
+        return state.evaluate(node.body if taken else node.orelse)
+    other = state.evaluate(node.orelse)
+    value = state.evaluate(node.body)
+    return other if value is NONE or isinstance(value, Const) else value
+
+
+def _is_unlikely(state: State, node: ast.expr) -> bool:
+    """Whether a condition is one that rarely holds, by its words."""
+    text = state.here.unparsed(node).lower()
+    return any(each in text for each in ("debug", "cpu", "no_cuda", "nan", "no_amp", "disable"))
+
+
+def _boolean(state: State, node: ast.BoolOp) -> Value:
+    operands: list[Value] = []
+    is_and = isinstance(node.op, ast.And)
+    for each in node.values:
+        value = state.evaluate(each)
+        known = truth(value) if is_known(value) else None
+        if known is None:
+            operands.append(value)
+        elif known is not is_and:  # a false in an ``and``, a true in an ``or``, decides
+            if not operands:
+                return value
+            operands.append(value)
+            break
+    if not operands:
+        return TRUE if is_and else FALSE
+    if len(operands) == 1:
+        return operands[0]
+    op = "and" if is_and else "or"
+    key = "(" + f" {op} ".join(map(key_of, operands)) + ")"
+    return Unknown(
+        key, op=op, operands=tuple(operands), periodic=is_periodic(operands), loop=loop_of(operands)
+    )
+
+
+def _unary(state: State, node: ast.UnaryOp) -> Value:
+    value = state.evaluate(node.operand)
+    if isinstance(node.op, ast.Not):
+        return negate(value)
+    if isinstance(value, Const) and isinstance(node.op, ast.USub):
+        try:
+            return Const(-value.value)
+        except TypeError:
+            return state.unknown(node)
+    return (
+        value if isinstance(value, Tensor) else Unknown(f"-{key_of(value)}", loop=loop_of([value]))
+    )
+
+
+def _compare(state: State, node: ast.Compare) -> Value:
+    left = state.evaluate(node.left)
+    if len(node.ops) > 1:
+        for each in node.comparators:
+            state.evaluate(each)
+        return state.unknown(node)
+    right = state.evaluate(node.comparators[0])
+    return compare(state, node, left, node.ops[0], right)
+
+
+def _operator(state: State, node: ast.BinOp) -> Value:
+    left = state.evaluate(node.left)
+    right = state.evaluate(node.right)
+    return binary(state, node, node.op, left, right)
+
+
+def _lambda(state: State, node: ast.Lambda) -> Value:
+    return Function(node, state.here, state.scope)
+
+
+def _joined(state: State, node: ast.JoinedStr) -> Value:
+    for each in node.values:
+        if isinstance(each, ast.FormattedValue):
+            value = state.evaluate(each.value)
+            tensors.shown(state, each.value, value)
+    return Unknown(f"str@{node.lineno}:{node.col_offset}")
+
+
+def _comprehension(state: State, node: ast.ListComp | ast.GeneratorExp | ast.SetComp) -> Value:
+    value = _yielded(state, node, node.elt)
+    match value:
+        case Parameter():
+            return Parameters(value.of, key_of(value.of))
+        case Gradient() | Parameters() | Tensor():
+            return value
+        case Optimizer() | Model() | Instance() | Scaler() | Loader():
+            return ListValue([value])
+        case _:
+            return state.unknown(node)
+
+
+Comprehension = ast.ListComp | ast.GeneratorExp | ast.SetComp | ast.DictComp
+
+
+def _yielded(state: State, node: Comprehension, wanted: ast.expr) -> Value:
+    """What a comprehension makes of one element; its names are its own."""
+    names = dict(state.scope.names)
+    try:
+        for generator in node.generators:
+            over = state.evaluate(generator.iter)
+            state.assign(generator.target, element(state, node, generator.target, over, False))
+            for test in generator.ifs:
+                state.evaluate(test, quiet=True)
+        return state.evaluate(wanted)
+    finally:
+        state.scope.names.clear()
+        state.scope.names.update(names)
+
+
+def _dict_comprehension(state: State, node: ast.DictComp) -> Value:
+    value = _yielded(state, node, node.value)
+    return value if isinstance(value, Tensor) else DictValue({"": value}, node, open=True)
+
+
+def _named(state: State, node: ast.NamedExpr) -> Value:
+    value = state.evaluate(node.value)
+    state.assign(node.target, value)
+    return value
+
+
+def _starred(state: State, node: ast.Starred) -> Value:
+    return state.evaluate(node.value)
+
+
+def _await(state: State, node: ast.Await) -> Value:
+    return state.evaluate(node.value)
+
+
+def _yield(state: State, node: ast.Yield | ast.YieldFrom) -> Value:
+    if node.value is not None:
+        state.evaluate(node.value)
+    return state.unknown(node)
+
+
+def _slice(state: State, node: ast.Slice) -> Value:
+    return Unknown(f"slice@{node.lineno}:{node.col_offset}")
+
+
+EXPRESSIONS: dict[type[ast.expr], Callable[[State, Any], Value]] = {
+    ast.Constant: _constant,
+    ast.Name: _name,
+    ast.Attribute: _attribute,
+    ast.Subscript: _subscript,
+    ast.Tuple: _sequence,
+    ast.List: _sequence,
+    ast.Set: _sequence,
+    ast.Dict: _dict,
+    ast.IfExp: _conditional,
+    ast.BoolOp: _boolean,
+    ast.UnaryOp: _unary,
+    ast.Compare: _compare,
+    ast.BinOp: _operator,
+    ast.Lambda: _lambda,
+    ast.JoinedStr: _joined,
+    ast.ListComp: _comprehension,
+    ast.GeneratorExp: _comprehension,
+    ast.SetComp: _comprehension,
+    ast.DictComp: _dict_comprehension,
+    ast.NamedExpr: _named,
+    ast.Starred: _starred,
+    ast.Await: _await,
+    ast.Yield: _yield,
+    ast.YieldFrom: _yield,
+    ast.Slice: _slice,
+}

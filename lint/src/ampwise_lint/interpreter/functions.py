@@ -1,0 +1,130 @@
+"""Functions of the project: walked where they are called."""
+
+from __future__ import annotations
+
+import ast
+
+from ampwise_lint.path.state import Frame, State
+from ampwise_lint.source import library
+from ampwise_lint.source.nodes import Node, defaults_of
+from ampwise_lint.source.roles import dotted
+from ampwise_lint.torch_model import functions
+from ampwise_lint.values.abstract import (
+    NONE,
+    Const,
+    DictValue,
+    Function,
+    ListValue,
+    Manager,
+    Optimizer,
+    Ref,
+    Scope,
+    Unknown,
+    Value,
+)
+from ampwise_lint.values.arguments import Arguments
+
+MAX_DEPTH = 14
+"""Calls inside calls that are followed."""
+
+
+def walk(state: State, function: Function, arguments: Arguments, node: Node) -> Value:
+    """Walk a function of the project where it is called; what it returns."""
+    active = sum(
+        frame.function is not None and frame.function.node is function.node
+        for frame in state.frames
+    )
+    if active or len(state.frames) > MAX_DEPTH:
+        return state.unknown(node, "called", function.name)
+    state.walked.add(id(function.node))
+    scope = Scope(function.module, function.scope)
+    frame = Frame(function, scope, node)
+    unsure, state.unsure = state.unsure, 0
+    with state.in_frame(frame):
+        _bind(state, function, arguments, scope)
+        if isinstance(function.node, ast.Lambda):
+            state.unsure = unsure
+            return state.evaluate(function.node.body)
+        with state.inside(_decorators(state, function)):
+            state.execute(function.node.body)
+    state.unsure = unsure
+    return _returned(state, frame, node)
+
+
+def _returned(state: State, frame: Frame, node: Node) -> Value:
+    """What a function returns: of optimizers that different cases return, all."""
+    cases = [*frame.may_return, *([] if frame.returned is None else [frame.returned])]
+    value = frame.returned
+    if value is None:
+        value = next((each for each in frame.may_return if each is not NONE), NONE)
+    truths = {e.value for e in cases if isinstance(e, Const) and isinstance(e.value, bool)}
+    if len(truths) > 1:
+        return state.unknown(node, "called")
+    if isinstance(value, Optimizer):
+        known = {id(value), *map(id, value.others)}
+        others = [e for e in cases if isinstance(e, Optimizer) and id(e) not in known]
+        value.others = (*value.others, *others)
+    return value
+
+
+def _bind(state: State, function: Function, a: Arguments, scope: Scope) -> None:
+    """Give a function's parameters their values."""
+    spec = function.node.args
+    parameters = [*spec.posonlyargs, *spec.args]
+    positional = list(a.positional)
+    if function.owner is not None and parameters:
+        positional.insert(0, function.owner)
+    given = defaults_of(spec)
+    left = dict(a.named)
+    for parameter, value in zip(parameters, positional, strict=False):
+        scope.names[parameter.arg] = value
+    for parameter in [*parameters[len(positional) :], *spec.kwonlyargs]:
+        name = parameter.arg
+        if name in left:
+            scope.names[name] = left.pop(name)
+        elif name in given and not a.open:
+            scope.names[name] = state.evaluate(given[name], quiet=True)
+        else:
+            scope.names[name] = Unknown(name, "given")
+    for parameter in parameters:
+        left.pop(parameter.arg, None)
+    if spec.vararg is not None:
+        scope.names[spec.vararg.arg] = ListValue(positional[len(parameters) :])
+    if spec.kwarg is not None:
+        scope.names[spec.kwarg.arg] = DictValue(left, function.node, open=a.open)
+
+
+def _decorators(state: State, function: Function) -> list[Manager]:
+    """Context managers that a function is decorated with."""
+    found: list[Manager] = []
+    for each in reversed(getattr(function.node, "decorator_list", [])):
+        value = state.evaluate(each, quiet=True)
+        if isinstance(value, Ref) and value.path in library.AUTOCASTS | library.NO_GRAD:
+            call = ast.copy_location(ast.Call(each, [], []), each)
+            value = functions.call(state, call, value.path, Arguments())
+        if isinstance(value, Manager):
+            found.append(value)
+    return found
+
+
+def is_context_manager(function: Function) -> bool:
+    """Whether a function is a generator that is decorated to be a context manager."""
+    decorators = getattr(function.node, "decorator_list", [])
+    return any(dotted(each).endswith("contextmanager") for each in decorators)
+
+
+def generator_manager(state: State, node: ast.Call, function: Function, a: Arguments) -> Value:
+    """A context manager written as a generator: what it holds open around its ``yield``."""
+    scope = Scope(function.module, function.scope)
+    managers: list[Manager] = []
+    with state.in_frame(Frame(function, scope)):
+        _bind(state, function, a, scope)
+        for each in ast.walk(function.node):
+            if isinstance(each, ast.With) and _yields(each):
+                values = [state.evaluate(item.context_expr) for item in each.items]
+                managers += [value for value in values if isinstance(value, Manager)]
+    return Manager("many", node, managers=tuple(managers))
+
+
+def _yields(node: ast.With) -> bool:
+    return any(isinstance(each, ast.Yield) for each in ast.walk(node))

@@ -1,0 +1,124 @@
+"""What a container holds, and what a loop over it yields."""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+from ampwise_lint.interpreter.naming import as_role, named
+from ampwise_lint.path.state import State
+from ampwise_lint.source.nodes import Node
+from ampwise_lint.source.roles import dotted
+from ampwise_lint.torch_model.python_functions import is_loader
+from ampwise_lint.values.abstract import (
+    MOST,
+    Const,
+    DictValue,
+    ListValue,
+    Loader,
+    Parameter,
+    Parameters,
+    Tensor,
+    Unknown,
+    Value,
+    Wrapper,
+    key_of,
+)
+from ampwise_lint.values.events import Op
+
+
+def item(state: State, owner: Value, index: Any, text: str, node: Node | None = None) -> Value:
+    """``owner[index]``."""
+    match owner:
+        case DictValue(items=items) if index in items:
+            return items[index]
+        case DictValue(items=items) if isinstance(index, str):
+            return as_role(state, Unknown(f"{{...}}[{index!r}]", "given"), text)
+        case ListValue(items=items) if isinstance(index, int) and -len(items) <= index < len(items):
+            return items[index]
+        case Parameters():
+            return owner
+        case Tensor():
+            return owner if owner.data or owner.forward else owner.but(op="index", inputs=(owner,))
+        case Unknown():
+            made = owner.made if owner.made != "computed" else "called"
+            key = f"{owner.key}[{index!r}]"
+            return as_role(state, Unknown(key, made, loop=owner.loop, of=owner.of), text)
+        case Wrapper(path=path):
+            return as_role(state, Unknown(f"{path}[{index!r}]", "called"), text)
+        case _:
+            return Unknown(f"{key_of(owner)}[{index!r}]")
+
+
+def set_item(
+    state: State, target: ast.Subscript, owner_node: ast.expr, index: ast.expr, value: Value
+) -> None:
+    """``owner[index] = value``."""
+    owner = state.evaluate(owner_node, quiet=True)
+    where = state.evaluate(index, quiet=True)
+    if isinstance(owner, DictValue) and isinstance(where, Const) and isinstance(where.value, str):
+        owner.items[where.value] = named(value, where.value)
+    elif isinstance(owner, Tensor):
+        state.emit(Op, target, "setitem", (owner, where, value), {}, owner)
+    elif isinstance(owner, DictValue):
+        owner.open = True
+
+
+def listed(state: State, node: Node, items: list[Value]) -> Value:
+    """A list; of too many values nothing is known."""
+    made = ListValue(items)
+    return made if made.size <= MOST else state.unknown(node)
+
+
+def element(
+    state: State, node: Node, target: ast.expr, over: Value | None, over_data: bool
+) -> Value:
+    """What a loop's target stands for in one iteration."""
+    where = f"{key_of(over)}#{state.iteration}"
+    match over:
+        case Parameters(of=owner):
+            parameter = Parameter(owner)
+            if isinstance(target, ast.Tuple) and len(target.elts) == 2:
+                return ListValue([Unknown(f"name of {where}"), parameter])
+            # ``for group in optimizer.param_groups`` yields groups, whose items lead on here
+            return over if over.key.endswith("param_groups") else parameter
+        case ListValue(items=items) if items:
+            return items[min(state.micro_batch, len(items) - 1)]
+        case Loader():
+            return Tensor(key=f"batch {where}", data=True)
+        case Tensor():
+            return over
+        case Unknown(op="enumerate" | "zip" | "tqdm", operands=operands):
+            return _enumerated(state, node, target, over, operands, where)
+        case Unknown() if over_data:
+            return Tensor(key=f"batch {where}", data=True)
+        case Unknown(op="items", operands=(DictValue(items=known), *_)) if known:
+            return ListValue([Const(next(iter(known))), next(iter(known.values()))])
+        case _:
+            return Unknown(f"{dotted(target) or 'item'} of {where}", loop=state.iteration)
+
+
+def _enumerated(
+    state: State,
+    node: Node,
+    target: ast.expr,
+    over: Unknown,
+    operands: tuple[Value, ...],
+    where: str,
+) -> Value:
+    data = is_loader(over)
+    if over.op == "tqdm":
+        return element(state, node, target, operands[0], data)
+    if over.op == "enumerate":
+        index = Unknown(f"index of {where}", loop=state.iteration)
+        inner_target = (
+            target.elts[1] if isinstance(target, ast.Tuple) and len(target.elts) > 1 else target
+        )
+        return ListValue([index, element(state, node, inner_target, operands[0], data)])
+    targets = target.elts if isinstance(target, ast.Tuple) else [target] * len(operands)
+    return ListValue(
+        [
+            element(state, node, each, operand, is_loader(operand))
+            for each, operand in zip(targets, operands, strict=False)
+        ]
+    )

@@ -1,0 +1,74 @@
+"""Turning values nobody constructed in sight into what their use and name say they are."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from ampwise_lint.path.state import State
+from ampwise_lint.source.roles import LOSS
+from ampwise_lint.values.abstract import (
+    TRUE,
+    Model,
+    Optimizer,
+    Scaler,
+    Scheduler,
+    Tensor,
+    Unknown,
+    Value,
+    Wrapper,
+)
+
+HOST = re.compile(r"numpy\.|np\.|sum\b|AverageMeter|\w*Meter|collections\.")
+"""What makes numbers on the host, or counters."""
+
+_NOWHERE = ast.Pass(lineno=0, col_offset=0)
+
+
+NO_LOSS = (
+    "fn", "func", "function", "es", "weight", "weights", "name", "type", "key", "str", "meter",
+    "meters", "tracker", "log", "logger", "history", "list", "dict", "scaler", "metric", "metrics",
+)  # fmt: skip
+"""Endings of names of things about losses that are none."""
+
+
+def as_role(state: State, value: Value, text: str) -> Value:
+    """A value read under a name; an unknown one becomes what the name is used as in this file."""
+    if not isinstance(value, Unknown) or value.made == "computed" or not text:
+        return value
+    known = state.converted.get(value.key)
+    if known is not None:
+        return known
+    made = _made(state, value, text)
+    if made is not value:
+        state.converted[value.key] = made
+    return made
+
+
+def _made(state: State, value: Unknown, text: str) -> Value:
+    match state.here.roles.of(text):
+        case "scaler":
+            opaque = value.made == "called"
+            return Scaler(_NOWHERE, state.here, TRUE, value.key, opaque=opaque)
+        case "wrapper":
+            return Wrapper(text.rpartition(".")[2])
+        case "optimizer":
+            return Optimizer(_NOWHERE, state.here, value.key)
+        case "scheduler":
+            return Scheduler(value.key)
+        case "network":
+            return Model(value.key)
+        case _:
+            return value
+
+
+def named(value: Value, name: str) -> Value:
+    """A value as it is bound to a name: what is called a loss is one."""
+    last = name.rpartition(".")[2]
+    if LOSS.search(last) and not name.endswith(NO_LOSS):
+        if isinstance(value, Unknown) and value.made == "called" and not HOST.match(value.key):
+            scaled = value if "scale" in f"{name} {value.key}".lower() else None
+            return Tensor(key=value.key, loss=True, scaled=scaled)
+        if isinstance(value, Tensor) and not value.loss and not value.data and not value.host:
+            return value.but(loss=True)
+    return value

@@ -1,0 +1,371 @@
+"""What statements do, and which way a path goes through them.
+
+Where a condition is not known the path's oracle is asked, but only if a branch holds part of a
+training step. Other branches are walked one after the other, as if both were taken: they can bind
+names, not change the order of a step.
+
+A loop is walked twice, as a window of two micro-batches: the first time ``(i + 1) % n == 0`` does
+not hold, the second time it does.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from typing import Any
+
+from ampwise_lint.interpreter.items import element
+from ampwise_lint.interpreter.operators import binary
+from ampwise_lint.interpreter.targets import forget_constants
+from ampwise_lint.path.conditions import decide, is_known
+from ampwise_lint.path.state import Flow, Frame, State
+from ampwise_lint.source.project import Module
+from ampwise_lint.source.roles import LOADER, dotted, leaves
+from ampwise_lint.torch_model import tensors
+from ampwise_lint.torch_model.python_functions import is_loader
+from ampwise_lint.values.abstract import (
+    NONE,
+    Class,
+    Const,
+    Function,
+    Gradient,
+    ListValue,
+    Loader,
+    Manager,
+    Scope,
+    Tensor,
+    Unknown,
+    Value,
+    is_periodic,
+)
+from ampwise_lint.values.events import (
+    Accumulate,
+    Backward,
+    Clip,
+    GradientRead,
+    Managed,
+    OptimizerStep,
+    Report,
+    ScalerStep,
+    Unscale,
+    Update,
+    ZeroGrad,
+)
+
+STEP_EVENTS = (Backward, ScalerStep, OptimizerStep, Update, Unscale, ZeroGrad, Managed)
+
+UNLIKELY = (
+    "nan", "inf", "debug", "resume", "test_only", "eval_only", "evaluate", "dry_run", "profile",
+    "no_cuda", "overfit", "isfinite", "only_test", "inference", "smoke", "compile", "ema",
+)  # fmt: skip
+
+
+def _expression(state: State, node: ast.Expr) -> Flow:
+    state.evaluate(node.value)
+    if isinstance(node.value, ast.Call):
+        path = dotted(node.value.func)
+        if path in ("exit", "quit", "sys.exit", "os._exit"):
+            return "raise"
+        if _sets_globals(node.value):
+            forget_constants(state, node)
+    return ""
+
+
+def _assign(state: State, node: ast.Assign) -> None:
+    value = state.evaluate(node.value)
+    for target in node.targets:
+        state.assign(target, value)
+
+
+def _annotated(state: State, node: ast.AnnAssign) -> None:
+    if node.value is not None:
+        state.assign(node.target, state.evaluate(node.value))
+
+
+def _augmented(state: State, node: ast.AugAssign) -> None:
+    added = state.evaluate(node.value)
+    before = state.evaluate(node.target, quiet=True)
+    if isinstance(before, Gradient):
+        edit = node.value if isinstance(node.op, ast.Div | ast.Mult) else None
+        clips = edit is not None and "clip" in ast.unparse(edit).lower()
+        if clips:
+            state.emit(Clip, node, before.of, True)
+        else:
+            state.emit(GradientRead, node, True, added)
+        return
+    if isinstance(node.op, ast.Add | ast.Sub):
+        _running_sum(state, node, before, added)
+    result = binary(state, node, node.op, before, added)
+    scales = isinstance(node.op, ast.Div | ast.Mult)
+    if scales and isinstance(before, Tensor) and isinstance(result, Tensor) and not before.host:
+        # In place: other names see it, too.
+        before.divided, before.divisor = result.divided, result.divisor
+    if isinstance(before, Const) and state.iteration is not None:
+        result = state.unknown(node, label=dotted(node.target))
+    if isinstance(result, Tensor) and isinstance(node.op, ast.Add | ast.Sub):
+        result.grown, result.divided = True, False
+    state.assign(node.target, result)
+
+
+def _running_sum(state: State, node: ast.AugAssign, before: Value, added: Value) -> None:
+    is_number = isinstance(added, Tensor) and added.host
+    if is_number:
+        rescaled = tensors.is_rescaled(node.value)
+        state.emit(Report, node, added, dotted(node.target), rescaled)
+    if tensors.is_half_on_device(before) or (isinstance(added, Tensor) and not is_number):
+        state.emit(Accumulate, node, before, added)
+
+
+def _return(state: State, node: ast.Return) -> Flow:
+    value = NONE if node.value is None else state.evaluate(node.value)
+    if state.unsure:
+        state.frames[-1].may_return.append(value)
+    else:
+        state.frames[-1].returned = value
+    return "return"
+
+
+def _if(state: State, node: ast.If) -> Flow:
+    test = state.evaluate(node.test)
+    periodic = is_periodic([test])
+    known = is_known(test)
+    branches = node.body + node.orelse
+    matters = any(id(each) in state.here.roles.steps for each in branches) or (
+        periodic and any(leaves(each) for each in (node.body, node.orelse))
+    )
+    if known or matters:
+        taken = decide(state, test, default=_likely(state, node))
+        with state.in_branch(node, test, taken=taken, periodic=periodic, known=known):
+            return state.execute(node.body if taken else node.orelse)
+    return _both(state, node, test, periodic)
+
+
+def _likely(state: State, node: ast.If) -> bool:
+    text = state.here.unparsed(node.test).lower()
+    if any(each in text for each in UNLIKELY):
+        return False
+    return not (leaves(node.body) and not node.orelse)
+
+
+def _both(state: State, node: ast.If, test: Value, periodic: bool) -> Flow:
+    """Walk both branches, since neither holds part of a step; the last binding stands."""
+    flows: list[Flow] = []
+    with state.perhaps():
+        for body, taken in ((node.orelse, False), (node.body, True)):
+            with state.in_branch(node, test, taken=taken, periodic=periodic, known=False):
+                flows.append(state.execute(body))
+    if all(flows):
+        frame = state.frames[-1]
+        if "return" in flows and not state.unsure:
+            frame.returned = next((v for v in frame.may_return if v is not NONE), NONE)
+        return flows[-1]
+    return ""
+
+
+def _for(state: State, node: ast.For | ast.AsyncFor) -> Flow:
+    over = state.evaluate(node.iter)
+    return _loop(state, node, node.body, node.target, over)
+
+
+def _while(state: State, node: ast.While) -> Flow:
+    state.evaluate(node.test)
+    return _loop(state, node, node.body, None, None)
+
+
+def _loop(
+    state: State, node: ast.stmt, body: list[ast.stmt], target: ast.expr | None, over: Value | None
+) -> Flow:
+    _forget(state, node, body)
+    over_data = _is_data(state.here, node, over)
+    steps = len(state.trace)
+    flow: Flow = ""
+    for iteration in (0, 1):
+        with state.in_iteration(node, iteration, over_data=over_data):
+            if target is not None:
+                state.assign(target, element(state, node, target, over, over_data))
+            flow = state.execute(body)
+        if flow in ("return", "raise", "break"):
+            break
+        if flow != "continue" and not (_steps_in(state, node, steps) or _is_phases(over)):
+            break
+    orelse: list[ast.stmt] = getattr(node, "orelse", [])
+    if flow in ("return", "raise"):
+        return flow if not state.unsure else ""
+    return state.execute(orelse) if orelse and flow != "break" else ""
+
+
+def _steps_in(state: State, node: ast.stmt, since: int) -> bool:
+    """Whether part of a step happened in this loop itself."""
+    return any(
+        type(each) in STEP_EVENTS and each.context.loops and each.context.loops[-1].node is node
+        for each in state.trace[since:]
+    )
+
+
+def _forget(state: State, node: ast.stmt, body: list[ast.stmt]) -> None:
+    """Numbers that the loop changes are not known inside it."""
+    for name in state.here.bound_in_loop(node, body):
+        before = state.scope.get(name)
+        if isinstance(before, Const) and isinstance(before.value, int | float | bool):
+            state.scope.set(name, state.unknown(node, label=name))
+
+
+def _with(state: State, node: ast.With | ast.AsyncWith) -> Flow:
+    managers: list[Manager] = []
+    for item in node.items:
+        value = state.evaluate(item.context_expr)
+        manager = value if isinstance(value, Manager) else Manager("other", item.context_expr)
+        managers.append(manager)
+        if item.optional_vars is not None:
+            bound = manager.bound if manager.bound is not None else value
+            state.assign(item.optional_vars, bound)
+    with state.inside(managers):
+        return state.execute(node.body)
+
+
+def _try(state: State, node: ast.Try | ast.TryStar) -> Flow:
+    flow = state.execute(node.body)
+    if not flow:
+        flow = state.execute(node.orelse)
+    # Handlers are for the path that fails; what they define is used when nothing else is.
+    for handler in node.handlers:
+        for statement in handler.body:
+            _define(state, statement)
+    return state.execute(node.finalbody) or flow
+
+
+def _define(state: State, node: ast.stmt) -> None:
+    """Walk a definition or an import, unless its names are bound already."""
+    names = _defined_names(node)
+    if names and all(state.scope.get(each) is None for each in names):
+        state.execute([node])
+
+
+def _match(state: State, node: ast.Match) -> Flow:
+    state.evaluate(node.subject)
+    with state.perhaps():
+        for case in node.cases:
+            state.execute(case.body)
+    return ""
+
+
+def _delete(state: State, node: ast.Delete) -> None:
+    for target in node.targets:
+        if isinstance(target, ast.Attribute) and target.attr == "grad":
+            state.emit(ZeroGrad, node, state.evaluate(target.value))
+
+
+def _define_function(state: State, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+    state.scope.set(node.name, Function(node, state.here, state.scope))
+
+
+def _define_class(state: State, node: ast.ClassDef) -> None:
+    bases = tuple(state.evaluate(each, quiet=True) for each in node.bases)
+    class_ = Class(node, state.here, state.scope, bases)
+    scope = Scope(state.here, state.scope)
+    with state.in_frame(Frame(None, scope)), state.silent():
+        state.execute(node.body)
+    # Methods look names up in the module, not in the class.
+    for name, value in scope.names.items():
+        if isinstance(value, Function) and value.scope is scope:
+            value.scope, value.class_ = state.scope, class_
+        class_.attributes[name] = value
+    state.scope.set(node.name, class_)
+
+
+def _global(state: State, node: ast.Global) -> None:
+    state.scope.globals.update(node.names)
+
+
+def _nonlocal(state: State, node: ast.Nonlocal) -> None:
+    for name in node.names:
+        found = state.scope.get(name)
+        if found is not None:
+            state.scope.names[name] = found
+
+
+def _raise(state: State, node: ast.Raise) -> Flow:
+    return "raise"
+
+
+def _break(state: State, node: ast.Break) -> Flow:
+    return "break"
+
+
+def _continue(state: State, node: ast.Continue) -> Flow:
+    return "continue"
+
+
+def _assert(state: State, node: ast.Assert) -> None:
+    state.evaluate(node.test)
+
+
+def _sets_globals(call: ast.Call) -> bool:
+    """Whether a call may set any name of the file: ``exec(text)``, ``globals().update(...)``."""
+    match call.func:
+        case ast.Name(id="exec"):
+            return len(call.args) == 1
+        case ast.Attribute(value=ast.Call(func=ast.Name(id="globals")), attr="update"):
+            return True
+        case _:
+            return False
+
+
+def _defined_names(node: ast.stmt) -> list[str]:
+    """Names that a definition or an import binds; none for other statements."""
+    match node:
+        case ast.ClassDef(name=name) | ast.FunctionDef(name=name):
+            return [name]
+        case ast.Import(names=names):
+            return [(each.asname or each.name).partition(".")[0] for each in names]
+        case ast.ImportFrom(names=names):
+            return [each.asname or each.name for each in names]
+        case _:
+            return []
+
+
+def _is_phases(over: Value | None) -> bool:
+    """``for phase in ("train", "val")``: the second time round, other branches are taken."""
+    items = over.items if isinstance(over, ListValue) else []
+    return len(items) == 2 and all(isinstance(e, Const) and isinstance(e.value, str) for e in items)
+
+
+def _is_data(module: Module, node: ast.stmt, over: Value | None) -> bool:
+    """Whether a loop runs over batches."""
+    if isinstance(over, Loader) or (isinstance(over, Unknown) and over.op and is_loader(over)):
+        return True
+    if isinstance(node, ast.While):
+        return False
+    assert isinstance(node, ast.For | ast.AsyncFor)
+    text = module.unparsed(node.iter)
+    return (bool(LOADER.search(text)) and not text.startswith("range(")) or (
+        "len(" in text and bool(LOADER.search(text))
+    )
+
+
+STATEMENTS: dict[type[ast.stmt], Callable[[State, Any], Flow | None]] = {
+    ast.Expr: _expression,
+    ast.Assign: _assign,
+    ast.AnnAssign: _annotated,
+    ast.AugAssign: _augmented,
+    ast.Return: _return,
+    ast.If: _if,
+    ast.For: _for,
+    ast.AsyncFor: _for,
+    ast.While: _while,
+    ast.With: _with,
+    ast.AsyncWith: _with,
+    ast.Try: _try,
+    ast.TryStar: _try,
+    ast.Match: _match,
+    ast.Delete: _delete,
+    ast.FunctionDef: _define_function,
+    ast.AsyncFunctionDef: _define_function,
+    ast.ClassDef: _define_class,
+    ast.Global: _global,
+    ast.Nonlocal: _nonlocal,
+    ast.Raise: _raise,
+    ast.Break: _break,
+    ast.Continue: _continue,
+    ast.Assert: _assert,
+}

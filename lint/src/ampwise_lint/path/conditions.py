@@ -1,0 +1,91 @@
+"""Which way a condition goes on a path, as far as the code and the path's oracle tell."""
+
+from __future__ import annotations
+
+from ampwise_lint.path.state import State
+from ampwise_lint.values.abstract import (
+    Const,
+    Model,
+    Optimizer,
+    Scaler,
+    Scheduler,
+    Unknown,
+    Value,
+    key_of,
+    truth,
+)
+
+
+def decide(state: State, value: Value, default: bool = True) -> bool:
+    """Whether a condition holds on this path."""
+    if isinstance(value, Unknown):
+        return _decide_unknown(state, value, default)
+    if is_known(value):
+        return bool(truth(value))
+    if isinstance(value, Scaler | Optimizer | Scheduler | Model):
+        return _ask(state, f"has {value.key}", True)
+    key = key_of(value)
+    return _ask(state, key, default and not any(each in key for each in ("nan", "inf")))
+
+
+def _decide_unknown(state: State, value: Unknown, default: bool) -> bool:
+    match value.op:
+        case "not":
+            return not decide(state, value.operands[0], not default)
+        case "and":
+            return all(decide(state, each, default) for each in value.operands)
+        case "or":
+            return any(decide(state, each, default) for each in value.operands)
+        case "%":  # a remainder is false once in a window
+            return not _ask(state, f"({value.key} Eq 0)", state.micro_batch > 0)
+        case "Eq":
+            return _equals(state, value, default)
+        case _:
+            return _ask(state, value.key, _default(state, value, default))
+
+
+def _ask(state: State, key: str, default: bool) -> bool:
+    return state.oracle.ask(key, default, own=state.here is state.module)
+
+
+def _default(state: State, value: Unknown, default: bool) -> bool:
+    """What holds once in a window holds on its last micro-batch."""
+    return state.micro_batch > 0 if value.periodic else default
+
+
+def is_known(value: Value) -> bool:
+    """Whether a condition can go one way only."""
+    if isinstance(value, Unknown):
+        match value.op:
+            case "not":
+                return is_known(value.operands[0])
+            case "and" | "or":
+                return all(map(is_known, value.operands))
+            case _:
+                return False
+    if isinstance(value, Scaler | Optimizer | Scheduler | Model) and not value.path:
+        return False
+    return truth(value) is not None
+
+
+def _equals(state: State, value: Unknown, default: bool) -> bool:
+    """``x == "a"``: false where ``x == "b"`` was true."""
+    left, right = value.operands
+    default = _default(state, value, default)
+    if not isinstance(right, Const):
+        return _ask(state, value.key, default)
+    subject = key_of(left)
+    equal = state.oracle.equal
+    known = equal.get(subject)
+    if known is not None and known != repr(right.value):
+        return False
+    holds = _ask(state, value.key, default)
+    if holds:
+        equal[subject] = repr(right.value)
+    return holds
+
+
+def exists(state: State, value: Scaler | Optimizer | Scheduler) -> None:
+    """Note that a method of it is called: it is not None on this path."""
+    if not value.path:
+        state.oracle.assume(f"has {value.key}")

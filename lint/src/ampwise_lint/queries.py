@@ -1,0 +1,385 @@
+"""Questions several rules ask of a file."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ampwise_lint.analysis import Analysis, Trace
+from ampwise_lint.findings import Change, Edit
+from ampwise_lint.source.nodes import Node, span
+from ampwise_lint.source.places import in_reach
+from ampwise_lint.source.project import Module
+from ampwise_lint.source.roles import dotted, leaves
+from ampwise_lint.values.abstract import (
+    Const,
+    DictValue,
+    ListValue,
+    Optimizer,
+    Parameter,
+    Parameters,
+    Scaler,
+    Tensor,
+    Unknown,
+    Value,
+    Wrapper,
+    is_low,
+    key_of,
+)
+from ampwise_lint.values.contents import origins
+from ampwise_lint.values.events import (
+    Backward,
+    CastDown,
+    Condition,
+    Enter,
+    Event,
+    Made,
+    Managed,
+    Op,
+    OptimizerStep,
+    ScalerStep,
+    Site,
+    Unscale,
+    Update,
+    ZeroGrad,
+)
+
+
+def is_managed(trace: Trace) -> bool:
+    """Whether a wrapper runs the step on this path: what it does is not in sight."""
+    return any(isinstance(each, Managed) for each in trace.events)
+
+
+def is_given(event: Event) -> bool:
+    """Whether a wrapper runs backward of a loss there."""
+    return isinstance(event, Managed) and event.loss is not None
+
+
+def given_in_parts(trace: Trace) -> Iterator[tuple[Managed, Tensor]]:
+    """Each backward of part of a window that a wrapper runs: of a loss that was divided."""
+    for event in trace.of(Managed):
+        if event.loss is not None and event.loss.divided:
+            yield event, event.loss
+
+
+def uses_amp(code: Analysis) -> bool:
+    """Whether the file trains in mixed precision anywhere."""
+    return (
+        code.any(Enter, lambda e: e.region.enabled and not e.context.no_grad)
+        or code.any(ScalerStep)
+        or code.any(Backward, lambda e: e.scaled is not None and not isinstance(e.scaled, Wrapper))
+        or code.any(Made, lambda e: isinstance(e.value, Wrapper) and e.value.lower)
+        or code.any(Managed, lambda e: e.path.startswith("apex.amp"))
+    )
+
+
+def uses_half(code: Analysis) -> bool:
+    """Whether anything in the file runs in 16 bits."""
+    return uses_amp(code) or code.any(CastDown)
+
+
+@dataclass(slots=True)
+class Steps:
+    """Where the steps of a file are made."""
+
+    nodes: set[int] = field(default_factory=set[int])
+    """``id`` of the innermost loops around each backward and step, and loops over data around."""
+    traces: set[int] = field(default_factory=set[int])
+    """``id`` of the events of paths through a function that makes a step without a loop."""
+    windows: set[int] = field(default_factory=set[int])
+    """``id`` of the branches that hold a step: what is in them happens once a step."""
+
+
+def step_loops(code: Analysis) -> Steps:
+    """Find what runs once a step."""
+    found = Steps()
+    for trace in code.traces:
+        for event in trace.events:
+            if not isinstance(event, Backward | ScalerStep | OptimizerStep) and not is_given(event):
+                continue
+            loops = event.context.loops
+            if loops:
+                found.nodes.add(id(loops[-1].node))
+                # Of a loop over data sets and one over batches, the inner one makes the steps.
+                found.nodes |= {id(each.node) for each in [e for e in loops if e.over_data][-1:]}
+            elif trace.root:
+                found.traces.add(id(trace.events))
+            if not isinstance(event, Backward):
+                found.windows |= {id(each.node) for each in event.context.conditions}
+    return found
+
+
+SETTING = re.compile(
+    r"vi[sz](ual|_|\b)|debug|verbose|plot|profil|dump|interval|should_|_freq\b|_every\b|every_"
+)
+"""What is switched on to look into a training, not to train."""
+
+COUNTER = re.compile(r"(^|[._])(steps?|iters?|iteration|idx|index|i|n|batch_?(idx|i|id)?|count)$")
+"""Names of what counts steps."""
+
+
+def is_hot(event: Event, steps: Steps, trace: Trace) -> bool:
+    """Whether something happens on every step of a training loop."""
+    if event.context.no_grad:
+        return False
+    conditions = list(event.context.conditions)
+    if id(trace.events) in steps.traces:
+        # Objects that the step is handed were made before it.
+        if any(each.endswith(".__init__") for each in event.context.functions):
+            return False
+        loop = None
+    else:
+        around = [each for each in event.context.loops if id(each.node) in steps.nodes]
+        if not around:
+            return False
+        loop = around[0].node
+        conditions = event.context.branches_in(around[0])
+    return not any(
+        (each.periodic or SETTING.search(each.key) or _is_rare(each, loop))
+        and id(each.node) not in steps.windows
+        for each in conditions
+    )
+
+
+def _is_rare(branch: Condition, loop: Node | None) -> bool:
+    """Whether a branch is taken once or so: it ends the loop, or waits for one step or a flag."""
+    if not isinstance(branch.node, ast.If):
+        return False
+    body = branch.node.body if branch.taken else branch.node.orelse
+    if _ends(body, branch.node, loop) or _is_once(branch.node):
+        return True
+    return branch.taken and _is_one_step(branch.node.test)
+
+
+def _is_one_step(test: ast.expr) -> bool:
+    """``step == 0``, also among other conditions."""
+    match test:
+        case ast.Compare(left=left, ops=[ast.Eq()], comparators=[ast.Constant(value=int())]):
+            return bool(COUNTER.search(dotted(left)))
+        case ast.BoolOp(op=ast.And(), values=values):
+            return any(map(_is_one_step, values))
+        case _:
+            return False
+
+
+def _ends(body: list[ast.stmt], branch: ast.If, loop: Node | None) -> bool:
+    """Whether a block ends by leaving the loop: no ``continue``, no return of what it calls."""
+    if not leaves(body) or isinstance(body[-1], ast.Continue):
+        return False
+    inside = loop is not None and loop.lineno <= branch.lineno <= (loop.end_lineno or 0)
+    return inside or not isinstance(body[-1], ast.Return)
+
+
+def is_always(event: Event, steps: Steps) -> bool:
+    """Whether something hot happens on every step, whatever branches are taken."""
+    around = [each for each in event.context.loops if id(each.node) in steps.nodes]
+    branches = event.context.branches_in(around[0]) if around else event.context.conditions
+    return all(each.known or id(each.node) in steps.windows for each in branches)
+
+
+def _is_once(branch: Node) -> bool:
+    """``if flag: ...; flag = False``."""
+    if not isinstance(branch, ast.If):
+        return False
+    is_not = isinstance(branch.test, ast.UnaryOp) and isinstance(branch.test.op, ast.Not)
+    flag = dotted(branch.test.operand if isinstance(branch.test, ast.UnaryOp) else branch.test)
+    return bool(flag) and any(
+        isinstance(each, ast.Assign)
+        and dotted(each.targets[0]) == flag
+        and isinstance(each.value, ast.Constant)
+        and each.value.value is is_not
+        for each in branch.body
+    )
+
+
+def owners(value: Value | None) -> set[str]:
+    """Whose parameters something holds; empty where that is not known."""
+    match value:
+        case Parameters(of=Optimizer() as optimizer):
+            return owners(optimizer.params)
+        case Parameters(of=owner) | Parameter(of=owner):
+            return owners(owner) or {key_of(owner)}
+        case Optimizer(params=params):
+            return owners(params)
+        case ListValue(items=items):
+            found = [owners(each) for each in items]
+            return set().union(*found) if all(found) and found else set()
+        case DictValue(items=items):
+            return owners(items.get("params"))
+        case Unknown() | None:
+            return set()
+        case _:
+            return {key_of(value)}
+
+
+def same_owner(first: Value | None, second: Value | None) -> bool | None:
+    """Whether two things hold parameters of the same network; None where that is not known."""
+    one, other = owners(first), owners(second)
+    if not one or not other:
+        return None
+    return bool(one & other)
+
+
+def is_real(value: Value | None) -> bool:
+    """Whether a backward was scaled by a scaler in sight."""
+    return isinstance(value, Scaler) and not value.opaque
+
+
+def is_unscaled(event: Backward) -> bool:
+    """Whether a backward was surely not scaled."""
+    return event.scaled is None
+
+
+def accumulates(trace: Trace) -> Iterator[tuple[Backward, ScalerStep | OptimizerStep]]:
+    """Each backward that runs more often than the step behind it, with that step."""
+    for index, event in enumerate(trace.events):
+        if not isinstance(event, Backward) or not event.context.loops:
+            continue
+        step = next(
+            (e for e in trace.events[index:] if isinstance(e, ScalerStep | OptimizerStep)), None
+        )
+        if step is not None and (_is_deeper(event, step) or _is_rarer(event, step)):
+            yield event, step
+
+
+def zeroed_with(trace: Trace, backward: Backward) -> Iterator[ZeroGrad]:
+    """What zeroes gradients each time a backward runs, in the loop around it."""
+    serial = backward.context.loops[-1].serial
+    for event in trace.of(ZeroGrad):
+        loops = event.context.loops
+        if not loops or loops[-1].serial != serial or event.context.is_periodic:
+            continue
+        if not any(_is_rare(each, loops[-1].node) for each in event.context.branches_in(loops[-1])):
+            yield event
+
+
+def _is_deeper(event: Event, step: Event) -> bool:
+    """A loop around the one, inside the loops around the other."""
+    nodes = [each.node for each in step.context.loops]
+    inner = [each.node for each in event.context.loops]
+    return len(inner) > len(nodes) and inner[: len(nodes)] == nodes and bool(nodes)
+
+
+def _is_rarer(event: Event, step: Event) -> bool:
+    """The step waits for the end of a window that the backward does not wait for."""
+    if not step.context.loops or step.context.loops[-1].node is not event.context.loops[-1].node:
+        return False
+    held = {each.key.partition("#")[0] for each in event.context.conditions}
+    return any(
+        each.periodic and each.key.partition("#")[0] not in held
+        for each in step.context.branches_in(step.context.loops[-1])
+    ) or _skipped_to(event, step)
+
+
+def _skipped_to(event: Event, step: Event) -> bool:
+    """The step is reached in a later iteration than the backward: a ``continue`` went before."""
+    loop, other = event.context.loops[-1], step.context.loops[-1]
+    return loop.node is other.node and loop.serial != other.serial
+
+
+BY_HAND = {
+    "exp", "expm1", "log", "log10", "log1p", "log2", "log_softmax", "logsumexp", "pow", "softmax",
+    "softplus", "square",
+}  # fmt: skip
+"""Operations that losses are written with, and that autocast runs in float32."""
+
+
+def losses_by_hand(trace: Trace) -> Iterator[Op]:
+    """Each operation outside autocast of a loss that is no function, on a half output."""
+    found = [
+        each
+        for each in trace.of(Op)
+        if each.path in BY_HAND
+        and each.context.region is None
+        and not each.context.no_grad
+        and is_half_output(next(iter(each.inputs), None))
+        and not _is_root(each)
+    ]
+    if not found:
+        return
+    losses = [each.tensor for each in trace.of(Backward)]
+    parts = {id(each) for each in origins(*losses)}
+    yield from (each for each in found if id(each.result) in parts)
+
+
+def is_half_output(value: object) -> bool:
+    """Whether something is what a network in autocast returned, or made of it, in 16 bits."""
+    return (
+        isinstance(value, Tensor)
+        and value.forward
+        and value.region is not None
+        and value.region.enabled
+        and is_low(value.dtype)
+    )
+
+
+def _is_root(event: Op) -> bool:
+    """``x ** 0.5``, which makes what overflows smaller."""
+    power = event.inputs[1] if len(event.inputs) > 1 else None
+    number = power.value if event.path == "pow" and isinstance(power, Const) else None
+    return isinstance(number, int | float) and abs(number) <= 1
+
+
+def is_simple(trace: Trace) -> bool:
+    """Whether an edit of steps is sure to be right: one scaler, steps of optimizers only.
+
+    With several scalers the one that belongs to a backward may be another; a closure, or whatever
+    else a step is given, would be lost.
+    """
+    scalers = {id(e.scaler) for e in trace.events if isinstance(e, ScalerStep | Update | Unscale)}
+    scalers |= {id(e.scaled) for e in trace.of(Backward) if is_real(e.scaled)}
+    steps = [*trace.of(ScalerStep), *trace.of(OptimizerStep)]
+    return len(scalers) <= 1 and all(map(_is_plain, steps))
+
+
+def _is_plain(step: ScalerStep | OptimizerStep) -> bool:
+    """``scaler.step(optimizer)``, ``optimizer.step()``: no closure, receivers that are names."""
+    node = step.node
+    if not isinstance(node, ast.Call) or node.keywords or not receiver(node):
+        return False
+    wanted = 1 if isinstance(step, ScalerStep) else 0
+    return len(node.args) == wanted and not any(isinstance(e, ast.Starred) for e in node.args)
+
+
+def site_in(event: Event, module: Module) -> Site:
+    """Where something happens as seen from a file: the call that leads there from it, if one does.
+
+    A helper in a file of its own that does what it is told to is called wrongly, not wrong.
+    """
+    context = event.context
+    if event.module is not module:
+        for each in reversed(context.sites):
+            if each.module is module:
+                return each
+    return Site(event.node, event.module, context.functions)
+
+
+def edit(what: Change, node: Node, text: str = "") -> Edit:
+    """A change at a node."""
+    return Edit(what, *span(node), text, node)
+
+
+def statement_edit(what: Change, module: Module, node: Node, text: str = "") -> Edit:
+    """A change at the statement a node stands in."""
+    return edit(what, module.statement_of(node), text)
+
+
+def receiver(node: ast.AST) -> str:
+    """``scaler`` of ``scaler.step(optimizer)``, as text; empty for anything else."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        return dotted(node.func.value)
+    return ""
+
+
+def is_known_at(module: Module, call: ast.AST, at: ast.AST) -> bool:
+    """Whether the receiver of a method's call means the same at another place of the file."""
+    return isinstance(call, ast.Call) and in_reach(module, call.func, at)
+
+
+def first_argument(node: ast.AST) -> str:
+    """The first argument of a call, as text."""
+    if isinstance(node, ast.Call) and node.args:
+        return ast.unparse(node.args[0])
+    return ""

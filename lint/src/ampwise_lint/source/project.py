@@ -1,0 +1,162 @@
+"""The files that are read together, and how they import one another."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from ampwise_lint.source.attributes import Assigned, assigned
+from ampwise_lint.source.imports import Imports, imports
+from ampwise_lint.source.nodes import Index, Node, span
+from ampwise_lint.source.outline import Outline
+from ampwise_lint.source.roles import Roles
+from ampwise_lint.source.text import Source, UnreadableError, read
+
+
+@dataclass(eq=False)
+class Module:
+    """A file of the project."""
+
+    source: Source
+    project: Project
+    used: set[Path] = field(default_factory=set[Path])
+    """Files that were read to understand this one."""
+    _bound: dict[int, set[str]] = field(default_factory=dict[int, set[str]])
+    _assigned: dict[int, Assigned] = field(default_factory=dict[int, Assigned])
+    _texts: dict[int, str] = field(default_factory=dict[int, str])
+
+    @property
+    def path(self) -> Path:
+        """Where it lies."""
+        return self.source.path
+
+    @property
+    def tree(self) -> ast.Module:
+        """Its syntax tree."""
+        return self.source.tree
+
+    @cached_property
+    def index(self) -> Index:
+        """Its nodes, by kind."""
+        return Index(self.tree)
+
+    @cached_property
+    def roles(self) -> Roles:
+        """What names are by the way they are used."""
+        return Roles(self.index)
+
+    @cached_property
+    def imports(self) -> Imports:
+        """What it imports."""
+        return imports(self.index)
+
+    @property
+    def parents(self) -> dict[int, ast.AST]:
+        """The node around each node, by ``id``."""
+        return self.index.parents
+
+    def holds(self, node: ast.AST) -> bool:
+        """Whether a node is one of this file."""
+        return id(node) in self.parents
+
+    def statement_of(self, node: ast.AST) -> ast.stmt:
+        """The statement a node stands in."""
+        while not isinstance(node, ast.stmt):
+            node = self.parents[id(node)]
+        return node
+
+    def assigned_in(self, class_: ast.ClassDef) -> Assigned:
+        """How a class of this file sets attributes of its objects."""
+        if id(class_) not in self._assigned:
+            self._assigned[id(class_)] = assigned(class_)
+        return self._assigned[id(class_)]
+
+    def bound_in_loop(self, loop: ast.stmt, body: list[ast.stmt]) -> set[str]:
+        """Names that a loop's body binds."""
+        if id(loop) not in self._bound:
+            self._bound[id(loop)] = {
+                node.id
+                for statement in body
+                for node in ast.walk(statement)
+                if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+            }
+        return self._bound[id(loop)]
+
+    def unparsed(self, node: ast.AST) -> str:
+        """A node as normalised text."""
+        if id(node) not in self._texts:
+            self._texts[id(node)] = ast.unparse(node)
+        return self._texts[id(node)]
+
+    def text_of(self, node: Node | ast.keyword) -> str:
+        """A node as it stands in the file."""
+        first, column, last, end = span(node)
+        if first == last:  # without Python's walk over every letter of the file
+            return self.source.lines[first - 1].encode()[column:end].decode()
+        return ast.get_source_segment(self.source.text, node) or ast.unparse(node)
+
+
+class Project:
+    """Files that may import one another; only those that were given are ever read."""
+
+    def __init__(self, files: frozenset[Path]) -> None:
+        self.files = files
+        self._modules: dict[Path, Module | UnreadableError] = {}
+        self.outlines: dict[Path, Outline] = {}
+        """What the prefilter saw of files."""
+        self._located: dict[tuple[Path, str, int], Path | None] = {}
+
+    def module(self, path: Path) -> Module:
+        """A file of the project, read once.
+
+        Raises
+        ------
+        UnreadableError
+            With the reason, in words.
+        """
+        if path not in self._modules:
+            try:
+                self._modules[path] = Module(read(path), self)
+            except UnreadableError as error:
+                self._modules[path] = error
+        found = self._modules[path]
+        if isinstance(found, UnreadableError):
+            raise found
+        return found
+
+    def add(self, source: Source) -> Module:
+        """Take in a file that is read already."""
+        self._modules[source.path] = module = Module(source, self)
+        return module
+
+    def locate(self, by: Path, name: str, level: int = 0) -> Path | None:
+        """The file that ``import name`` in the file `by` means, if it was given.
+
+        As Python would find it with the importing file's folder, or one above it, on its path.
+        torch is what the rules know by name, even where it is what is checked.
+        """
+        key = (by, name, level)  # every path through a file asks again
+        if key not in self._located:
+            self._located[key] = self._locate(by.parent, name, level)
+        return self._located[key]
+
+    def _locate(self, folder: Path, name: str, level: int) -> Path | None:
+        parts = tuple(name.split(".")) if name else ()
+        if level:
+            for _ in range(level - 1):
+                folder = folder.parent
+            return self._at(folder, parts)
+        if not parts or parts[0] == "torch":
+            return None
+        return next(
+            (found for base in (folder, *folder.parents) if (found := self._at(base, parts))), None
+        )
+
+    def _at(self, folder: Path, parts: tuple[str, ...]) -> Path | None:
+        base = folder.joinpath(*parts)
+        candidates = [base / "__init__.py"]
+        if parts:
+            candidates.insert(0, base.with_name(base.name + ".py"))
+        return next((each for each in candidates if each in self.files), None)

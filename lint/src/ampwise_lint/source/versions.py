@@ -1,0 +1,58 @@
+"""Code that is there for other versions of a library: what it names has to stay as it is."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from ampwise_lint.source.places import block_of
+from ampwise_lint.source.project import Module
+from ampwise_lint.source.roles import dotted
+
+MISSING = ("ImportError", "ModuleNotFoundError", "AttributeError")
+"""What a library of another version raises."""
+
+ASKS = re.compile(
+    r"version|hasattr\(|\b_?TORCH_?(GE|GREATER|LT|\d)|_torch_(at_least|ge|gt|lt)|native_amp"
+    r"|is_torch_|find_spec",
+    re.IGNORECASE,
+)
+"""A condition that asks which version there is."""
+
+
+def is_for_versions(module: Module, node: ast.AST) -> bool:
+    """Whether a node stands in a branch for some versions: behind a failed import, or a check."""
+    around = module.parents.get(id(node))
+    while around is not None:
+        if isinstance(around, ast.Try) and _falls_back(around, node):
+            return True
+        if isinstance(around, ast.If | ast.IfExp) and ASKS.search(module.unparsed(around.test)):
+            return True
+        if isinstance(node, ast.stmt) and _is_left_over(module, node):
+            return True
+        node, around = around, module.parents.get(id(around))
+    return False
+
+
+def _falls_back(statement: ast.Try, inner: ast.AST) -> bool:
+    """Whether a ``try`` is about what is missing, and something stands in it or in a handler."""
+    if not any(inner is each for each in (*statement.body, *statement.handlers)):
+        return False
+    simple = all(isinstance(e, ast.Import | ast.ImportFrom | ast.Assign) for e in statement.body)
+    return any(simple or _catches(each) for each in statement.handlers)
+
+
+def _catches(handler: ast.ExceptHandler) -> bool:
+    caught = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+    return any(each is not None and dotted(each) in MISSING for each in caught)
+
+
+def _is_left_over(module: Module, statement: ast.stmt) -> bool:
+    """Whether an earlier check of the version, in the same block, left for the other versions."""
+    block = block_of(module, statement)
+    return any(
+        isinstance(each, ast.If)
+        and isinstance(each.body[-1], ast.Return | ast.Raise)
+        and ASKS.search(module.unparsed(each.test))
+        for each in block[: block.index(statement)]
+    )

@@ -1,0 +1,467 @@
+"""What calling a name from outside the project does: torch's own, known packages."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable
+from functools import lru_cache
+
+from ampwise_lint.path.conditions import decide
+from ampwise_lint.path.state import State
+from ampwise_lint.source import library
+from ampwise_lint.source.nodes import Node
+from ampwise_lint.source.roles import HANDLES, LOSS
+from ampwise_lint.torch_model import methods, python_functions, tensors
+from ampwise_lint.values.abstract import (
+    FALSE,
+    NONE,
+    TRUE,
+    Const,
+    DictValue,
+    Function,
+    Instance,
+    ListValue,
+    Loader,
+    Manager,
+    Model,
+    Optimizer,
+    Parameters,
+    Partial,
+    Region,
+    Scaler,
+    Scheduler,
+    Tensor,
+    Unknown,
+    Value,
+    Wrapper,
+    key_of,
+)
+from ampwise_lint.values.arguments import Arguments
+from ampwise_lint.values.contents import flatten
+from ampwise_lint.values.events import (
+    Clip,
+    Clock,
+    Grad,
+    Loss,
+    Made,
+    Managed,
+    Save,
+    Synchronize,
+)
+
+
+def call(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
+    """Call something by its full name."""
+    return _handler(path)(state, node, path, a)
+
+
+@lru_cache(maxsize=4096)
+def _handler(path: str) -> Handler:
+    found = NAMES.get(path)
+    return found or next((each for holds, each in FAMILIES if holds(path)), _other)
+
+
+# ---------------------------------------------------------------------- mixed precision
+
+
+def make_scaler(
+    state: State, node: ast.Call, path: str, a: Arguments, *, opaque: bool = False
+) -> Value:
+    """A scaler of the class `path`; `opaque`: its methods are not torch's."""
+    new = path in ("torch.amp.GradScaler", "torch.GradScaler")
+    device = a.get(0, "device") if new else Const("cpu" if ".cpu." in path else "cuda")
+    enabled = a.get(5 if new else 4, "enabled")
+    is_on = enabled is None or decide(state, enabled)
+    scaler = Scaler(
+        node,
+        state.here,
+        TRUE if is_on else FALSE,
+        _place(state, node, "scaler"),
+        path,
+        device or Const("cuda"),
+        opaque,
+    )
+    state.emit(Made, node, scaler)
+    return scaler
+
+
+def _autocast(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
+    if path.startswith(("torch.cuda.", "torch.cpu.")):
+        device: str | None = "cuda" if ".cuda." in path else "cpu"
+        enabled, dtype = a.get(0, "enabled"), a.get(1, "dtype")
+    else:
+        device = _text(a.get(0, "device_type"))
+        dtype, enabled = a.get(1, "dtype"), a.get(2, "enabled")
+    if device is not None:
+        device = device.partition(":")[0]
+    is_on = enabled is None or decide(state, enabled)
+    name: str | None = None
+    if dtype is None or dtype is NONE or (isinstance(dtype, Const) and dtype.value is None):
+        name = {"cuda": "float16", "cpu": "bfloat16"}.get(device or "")
+        if a.open:
+            name = None
+    else:
+        name = methods.dtype_named(dtype)
+    region = Region(node, state.here, is_on and name != "float32", device, name)
+    return Manager("autocast", node, region)
+
+
+def _text(value: Value | None) -> str | None:
+    return value.value if isinstance(value, Const) and isinstance(value.value, str) else None
+
+
+def _scale_loss(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
+    loss = a.first("loss")
+    base = loss if isinstance(loss, Tensor) else Tensor(key=key_of(loss), loss=True)
+    return Manager("other", node, bound=base.but(scaled=Wrapper("apex.amp")))
+
+
+def _apex(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
+    state.emit(Managed, node, path)
+    if path.endswith("initialize"):
+        return ListValue(a.positional) if len(a.positional) > 1 else a.first("models") or NONE
+    if path.endswith("master_params"):
+        return Parameters(a.first("optimizer") or NONE, "apex.amp.master_params")
+    return state.unknown(node, "called")
+
+
+def _no_grad(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
+    return Manager("no_grad", node)
+
+
+def _enable_grad(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
+    return Manager("enable_grad", node)
+
+
+def _set_grad_enabled(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
+    mode = a.first("mode") or TRUE
+    return Manager("enable_grad" if decide(state, mode) else "no_grad", node)
+
+
+def _null(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
+    return Manager("null", node)
+
+
+# ---------------------------------------------------------------------- training
+
+
+def make_optimizer(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
+    """An optimizer of the class `path`."""
+    arguments = dict(a.named)
+    if a.open:
+        arguments["**"] = NONE
+    params = a.first("params")
+    key = _place(state, node, "optimizer")
+    loops = tuple(id(each.node) for each in state.context.loops)
+    optimizer = Optimizer(node, state.here, key, path, params, arguments, loops)
+    state.emit(Made, node, optimizer)
+    return optimizer
+
+
+def make_scheduler(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
+    """A learning-rate scheduler."""
+    return Scheduler(_place(state, node, "scheduler"), path)
+
+
+def _loader(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
+    arguments = dict(a.named)
+    for index, name in ((5, "num_workers"), (7, "pin_memory")):
+        if index < len(a.positional):
+            arguments[name] = a.positional[index]
+    loader = Loader(node, state.here, arguments, opaque=a.open)
+    state.emit(Made, node, loader)
+    return loader
+
+
+def _wrap(kind: str) -> Callable[[State, ast.Call, str, Arguments], Value]:
+    def wrap(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
+        inner = a.first("module", "model")
+        if isinstance(inner, Instance):
+            inner.wrapped = kind
+            inner.attributes["module"] = inner
+            return inner
+        return Model(_place(state, node, "model"), path, node, kind, inner=inner)
+
+    return wrap
+
+
+def _clip(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
+    state.emit(Clip, node, a.first("parameters", "params"))
+    return Tensor(key=_place(state, node, "norm"), op="grad_norm", dtype="float32")
+
+
+def _grad(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
+    outputs = a.first("outputs") or NONE
+    scaled = isinstance(outputs, Tensor) and isinstance(outputs.scaled, Scaler)
+    of = flatten([a.get(1, "inputs") or NONE])
+    result = Tensor(
+        key=_place(state, node, "gradient"), op="autograd.grad", grad_scaled=scaled,
+        inputs=(outputs,), node=node, dtype=tensors.widest(of) if of else None,
+    )  # fmt: skip
+    state.emit(Grad, node, result, _is_true(a.get(4, "create_graph")))
+    return result
+
+
+def _is_true(value: Value | None) -> bool:
+    return isinstance(value, Const) and value.value is True
+
+
+def _save(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
+    what = a.first("obj") or NONE
+    state.emit(Save, node, what, what if isinstance(what, DictValue) else None)
+    return NONE
+
+
+def _synchronize(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
+    state.emit(Synchronize, node, path)
+    return NONE
+
+
+def _clock(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
+    state.emit(Clock, node)
+    return Unknown(_place(state, node, "time"), clock=len(state.trace))
+
+
+def _wrapper(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
+    given = [a.named.get(each) for each in ("precision", "mixed_precision", "fp16", "bf16")]
+    lower = any(each is not None and key_of(each) not in OFF for each in given)
+    wrapper = Wrapper(path, lower, has_state=path.endswith(".NativeScaler"))
+    state.emit(Made, node, wrapper)
+    if path.startswith("ignite.engine.") and a.positional:
+        _walk_each_batch(state, node, a.positional[0])
+    return wrapper
+
+
+def _walk_each_batch(state: State, node: ast.Call, function: Value) -> None:
+    """``Engine(update)``: a function that is called with each batch."""
+    if isinstance(function, Function):
+        with state.in_iteration(node, 0, over_data=True):
+            batch = Tensor(key=f"batch@{node.lineno}", data=True)
+            state.call(function, Arguments([Unknown("engine", "given"), batch]), node)
+
+
+OFF = ("'no'", "'32'", "32", "'32-true'", "False", "None")
+
+
+# ---------------------------------------------------------------------- networks and operations
+
+
+def _layer(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
+    arguments = dict(a.named)
+    for index, value in enumerate(a.positional):
+        arguments[f"#{index}"] = value
+    inner = ListValue(a.positional) if path.endswith(("Sequential", "ModuleList")) else None
+    key = _place(state, node, path.rpartition(".")[2])
+    layer = Model(key, path, node, arguments=arguments, inner=inner)
+    state.emit(Made, node, layer)
+    return layer
+
+
+def apply_layer(state: State, node: ast.Call, layer: Model, a: Arguments) -> Value:
+    """Call a layer of torch."""
+    inputs = a.positional
+    if library.LOSS_LAYERS.match(layer.path):
+        name = LAYER_TO_FUNCTION.get(layer.path.rpartition(".")[2], "loss")
+        result = tensors.apply(state, node, name, inputs, layer.arguments)
+        result.loss = True
+        return result
+    if isinstance(layer.inner, ListValue) and layer.path.endswith("Sequential"):
+        value: Value = inputs[0] if inputs else NONE
+        for each in layer.inner.items:
+            if isinstance(each, Model):
+                value = apply_layer(state, node, each, Arguments([value]))
+            else:
+                value = Tensor(key=f"sequential@{node.lineno}", forward=True)
+        return value
+    name = layer.path.rpartition(".")[2]
+    if library.LAYERS_LOW.match(layer.path):
+        operation = "linear"
+    elif library.LAYERS_FLOAT32.match(layer.path):
+        operation = "layer_norm" if name != "Softmax" else "softmax"
+        operation = {"LogSoftmax": "log_softmax", "Softplus": "softplus"}.get(name, operation)
+    else:
+        operation = name.lower()
+    result = tensors.apply(state, node, operation, inputs)
+    given = [each for each in inputs if isinstance(each, Tensor)]
+    result.host = bool(given) and all(each.host for each in given)  # where its weights are
+    return (
+        ListValue([result, state.unknown(node)])
+        if name in ("LSTM", "GRU", "RNN", "MultiheadAttention")
+        else result
+    )
+
+
+LAYER_TO_FUNCTION = {
+    "BCELoss": "binary_cross_entropy",
+    "BCEWithLogitsLoss": "binary_cross_entropy_with_logits",
+    "CrossEntropyLoss": "cross_entropy",
+    "NLLLoss": "nll_loss",
+    "MSELoss": "mse_loss",
+    "L1Loss": "l1_loss",
+    "SmoothL1Loss": "smooth_l1_loss",
+    "HuberLoss": "huber_loss",
+    "KLDivLoss": "kl_div",
+}
+
+
+def _operation(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
+    name = library.operation(path)
+    if name in library.FACTORIES:
+        dtype = methods.dtype_named(a.named["dtype"]) if "dtype" in a.named else None
+        kind = "float32" if name in ("zeros", "ones", "rand", "randn", "full", "empty") else None
+        like = a.first("input") if name.endswith("_like") else None
+        if isinstance(like, Tensor) and dtype is None:
+            kind = like.dtype
+        if "device" in a.named or a.open:
+            host = False
+        else:
+            host = like.host if isinstance(like, Tensor) else like is None
+        return Tensor(
+            key=_place(state, node, name),
+            dtype=dtype or kind,
+            op=name,
+            inputs=tuple(a.positional),
+            host=host,
+        )
+    if not a.values and name not in library.PLAIN:
+        return state.unknown(node, "called", path)
+    inputs = list(a.positional)
+    inputs += [a.named[key] for key in ("input", "pred", "target") if key in a.named]
+    return tensors.apply(state, node, name, inputs, a.named)
+
+
+def _distribution(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
+    """A distribution; of Python's numbers it draws on the host."""
+    made = tensors.apply(state, node, library.operation(path), a.values, a.named)
+    made.host = made.host or not any(isinstance(e, Tensor) for e in flatten(a.values))
+    return made
+
+
+def _compiled(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
+    return a.first("model", "module") or state.unknown(node, "called")
+
+
+def _auto_optimizer(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
+    return a.first("optimizer") or state.unknown(node, "called")
+
+
+def _device(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
+    first = a.first("device", "type")
+    if isinstance(first, Const):
+        text = str(first.value)
+        return Const(text if not text.isdigit() else "cuda")
+    return first or state.unknown(node, "called")
+
+
+def _partial(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
+    if not a.positional:
+        return state.unknown(node, "called")
+    return Partial(a.positional[0], tuple(a.positional[1:]), a.named)
+
+
+def _available(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
+    return Unknown(f"{path}()")
+
+
+def _tqdm(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
+    over = a.first("iterable") or NONE
+    return Unknown(f"tqdm({key_of(over)})", op="tqdm", operands=(over,))
+
+
+def _other(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
+    last = path.rpartition(".")[2]
+    if library.CLIP_NAME.match(last):
+        return _clip(state, node, path, a)
+    methods.given_away(state, node, last, a)
+    methods.note_norm(state, node, last, a)
+    flat = flatten(a.values)
+    if methods.SHOWS.match(last) or path.startswith(("wandb.", "logging.", "mlflow.")):
+        waits = not path.startswith(("wandb.", "mlflow."))
+        tensors.shown_all(state, node, a.values, waits=waits)
+        return state.unknown(node, "called")
+    if any(isinstance(each, Tensor) for each in flat) and not last[:1].isupper():
+        if LOSS.search(last) and not HANDLES.match(last):
+            state.emit(Loss, node, last, tuple(a.values))
+        return unknown_of_tensors(state, node, last, a)
+    if (returned := methods.walk_callbacks(state, node, a)) is not None:
+        return returned
+    return state.unknown(node, "called", path)
+
+
+TO_HOST = re.compile(r"(to|2)_?(python_)?(float|np|numpy|item)$", re.IGNORECASE)
+"""Functions that make a number or an array of a tensor, by their names."""
+
+
+def unknown_of_tensors(state: State, node: ast.Call, name: str, a: Arguments) -> Value:
+    """What a function nobody showed us makes of tensors."""
+    flat = [each for each in flatten(a.values) if isinstance(each, Tensor)]
+    host = all(each.host for each in flat)
+    if not host and TO_HOST.search(name):
+        return tensors.read(state, node, next(e for e in flat if not e.host), name)
+    scaled = Unknown(name, "called") if "scale" in name.lower() else None
+    return Tensor(
+        key=_place(state, node, name),
+        op=name,
+        inputs=tuple(a.values),
+        scaled=scaled,
+        loss=bool(LOSS.search(name)),
+        data=all(each.data for each in flat) and not LOSS.search(name),
+        moved=True,  # for all that is known
+        host=host,
+        of=flat[0].of,
+        node=node,
+    )
+
+
+def _place(state: State, node: Node, what: str) -> str:
+    return f"{what}@{state.here.path.name}:{node.lineno}#{state.iteration}"
+
+
+def _last(path: str) -> str:
+    return path.rpartition(".")[2]
+
+
+Handler = Callable[[State, ast.Call, str, Arguments], Value]
+"""What a call does: the path's state, the call, the function's full name, its arguments."""
+
+NAMES: dict[str, Handler] = {
+    **dict.fromkeys(library.SCALERS, make_scaler),
+    **dict.fromkeys(library.AUTOCASTS, _autocast),
+    **dict.fromkeys(library.NO_GRAD, _no_grad),
+    **dict.fromkeys(library.ENABLE_GRAD, _enable_grad),
+    **dict.fromkeys(library.NULL, _null),
+    **dict.fromkeys(library.CLIP, _clip),
+    **dict.fromkeys(library.CLOCKS, _clock),
+    **dict.fromkeys(library.SAME_NETWORK, _compiled),
+    "torch.set_grad_enabled": _set_grad_enabled,
+    "torch.autograd.set_grad_enabled": _set_grad_enabled,
+    "torch.autograd.grad": _grad,
+    "torch.cuda.synchronize": _synchronize,
+    "torch.cuda.empty_cache": _synchronize,
+    "torch.device": _device,
+    "torch.save": _save,
+    "apex.amp.scale_loss": _scale_loss,
+    "deepspeed.initialize": _wrapper,
+    "functools.partial": _partial,
+    "ignite.distributed.auto_optim": _auto_optimizer,
+}
+"""Functions and classes by their full names, as `library.canonical` has them: a row each."""
+
+FAMILIES: list[tuple[Callable[[str], bool], Handler]] = [
+    (lambda p: p.startswith("builtins."), python_functions.call),
+    (lambda p: p.startswith("apex.amp."), _apex),
+    (library.is_scheduler, make_scheduler),
+    (library.is_optimizer, make_optimizer),
+    (lambda p: _last(p) in ("DataLoader", "FastDataLoader", "DataLoaderX"), _loader),
+    (lambda p: bool(library.FSDP.search(p)), _wrap("fsdp")),
+    (lambda p: bool(library.DDP.search(p)), _wrap("ddp")),
+    (lambda p: bool(library.DP.search(p)), _wrap("dp")),
+    (lambda p: p.startswith("torch.distributions."), _distribution),
+    (lambda p: p.endswith(("is_available", "is_bf16_supported")), _available),
+    (lambda p: _last(p) in ("tqdm", "trange", "track"), _tqdm),
+    (lambda p: bool(library.WRAPPERS.match(p)) and _last(p)[:1].isupper(), _wrapper),
+    (lambda p: p.startswith("torch.nn.") and _last(p)[:1].isupper(), _layer),
+    (library.is_operation, _operation),
+]
+"""All others by what their names have in common; the first that holds counts."""

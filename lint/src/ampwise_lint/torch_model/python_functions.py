@@ -1,0 +1,186 @@
+"""What Python's own functions make of what torch made: a row of `FUNCTIONS` each."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+
+from ampwise_lint.path.state import State
+from ampwise_lint.source import library
+from ampwise_lint.source.roles import LOADER
+from ampwise_lint.torch_model import tensors
+from ampwise_lint.values.abstract import (
+    FALSE,
+    NONE,
+    Const,
+    DictValue,
+    Gradient,
+    ListValue,
+    Loader,
+    Parameters,
+    Ref,
+    Tensor,
+    Unknown,
+    Value,
+    key_of,
+)
+from ampwise_lint.values.arguments import Arguments
+
+TENSORS = {"torch.Tensor", "torch.nn.Parameter", "torch.autograd.Variable"}
+
+
+def call(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
+    """Call ``builtins.name``."""
+    name = path.removeprefix("builtins.")
+    return FUNCTIONS.get(name, _other)(state, node, name, a)
+
+
+def _first(a: Arguments) -> Value:
+    return a.positional[0] if a.positional else NONE
+
+
+def _print(state: State, node: ast.Call, name: str, a: Arguments) -> Value:
+    tensors.shown_all(state, node, a.values, waits=True)
+    return NONE
+
+
+def _number(state: State, node: ast.Call, name: str, a: Arguments) -> Value:
+    value = _first(a)
+    if isinstance(value, Tensor) and not value.data:
+        return tensors.read(state, node, value, f"{name}()")
+    if isinstance(value, Const):
+        try:
+            return Const({"float": float, "int": int, "round": round}[name](value.value))
+        except (TypeError, ValueError, OverflowError):
+            return state.unknown(node)
+    return Unknown(
+        f"{name}({key_of(value)})", loop=value.loop if isinstance(value, Unknown) else None
+    )
+
+
+def _zip(state: State, node: ast.Call, name: str, a: Arguments) -> Value:
+    values = a.positional if name == "zip" else [_first(a)]
+    key = f"{name}({', '.join(map(key_of, values))})"
+    return Unknown(key, op=name, operands=tuple(values))
+
+
+def _same_items(state: State, node: ast.Call, name: str, a: Arguments) -> Value:
+    """``list``, ``sorted``: what was in it is in it still."""
+    value = a.positional[-1] if name == "filter" and a.positional else _first(a)
+    if isinstance(value, Parameters | ListValue | Loader | Tensor):
+        return value
+    return Unknown(f"{name}({key_of(value)})", of=value, op="tqdm", operands=(value,))
+
+
+def _next(state: State, node: ast.Call, name: str, a: Arguments) -> Value:
+    first = _first(a)
+    if isinstance(first, Loader) or (isinstance(first, Unknown) and is_loader(first)):
+        return Tensor(key=f"batch@{node.lineno}#{state.iteration}", data=True)
+    return state.unknown(node, "called")
+
+
+def _sum(state: State, node: ast.Call, name: str, a: Arguments) -> Value:
+    first = _first(a)
+    if isinstance(first, Tensor):
+        return tensors.apply(state, node, "sum", (first,))
+    if isinstance(first, ListValue) and first.items:
+        if any(isinstance(each, Tensor) for each in first.items):
+            return tensors.apply(state, node, "sum", first.items)
+        return state.unknown(node)
+    return _other(state, node, name, a)
+
+
+def _getattr(state: State, node: ast.Call, name: str, a: Arguments) -> Value:
+    match a.positional:
+        case [Ref(path=path), Const(value=str(attr)), *_]:
+            return Ref(library.canonical(f"{path}.{attr}"))
+        case [owner, Const(value=attr), *_]:
+            return Unknown(f"{key_of(owner)}.{attr}", "given")
+        case _:
+            return _other(state, node, name, a)
+
+
+def _hasattr(state: State, node: ast.Call, name: str, a: Arguments) -> Value:
+    match a.positional:
+        case [owner, attr, *_]:
+            return Unknown(f"hasattr({key_of(owner)}, {key_of(attr)})")
+        case _:
+            return _other(state, node, name, a)
+
+
+def _isinstance(state: State, node: ast.Call, name: str, a: Arguments) -> Value:
+    if not a.positional:  # isinstance(*pair)
+        return _other(state, node, name, a)
+    value, class_ = a.positional[0], a.positional[-1]
+    if _is_no_tensor(value, class_):
+        return FALSE
+    return Unknown(f"isinstance({key_of(value)}, {key_of(class_)})")
+
+
+def _is_no_tensor(value: Value, class_: Value) -> bool:
+    """Whether a value that is asked to be a tensor is something else for sure."""
+    wanted = class_.items if isinstance(class_, ListValue) else [class_]
+    names = {each.path for each in wanted if isinstance(each, Ref)}
+    known = Parameters | ListValue | DictValue | Const | Loader
+    return len(names) == len(wanted) and names <= TENSORS and isinstance(value, known)
+
+
+def _dict(state: State, node: ast.Call, name: str, a: Arguments) -> Value:
+    return DictValue(dict(a.named), node, open=bool(a.positional) or a.open)
+
+
+def _len(state: State, node: ast.Call, name: str, a: Arguments) -> Value:
+    return Unknown(f"len({key_of(_first(a))})")
+
+
+def _range(state: State, node: ast.Call, name: str, a: Arguments) -> Value:
+    return Unknown(f"range({', '.join(map(key_of, a.positional))})")
+
+
+def _bool(state: State, node: ast.Call, name: str, a: Arguments) -> Value:
+    return _first(a)
+
+
+def _text(state: State, node: ast.Call, name: str, a: Arguments) -> Value:
+    first = _first(a)
+    if node.args:
+        tensors.shown(state, node.args[0], first)
+    return Unknown(f"str({key_of(first)})")
+
+
+def _other(state: State, node: ast.Call, name: str, a: Arguments) -> Value:
+    first = _first(a)
+    return first if isinstance(first, Gradient) else state.unknown(node, "called", name)
+
+
+def is_loader(value: Value) -> bool:
+    """Whether something yields batches."""
+    match value:
+        case Loader():
+            return True
+        case Unknown(op="enumerate" | "tqdm" | "zip", operands=operands):
+            return any(is_loader(each) for each in operands)
+        case Unknown(key=key):
+            return bool(LOADER.search(key.partition("@")[0])) and not key.startswith(
+                ("range", "len")
+            )
+        case _:
+            return False
+
+
+FUNCTIONS: dict[str, Callable[[State, ast.Call, str, Arguments], Value]] = {
+    "print": _print,
+    **dict.fromkeys(("float", "int", "round"), _number),
+    **dict.fromkeys(("enumerate", "zip"), _zip),
+    **dict.fromkeys(("list", "tuple", "set", "filter", "iter", "reversed", "sorted"), _same_items),
+    **dict.fromkeys(("str", "repr", "format"), _text),
+    "next": _next,
+    "sum": _sum,
+    "getattr": _getattr,
+    "hasattr": _hasattr,
+    "isinstance": _isinstance,
+    "dict": _dict,
+    "len": _len,
+    "range": _range,
+    "bool": _bool,
+}

@@ -1,0 +1,200 @@
+"""What operations on tensors give: their dtype under autocast, and what of a loss they keep."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping, Sequence
+
+from ampwise_lint.path.state import State
+from ampwise_lint.source import library
+from ampwise_lint.source.nodes import Node
+from ampwise_lint.source.roles import dotted
+from ampwise_lint.values.abstract import (
+    Const,
+    DictValue,
+    Region,
+    Tensor,
+    Unknown,
+    Value,
+    is_low,
+    key_of,
+)
+from ampwise_lint.values.contents import flatten
+from ampwise_lint.values.events import HostSync, Loss, Op, Report
+
+KEEPS = {
+    "add",
+    "sub",
+    "mean",
+    "sum",
+    "squeeze",
+    "view",
+    "reshape",
+    "clone",
+    "flatten",
+    "stack",
+    "cat",
+}
+
+
+def low(region: Region) -> str:
+    """The dtype a region computes in; ``low`` where the code does not tell."""
+    if region.dtype:
+        return region.dtype
+    return {"cuda": "float16", "cpu": "bfloat16"}.get(region.device or "", "low")
+
+
+def is_half_on_device(value: Value) -> bool:
+    """Whether something is a tensor of 16 bits, which stays one when numbers are added."""
+    return isinstance(value, Tensor) and is_low(value.dtype) and not value.host
+
+
+def dtype_of(state: State, operation: str, inputs: Sequence[Value]) -> str | None:
+    """The dtype of an operation's result where the path stands."""
+    region = state.region
+    if operation in library.INTEGER:
+        return "int"
+    if region is not None:
+        if operation in library.OPS_LOW:
+            return low(region)
+        if operation in library.OPS_FLOAT32 and region.device != "cpu":
+            return "float32"
+    return widest(inputs)
+
+
+def widest(inputs: Sequence[Value]) -> str | None:
+    """The dtype that type promotion gives; None where one input's is not known."""
+    dtypes = [each.dtype for each in inputs if isinstance(each, Tensor) and each.dtype != "int"]
+    if not dtypes:
+        return None
+    if any(each in ("float32", "float64") for each in dtypes):
+        return "float32"
+    if any(each is None for each in dtypes):
+        return None
+    return dtypes[0] if len(set(dtypes)) == 1 else "float32"
+
+
+def apply(
+    state: State,
+    node: Node,
+    operation: str,
+    inputs: Sequence[Value],
+    arguments: Mapping[str, Value] | None = None,
+) -> Tensor:
+    """Apply an operation of torch: its result, written down as an event."""
+    flat = flatten(inputs)
+    tensors = [each for each in flat if isinstance(each, Tensor)]
+    result = Tensor(
+        key=f"{operation}@{node.lineno}:{node.col_offset}#{state.iteration}",
+        dtype=dtype_of(state, operation, flat),
+        guessed=operation not in library.OPS_LOW and any(each.guessed for each in tensors),
+        region=state.region,
+        op=operation,
+        inputs=tuple(inputs),
+        node=node,
+        forward=any(each.forward for each in tensors),
+        host=bool(tensors) and all(each.host or _is_as_loaded(each) for each in tensors),
+        of=tensors[0].of if tensors else None,
+    )
+    if operation in KEEPS and tensors:
+        _keep(result, tensors)
+    if operation in library.LOSS_FUNCTIONS:
+        result.loss = True
+        state.emit(Loss, node, operation, tuple(inputs))
+    state.emit(Op, node, operation, tuple(inputs), dict(arguments or {}), result)
+    return result
+
+
+def _is_as_loaded(tensor: Tensor) -> bool:
+    """Whether it is a batch that nobody has moved to the device."""
+    return tensor.data and not tensor.moved
+
+
+def _keep(result: Tensor, tensors: Sequence[Tensor]) -> None:
+    """What a sum of tensors keeps of its terms."""
+    losses = [each for each in tensors if each.loss or each.scaled or each.divided] or list(tensors)
+    result.scaled = next((each.scaled for each in losses if each.scaled is not None), None)
+    result.divided = all(each.divided for each in losses)
+    result.divisor = losses[0].divisor
+    result.loss = any(each.loss for each in losses)
+    result.grown = any(each.grown for each in losses)
+    result.factor = losses[0].factor if len(losses) == 1 else None
+
+
+def arithmetic(state: State, node: Node, name: str, left: Value, right: Value) -> Value:
+    """An operator with a tensor on at least one side."""
+    tensors = [each for each in (left, right) if isinstance(each, Tensor)]
+    result = apply(state, node, name, (left, right))
+    main = tensors[0]
+    other = right if main is left else left
+    if name in ("mul", "div", "floordiv"):
+        source = next((each for each in tensors if each.loss or each.scaled), main)
+        result.scaled, result.loss = source.scaled, source.loss
+        result.divided, result.divisor = source.divided, source.divisor
+        result.grown, result.factor = source.grown, source.factor
+        result.grad_scaled = any(each.grad_scaled for each in tensors)
+        if isinstance(other, Unknown) and other.scale:
+            result.grad_scaled = False
+            result.scaled = None
+        if main.host:
+            if name == "mul" and not isinstance(_divisor(node, other), Const):
+                result.divided = False  # multiplied back
+        elif name == "mul" and main.divided and _is_same(node, other, main.divisor):
+            result.divided = False  # multiplied back
+        elif (name == "div" and main is left) or (name == "mul" and not isinstance(other, Const)):
+            result.divided = result.divided or not isinstance(other, Tensor) or other.host
+            result.divisor = _divisor(node, other)
+        elif isinstance(other, Const):
+            result.factor = other
+    return result
+
+
+def _is_same(node: Node, other: Value, divisor: Value | None) -> bool:
+    return key_of(_divisor(node, other)) == key_of(divisor)
+
+
+def _divisor(node: Node, other: Value) -> Value:
+    """What a loss is divided by: a literal, or a setting, whose value here is only a default."""
+    if isinstance(other, Const):
+        operand = node.right if isinstance(node, ast.BinOp) else getattr(node, "value", None)
+        if not isinstance(operand, ast.Constant | None):
+            return Unknown(dotted(operand) or ast.unparse(operand))
+    return other
+
+
+def read(state: State, node: Node, tensor: Tensor | Unknown, how: str) -> Tensor:
+    """A value is copied to the host, which waits for it."""
+    if isinstance(tensor, Tensor):
+        if not tensor.host:
+            state.emit(HostSync, node, tensor, how)
+        return tensor.but(host=True, of=tensor if tensor.of is None else tensor.of)
+    state.emit(HostSync, node, tensor, how)
+    return Tensor(key=key_of(tensor), host=True, of=tensor, loss="loss" in tensor.key)
+
+
+def is_rescaled(node: ast.expr) -> bool:
+    """Whether a number is multiplied (or weighted) before it is reported."""
+    return any(
+        isinstance(each, ast.BinOp) and isinstance(each.op, ast.Mult) for each in ast.walk(node)
+    )
+
+
+def shown(state: State, node: ast.expr, value: Value, *, waits: bool = True) -> None:
+    """A value is printed or logged."""
+    if not isinstance(value, Tensor):
+        return
+    if not value.host and waits and not value.data:
+        state.emit(HostSync, node, value, "print")
+    state.emit(Report, node, value, "", is_rescaled(node))
+
+
+def shown_all(state: State, node: ast.Call, values: Sequence[Value], *, waits: bool) -> None:
+    """The arguments of a call that prints or logs."""
+    nodes = [*node.args, *(each.value for each in node.keywords)]
+    for each, value in zip(nodes, values, strict=False):
+        if isinstance(value, DictValue):
+            inner = each.values if isinstance(each, ast.Dict) else []
+            for part, item in zip(inner, value.items.values(), strict=False):
+                shown(state, part, item, waits=waits)
+        elif not isinstance(each, ast.JoinedStr):
+            shown(state, each, value, waits=waits)

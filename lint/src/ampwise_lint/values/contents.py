@@ -1,0 +1,43 @@
+"""What values hold, and what they were computed of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ampwise_lint.values.abstract import ListValue, Tensor, Value
+
+
+def flatten(values: Sequence[Value]) -> list[Value]:
+    """Values with lists of values opened."""
+    flat: list[Value] = []
+    for each in values:
+        if isinstance(each, ListValue):
+            flat += flatten(each.items)
+        else:
+            flat.append(each)
+    return flat
+
+
+def holds(value: Value, inner: ListValue) -> bool:
+    """Whether a list is in a value, or is that value."""
+    waiting, seen = [value], set[int]()
+    while waiting:
+        each = waiting.pop()
+        if each is inner:
+            return True
+        if isinstance(each, ListValue) and id(each) not in seen:
+            seen.add(id(each))
+            waiting += each.items
+    return False
+
+
+def origins(*tensors: Value) -> Iterator[Tensor]:
+    """Some tensors, and all those they were computed of."""
+    waiting = list(tensors)
+    seen: set[int] = set()
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, Tensor) and id(each) not in seen:
+            seen.add(id(each))
+            yield each
+            waiting += flatten(each.inputs)
