@@ -22,6 +22,7 @@ DOCS = ROOT / "docs"
 SYMPTOMS = ROOT / "examples" / "symptoms"
 BLOCK = re.compile(r"^```text\n\$ ampwise (.*)\n((?:.*\n)+?)```$", re.MULTILINE)
 SHOWN = [found.groups() for found in BLOCK.finditer((DOCS / "troubleshooting.md").read_text())]
+QUICK = ("lint", "run nan_")
 DEPENDS_ON_THE_MACHINE = ("bench", "--race")
 
 
@@ -32,7 +33,13 @@ def said(text: str) -> set[str]:
     }
 
 
-@pytest.mark.parametrize(("command", "shown"), SHOWN, ids=[each for each, _ in SHOWN])
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        pytest.param(*each, id=each[0], marks=() if each[0].startswith(QUICK) else pytest.mark.slow)
+        for each in SHOWN
+    ],
+)
 def test_a_symptom_is_answered_as_its_page_says(command, shown, tmp_path):
     shutil.copytree(SYMPTOMS, tmp_path, dirs_exist_ok=True)
     done = subprocess.run(

@@ -194,6 +194,7 @@ def test_batches_that_are_trained_on_again_are_counted_once(tmp_path: Path) -> N
     assert (numbered.position()["batch"], numbered.position()["samples"]) == (6, 12)
 
 
+@pytest.mark.slow
 def test_two_machines_by_two_agents_on_loopback(folder: Path) -> None:
     port = free_port()
     common = ("--nnodes=2", "--nproc-per-node=1", f"--rdzv-endpoint=127.0.0.1:{port}")

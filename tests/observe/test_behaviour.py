@@ -130,9 +130,12 @@ def same(alone: Ran, watched: Ran) -> None:
     assert watched.code == alone.code
 
 
+LONG = ("has other processes", "exits with words", "stores its model")
+
+
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.slow if "processes" in name else ()) for name in ENDINGS],
+    [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in ENDINGS],
 )
 def test_a_script_says_and_returns_what_it_does_by_itself(tmp_path: Path, name: str) -> None:
     (tmp_path / "src").mkdir()

@@ -74,14 +74,17 @@ QUICK = [
     ("gan", "fp16"),
     ("hf_trainer", "bf16"),
     ("lightning_fit", "bf16"),
-    ("mnist_like", "fp32"),
     ("nanogpt", "fp16"),
 ]
-CLEAN = QUICK + [
-    slow(name, precision)
-    for name in sorted(KNOWN)
-    for precision in ("bf16", "fp16")
-    if (name, precision) not in QUICK
+CLEAN = [
+    *QUICK,
+    slow("mnist_like", "fp32"),
+    *(
+        slow(name, precision)
+        for name in sorted(KNOWN)
+        for precision in ("bf16", "fp16")
+        if (name, precision) not in QUICK
+    ),
 ]
 
 

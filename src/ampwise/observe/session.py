@@ -60,8 +60,11 @@ class Session:
 
     def tell(self, verb: str, *args: Any, **kwargs: Any) -> None:
         """Call a verb of every listener that has it; one that fails is told nothing more."""
+        told = self._told(verb)
+        if not told:
+            return
         began, aside_s = time.perf_counter(), self._aside_s
-        for each in self._told(verb):
+        for each in told:
             try:
                 each(*args, **kwargs)
             except Exception as error:  # noqa: BLE001 - the report says it; the script goes on
