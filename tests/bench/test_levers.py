@@ -56,6 +56,7 @@ def names(found: Levers) -> list[str]:
     return [each.name for each in found.results]
 
 
+@pytest.mark.slow
 def test_each_lever_is_tried_where_it_applies():
     plain = lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3)  # noqa: E731
     assert names(levers_of(small())) == []  # the default optimizer is fused

@@ -153,7 +153,7 @@ def test_a_rank_that_hangs_is_named_with_its_line(tmp_path: Path) -> None:
     assert "time.sleep(1)" in said[0]
 
 
-@pytest.mark.parametrize("bad", ["1", "01"])
+@pytest.mark.parametrize("bad", [pytest.param("1", marks=pytest.mark.slow), "01"])
 def test_a_check_that_raises_in_half_precision_only(tmp_path: Path, bad: str) -> None:
     """Alike on all ranks it is diagnosed; on one, its error says what the diagnosis would."""
     _, err = _failed(tmp_path, "--set", "how=overflow", "--set", f"bad={bad}")

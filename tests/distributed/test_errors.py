@@ -50,6 +50,7 @@ def test_a_full_disk_is_said_once(folder: Path) -> None:
     assert ranks.err.count("error: cannot write checkpoint") == 1, ranks.err
 
 
+@pytest.mark.slow
 def test_an_error_of_one_rank_has_its_number(folder: Path) -> None:
     code, _, err = run(folder, "train", "mine.py:full", variables={"BROKEN": "1"})
     assert code

@@ -279,7 +279,8 @@ def _states(run: Path) -> tuple[dict[str, Any], list[float]]:
     return content["model"], losses
 
 
-@pytest.mark.parametrize("parallel", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_a_killed_worker_is_restarted_and_goes_on_bit_for_bit(folder: Path, parallel: str) -> None:
     arguments = (
         *("train", "little.py", "--precision", "fp16", "--allow-emulated", "--steps", "60"),

@@ -45,6 +45,7 @@ def test_a_signal_saves_and_exits_with_130(tmp_path, number):
     assert steps == record["result"]["steps"] == read_steps(run)[-1]["step"]
 
 
+@pytest.mark.slow
 def test_50_random_kills_never_lose_a_finished_checkpoint(tmp_path):
     """Each child resumes the run and saves after every step, until kill -9 hits it anywhere."""
     run, draw, before = tmp_path / "run", random.Random(0), 0
