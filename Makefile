@@ -28,9 +28,10 @@ $(STAMP): pyproject.toml lint/pyproject.toml constraints.txt
 demo: setup  ## Run the main job on real data: every precision side by side (< 6 minutes)
 	$(BIN)/ampwise bench charlm --quick
 
+test: export PATH := $(CURDIR)/$(BIN):$(PATH)  # notebooks call the command by its name
 test: setup  ## Run the tests (under 10 minutes on 2 cores)
 	$(TEST) -m 'not slow and not gpu'
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --nbmake docs/notebooks
+	$(TEST) --nbmake docs/notebooks
 
 lint-proof: setup  ## Make every fix of the linter on 335 public files, and check what comes out (minutes, network)
 	$(BIN)/python tests/lint/public_files.py build/public-files
