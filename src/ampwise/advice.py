@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ampwise import capability
-from ampwise.capability import PROBED, DeviceCapability, FormatSupport
+from ampwise.capability import PROBED, DeviceCapability, FormatSupport, cache
 from ampwise.policy import FP16_ON_CPU, PRESETS, Resolution, choose_device, resolve
 
 SCHEMA = "ampwise.advise/1"
@@ -30,7 +30,10 @@ class DeviceAdvice:
         device, formats = self.capability.device, self.capability.formats
         if chosen := formats.get(self.pick.policy.compute_format):
             presets = [name for name, p in PRESETS.items() if p.compute_format == chosen.format]
-            return f"Use {' or '.join(presets)} on {device}: {chosen.reason}."
+            return (
+                f"Try {' or '.join(presets)} on {device}: {chosen.reason}. That is a guess from "
+                "matrix products: --precision auto races them on the first step of a training."
+            )
         if any(support.gains for support in formats.values()):
             return f"Keep fp32 on {device}: only float16 is faster, and {FP16_ON_CPU}."
         return f"Keep fp32 on {device}: none of {', '.join(PROBED)} is faster than float32 there."
@@ -65,6 +68,8 @@ class AdviseReport:
 def advise(device: str | None = None, *, refresh: bool = False) -> AdviseReport:
     """Probe `device`, or every device present, and say what to use.
 
+    With `refresh` what steps were raced in is forgotten, too.
+
     Raises
     ------
     UsageError
@@ -72,6 +77,8 @@ def advise(device: str | None = None, *, refresh: bool = False) -> AdviseReport:
     """
     devices: Sequence[str] = capability.present_devices()
     note = ""
+    if refresh:
+        cache.forget("race")
     if device is not None:
         chosen, note, _ = choose_device(device, devices)
         devices = (chosen,)

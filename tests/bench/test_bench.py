@@ -20,11 +20,11 @@ from ampwise.bench.race import Race, run_race, speedups
 from ampwise.bench.requirements import Thresholds, judge
 from ampwise.bench.result import BenchReport, PrecisionResult
 from ampwise.bench.run import CONTROL, BenchConfig, _taught, choose, run_bench
-from ampwise.bench.stats import Interval, paired_speedup
 from ampwise.bench.trial import Trial, try_first_step
 from ampwise.bench.verdict import verdict
 from ampwise.errors import UsageError
 from ampwise.policy import PRESETS, Policy
+from ampwise.stats import Interval, paired_speedup
 
 CPU = torch.device("cpu")
 

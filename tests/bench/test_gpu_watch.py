@@ -16,11 +16,11 @@ from ampwise.bench.contamination import Contamination, Watch
 from ampwise.bench.gpu_watch import GpuFigures, GpuRecord, GpuWatch, Spread
 from ampwise.bench.result import BenchReport, PrecisionResult
 from ampwise.bench.run import BenchConfig, run_bench
-from ampwise.bench.stats import Interval
 from ampwise.installation import extra_command
 from ampwise.policy import PRESETS
 from ampwise.report.html import to_html
 from ampwise.report.markdown import to_markdown
+from ampwise.stats import Interval
 from tests import fake_nvml
 from tests.fake_nvml import NVMLError
 

@@ -12,10 +12,10 @@ from ampwise.bench.arm import Arm, Settings
 from ampwise.bench.levers import LeverResult, Levers, Refit, _fused, measure_levers, refit
 from ampwise.bench.memory import measure
 from ampwise.bench.requirements import Thresholds
-from ampwise.bench.stats import Interval
 from ampwise.bench.verdict import verdict
 from ampwise.data.move import joined
 from ampwise.policy import PRESETS
+from ampwise.stats import Interval
 from ampwise.tasks import Task, load_task
 from tests.report.test_report import report
 

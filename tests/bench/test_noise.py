@@ -14,7 +14,7 @@ import torch
 from ampwise.bench.contamination import Contamination, Watch
 from ampwise.bench.requirements import Thresholds, judge
 from ampwise.bench.result import PrecisionResult
-from ampwise.bench.stats import Interval, paired_speedup
+from ampwise.stats import Interval, paired_speedup
 
 CPU = torch.device("cpu")
 

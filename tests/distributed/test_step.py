@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from ampwise import TrainStep
 from ampwise.errors import UsageError
-from ampwise.step import LossScale
+from ampwise.policy import PRESETS, Resolution
+from ampwise.policy.resolution import GUESSED
+from ampwise.step import LossScale, race
 from tests.distributed import small
 from tests.distributed.ranks import Ranks
 from tests.distributed.small import Spread
@@ -620,3 +622,47 @@ def test_an_open_window_leaves_the_sum_over_ranks_on(
 ) -> None:
     first, second = ranks(_after_an_open_window, spread, ends)
     assert torch.equal(first[0], second[0])
+
+
+# -- auto ------------------------------------------------------------------------------------------
+
+
+def _raced(spread: Spread, out_on: int | None) -> tuple[str, str, Tensor]:
+    guess = Resolution("auto", PRESETS["tf32"], "cpu", (GUESSED,), changed=False, guess=True)
+    model = small.network(spread)
+    step = TrainStep(model, adamw(model), policy=guess)
+    rank, run = small.me(), race._Arm.turn_ms
+
+    def turn_ms(arm: Any) -> float:
+        run(arm)
+        # bf16 is fast on the first rank alone, tf32 on both.
+        return {"fp32": 4.0, "tf32": 2.0}.get(arm._rerun.policy.name, 5.0 if rank else 1.0)
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        lowered = torch.backends.mkldnn.matmul.fp32_precision == "bf16"
+        return small.loss(model, batch) * (float("nan") if lowered and rank == out_on else 1.0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(race._Arm, "turn_ms", turn_ms)
+        patch.setattr(race.cache, "recall", lambda *_: {})
+        patch.setattr(race, "candidates", lambda _: ([PRESETS["tf32"], PRESETS["bf16"]], {}))
+        step(loss, small.batches(2)[rank])
+    step(small.loss, small.batches(4)[2 + rank])
+    return step.policy.name, str(step.resolution), small.parameters(model)
+
+
+@pytest.mark.parametrize(("out_on", "winner"), [(None, "tf32"), (1, "fp32")])
+def test_all_ranks_decide_alike_what_is_fastest(
+    ranks: Ranks, out_on: int | None, winner: str
+) -> None:
+    (name, words, parameters), other = ranks(_raced, "ddp", out_on)
+    assert (name, words) == (winner, other[1])
+    assert ("tf32 is out: its loss is not finite" in words) == (out_on is not None)
+    assert "bf16 0.80x" in words  # of the slowest rank
+    assert torch.equal(parameters, other[2])
+
+
+def test_sharded_models_are_not_raced(ranks: Ranks) -> None:
+    for name, words, _ in ranks(_raced, "fsdp", None):
+        assert name == "tf32"
+        assert "not raced: FSDP2 has set the dtype of its weights already" in words

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from ampwise.bench.stats import Interval
 from ampwise.observe.result import (
     Asked,
     Finding,
@@ -19,6 +18,7 @@ from ampwise.observe.result import (
     ScaleSeen,
     Skip,
 )
+from ampwise.stats import Interval
 
 
 def precision(**changes: Any) -> Precision:

@@ -17,7 +17,6 @@ from ampwise.bench.equivalence import Parity
 from ampwise.bench.parity import ParityReport
 from ampwise.bench.requirements import Thresholds, judge
 from ampwise.bench.result import BenchReport, PrecisionResult
-from ampwise.bench.stats import Interval
 from ampwise.bench.verdict import verdict
 from ampwise.cli.main import main
 from ampwise.errors import UsageError
@@ -26,6 +25,7 @@ from ampwise.report.bench import render
 from ampwise.report.compare import compare
 from ampwise.report.html import to_html
 from ampwise.report.markdown import to_markdown
+from ampwise.stats import Interval
 from ampwise.telemetry.environment import environment
 from ampwise_lint.base.console import Console
 

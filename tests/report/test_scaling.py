@@ -7,9 +7,9 @@ import io
 import pytest
 
 from ampwise.bench.scaling_report import Scaled, ScalingReport
-from ampwise.bench.stats import Interval
 from ampwise.errors import UsageError
 from ampwise.report.scaling import render, to_html, to_markdown
+from ampwise.stats import Interval
 from ampwise_lint.base.console import Console
 from tests.report.test_report import HOSTILE, Page
 

@@ -80,6 +80,7 @@ def started(given: list[str]) -> int:
     """A run of `given`; what only several processes take is put into its record by hand."""
     alone = [] if "fsdp" in given else given
     task = [] if "other.py" in given else ["mine.py"]
+    task += [] if "--precision" in given else ["--precision", "fp32"]  # auto is decided later
     code = main(["train", *task, *alone, "--out", "run", "--quiet"])
     if alone != given:
         record = json.loads(Path("run/run.json").read_text())
@@ -224,3 +225,37 @@ class TestInvocation:
         assert line.startswith(f"{sys.executable} -m torch.distributed.run --nproc-per-node=2 ")
         line = self.again(monkeypatch, words, me=two, **ranks)
         assert line == "(on every machine, as before) ... -m ampwise train --out 'a b'"
+
+
+def test_auto_is_decided_by_the_first_step_said_and_remembered(
+    configs, capsys, monkeypatch, tmp_path
+):
+    from ampwise.policy import PRESETS, Resolution
+    from ampwise.policy.resolution import GUESSED
+    from ampwise.step import race
+
+    monkeypatch.setenv("AMPWISE_CACHE", str(tmp_path / "cache"))
+    guess = Resolution("auto", PRESETS["fp32"], "cpu", (GUESSED,), changed=False, guess=True)
+    monkeypatch.setattr("ampwise.policy.resolve", lambda *_, **__: guess)
+    monkeypatch.setattr(race, "candidates", lambda _: ([PRESETS["bf16"]], {}))
+    monkeypatch.setattr(
+        race._Arm, "turn_ms", lambda arm: 1.0 if arm._rerun.policy.autocast else 2.0
+    )
+    assert main(["train", "mine.py", "--steps", "2", "--out", "run"]) == 0
+    said = "precision: auto: bf16 on cpu: raced on this step in"
+    assert said in " ".join("".join(capsys.readouterr()).split())
+    record = json.loads(Path("run/run.json").read_text())
+    assert record["options"]["precision"] == record["config"]["precision"] == "bf16"
+    assert record["policy"]["precision"] == record["result"]["precision"] == "bf16"
+    steps = [json.loads(line) for line in Path("run/steps.jsonl").read_text().splitlines()]
+    assert {each["amp/precision"] for each in steps if "amp/precision" in each} == {"bf16"}
+    assert (
+        checkpoint.load(Path("run/checkpoints/step-00000002.pt"))["config"]["precision"] == "bf16"
+    )
+
+    monkeypatch.setattr(race, "race", lambda *_: pytest.fail("raced again"))
+    for again in ([], ["--precision", "auto"]):  # the state knows, too
+        options = ["--resume", "--steps", str(3 + len(again))]
+        assert main(["train", "mine.py", *options, *again, "--out", "run"]) == 0
+        assert json.loads(Path("run/run.json").read_text())["config"]["precision"] == "bf16"
+        assert "converted" not in "".join(capsys.readouterr())

@@ -22,11 +22,11 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from ampwise.bench.arm import Arm, Settings
 from ampwise.bench.memory import peak_bytes
 from ampwise.bench.race import FAILURES, Race, run_race, speedups
-from ampwise.bench.stats import Interval, paired_speedup
 from ampwise.data import leaves
 from ampwise.data.move import changed, joined
 from ampwise.errors import kind_and_words
 from ampwise.policy import Policy
+from ampwise.stats import Interval, paired_speedup
 from ampwise.tasks import Task
 from ampwise.tasks.checks import samples_in
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from ampwise.bench.arm import Arm
-from ampwise.bench.stats import Interval, paired_speedup
 from ampwise.errors import RunError, SkippedStepsError, kind_and_words
+from ampwise.stats import Interval, paired_speedup
 
 MIN_ROUNDS = 20
 MAX_WARM_UP = 15

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from ampwise.bench.parity import ParityReport
 from ampwise.bench.result import PrecisionResult, Requirement
-from ampwise.bench.stats import Interval
 from ampwise.errors import UsageError
+from ampwise.stats import Interval
 
 NOT_ASKED = "not asked for (--seeds 0)"
 NOISY = 1.05

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal, Required, TypedDict
 from ampwise.bench.contamination import Contamination
 from ampwise.bench.levers import Levers
 from ampwise.bench.parity import ParityReport
-from ampwise.bench.stats import Interval
 from ampwise.document import Document
+from ampwise.stats import Interval
 from ampwise.telemetry.environment import Environment
 
 Status = Literal["pass", "fail", "not measured"]

@@ -35,12 +35,12 @@ from ampwise.bench.race import (
 )
 from ampwise.bench.requirements import Thresholds, judge
 from ampwise.bench.result import BenchReport, PrecisionResult
-from ampwise.bench.stats import typical
 from ampwise.bench.trial import limit_from, reference_step, slow, try_first_step
 from ampwise.bench.verdict import verdict
 from ampwise.capability import DeviceCapability, probe
 from ampwise.errors import kind_and_words
 from ampwise.policy import PRESETS, Policy
+from ampwise.stats import typical
 from ampwise.tasks import Task
 from ampwise.tasks.checks import endless, first_batch, samples_in, trained_on
 from ampwise.telemetry.environment import environment

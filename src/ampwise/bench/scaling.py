@@ -48,12 +48,12 @@ from ampwise.bench.race import (
 )
 from ampwise.bench.run import BASELINE, MEMORY_STEPS, Progress, choose
 from ampwise.bench.scaling_report import Scaled, ScalingReport
-from ampwise.bench.stats import Interval, paired_speedup, typical
 from ampwise.capability import probe
 from ampwise.distributed.host_group import everyone
 from ampwise.distributed.launch import Launch
 from ampwise.distributed.wrap import Parallel, spread
 from ampwise.policy import Policy
+from ampwise.stats import Interval, paired_speedup, typical
 from ampwise.tasks import Task
 from ampwise.tasks.checks import first_batch, samples_in, trained_on
 from ampwise.tasks.seeding import seed_all

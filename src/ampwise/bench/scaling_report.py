@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from ampwise.bench.stats import Interval
 from ampwise.document import Document
+from ampwise.stats import Interval
 from ampwise.telemetry.environment import Environment
 
 

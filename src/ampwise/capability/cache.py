@@ -1,4 +1,6 @@
-"""Measurements kept between processes: one small JSON file per machine, torch and device.
+"""Measurements kept between processes: small JSON files, one per machine, torch and device.
+
+A race of precisions on a step is kept in the same way, one file per step (`recall`, `keep`).
 
 A missing, damaged, foreign or unwritable file only means measuring again; it is never an error.
 Verdicts are not stored: they are derived anew, so a better rule needs no new measurement.
@@ -14,13 +16,12 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ampwise.capability.hardware import Hardware
 from ampwise.capability.matmul import Measurement
-
-SCHEMA = "ampwise.capability/1"
 
 
 def folder() -> Path:
@@ -49,36 +50,56 @@ def key(hardware: Hardware) -> dict[str, str | int]:
 def load(hardware: Hardware) -> dict[str, Measurement] | None:
     """The stored measurements of a device, or None when there are none that can be trusted."""
     try:
-        stored = json.loads(_path(hardware).read_text())
-        if stored["schema"] != SCHEMA or stored["key"] != key(hardware):
-            return None
-        return {fmt: _measurement(**values) for fmt, values in stored["measurements"].items()}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        stored = recall("capability", hardware, key(hardware))["measurements"]
+        return {fmt: _measurement(**values) for fmt, values in stored.items()}
+    except (ValueError, TypeError, KeyError, AttributeError):
         return None
 
 
 def store(hardware: Hardware, measurements: Mapping[str, Measurement]) -> None:
     """Keep measurements, atomically; silently not where the folder cannot be written."""
-    content = {
-        "schema": SCHEMA,
-        "key": key(hardware),
-        "measurements": {fmt: asdict(measured) for fmt, measured in measurements.items()},
-    }
-    path = _path(hardware)
+    content = {fmt: asdict(measured) for fmt, measured in measurements.items()}
+    keep("capability", hardware, key(hardware), {"measurements": content})
+
+
+def recall(what: str, hardware: Hardware, of: Mapping[str, Any]) -> dict[str, Any]:
+    """What was kept under a key; empty where there is nothing of that very key."""
+    try:
+        stored = json.loads(_path(what, hardware, of).read_text())
+        known = stored["schema"] == _schema(what) and stored["key"] == of
+    except (OSError, ValueError, TypeError, KeyError):
+        return {}
+    return stored if known else {}
+
+
+def keep(what: str, hardware: Hardware, of: Mapping[str, Any], content: Mapping[str, Any]) -> None:
+    """Keep something under a key, atomically; silently not where the folder cannot be written."""
+    path = _path(what, hardware, of)
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, aside = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
         try:
             with os.fdopen(handle, "w") as file:
-                json.dump(content, file, indent=1)
+                json.dump({"schema": _schema(what), "key": of, **content}, file, indent=1)
             Path(aside).replace(path)
         except OSError:
             Path(aside).unlink()
 
 
-def _path(hardware: Hardware) -> Path:
-    digest = hashlib.sha256(json.dumps(key(hardware), sort_keys=True).encode()).hexdigest()
-    return folder() / f"capability-{hardware.kind}-{digest[:16]}.json"
+def forget(what: str) -> None:
+    """Remove all that was kept of a kind."""
+    with contextlib.suppress(OSError):
+        for path in folder().glob(f"{what}-*.json"):
+            path.unlink(missing_ok=True)
+
+
+def _schema(what: str) -> str:
+    return f"ampwise.{what}/1"
+
+
+def _path(what: str, hardware: Hardware, of: Mapping[str, Any]) -> Path:
+    digest = hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()
+    return folder() / f"{what}-{hardware.kind}-{digest[:16]}.json"
 
 
 def _measurement(

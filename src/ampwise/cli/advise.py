@@ -17,7 +17,7 @@ class Options(Shared):
     """Look at this device only (cpu, cuda, cuda:1, mps, xpu); default: every device present."""
 
     refresh: bool = False
-    """Measure anew instead of using an earlier measurement."""
+    """Measure anew instead of using an earlier measurement, and have steps raced anew, too."""
 
     json: str | None = None
     """Write the report as JSON to this file; - for standard output, and nothing else there."""

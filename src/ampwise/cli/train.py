@@ -33,7 +33,8 @@ class Options(Common):
     """Train a task: checkpoints, resume, live progress, trackers."""
 
     precision: str = "auto"
-    """fp32, tf32, fp16, bf16, bf16-master, auto, or a policy such as bf16:islands=head."""
+    """fp32, tf32, fp16, bf16, bf16-master, a policy such as bf16:islands=head, or auto: what the
+    first step is fastest in."""
 
     allow_emulated: bool = False
     """Keep a precision that this device only emulates, instead of falling back to fp32."""
@@ -118,7 +119,8 @@ class Options(Common):
     def to_remember(self, resolution: Resolution) -> dict[str, Any]:
         """What a resume needs to know, as plain values; the precision as what it became."""
         values = {name: getattr(self, name) for name in _remembered()}
-        values |= {"precision": resolution.policy.text, "set": self.settings()}
+        became = "auto" if resolution.guess else resolution.policy.text  # until its first step
+        values |= {"precision": became, "set": self.settings()}
         return {name: each for name, each in values.items() if each is not None}
 
 

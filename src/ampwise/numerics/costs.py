@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from ampwise.bench.requirements import NOISY
-from ampwise.bench.stats import Interval, paired_speedup
 from ampwise.numerics.candidates import Candidate
 from ampwise.numerics.interventions import InScope
+from ampwise.stats import Interval, paired_speedup
 from ampwise.step.recorder import Stash
 from ampwise.step.replayable import Replayable, Replayed
 from ampwise_lint.base.words import size

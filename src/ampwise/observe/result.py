@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ampwise.bench.stats import Interval
 from ampwise.document import Document
 from ampwise.numerics.result import Diagnosis
+from ampwise.stats import Interval
 
 Severity = Literal["error", "warning", "info"]
 

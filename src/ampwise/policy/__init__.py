@@ -5,7 +5,14 @@
 from __future__ import annotations
 
 from ampwise.policy.preset import DTYPES, NOT_YET, PRESETS, Policy
-from ampwise.policy.resolution import FP16_ON_CPU, Resolution, choose_device, decide, resolve
+from ampwise.policy.resolution import (
+    FP16_ON_CPU,
+    Resolution,
+    candidates,
+    choose_device,
+    decide,
+    resolve,
+)
 
 __all__ = [
     "DTYPES",
@@ -14,6 +21,7 @@ __all__ = [
     "PRESETS",
     "Policy",
     "Resolution",
+    "candidates",
     "choose_device",
     "decide",
     "resolve",

@@ -9,6 +9,9 @@
 3. ``auto`` takes the first of bf16, fp16, tf32 that gains, else fp32. bfloat16 comes first
    because it has float32's range and needs no loss scaling. On a CPU it never takes fp16: PyTorch
    runs float16 convolution gradients there on a reference kernel, whatever its matmuls do.
+
+Matrix products say little about a step of small ones, so ``auto`` is a guess here, and says so
+(`Resolution.guess`). A `TrainStep` races the `candidates` on its own first batch and knows better.
 """
 
 from __future__ import annotations
@@ -28,6 +31,9 @@ if TYPE_CHECKING:
 
 _AUTO = "auto"
 FP16_ON_CPU = "float16 convolution gradients run on a slow reference kernel: bench first"
+GUESSED = "a guess from matrix products, until a TrainStep races its own first batch"
+_RACED = ("tf32", "bf16", "bf16-master", "fp16")
+"""What ``auto`` may become beside fp32, the plainest first."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,8 @@ class Resolution:
         Why, one sentence each, figures included.
     changed
         Whether policy or device differ from what was asked for.
+    guess
+        Whether nothing but matrix products speaks for it: a step may find another one faster.
     """
 
     request: str
@@ -53,6 +61,7 @@ class Resolution:
     device: str
     reasons: tuple[str, ...]
     changed: bool
+    guess: bool = False
 
     def __str__(self) -> str:
         use = f"{self.policy} on {self.device}"
@@ -76,6 +85,7 @@ class Resolution:
             "device": self.device,
             "reasons": list(self.reasons),
             "changed": self.changed,
+            "guess": self.guess,
         }
 
 
@@ -112,14 +122,35 @@ def resolve(
     device, device_reason, moved = choose_device(device, capability.present_devices())
     if moved and strict:
         raise PolicyError(f"{device_reason}; name a device that is present, or drop strict")
+    guess = False
     if asked is not None and asked.compute_format == "float32":
         policy, reasons = asked, ()  # every device does float32: nothing to measure
     else:
         supported = capability.probe(device)
         policy, reasons = decide(asked, supported, strict=strict, allow_emulated=allow_emulated)
+        guess = asked is None and bool(candidates(supported)[0])
     reasons = (device_reason, *reasons) if device_reason else reasons
     changed = moved or asked not in (None, policy)
-    return Resolution(asked.text if asked else _AUTO, policy, device, reasons, changed)
+    return Resolution(asked.text if asked else _AUTO, policy, device, reasons, changed, guess)
+
+
+def candidates(capability: DeviceCapability) -> tuple[list[Policy], dict[str, str]]:
+    """What a step on a device may be fastest in beside fp32, the plainest first.
+
+    Beside them what is left out, with the reason: formats that are not native there, and float16 on
+    CPUs, whose slow kernels nobody can interrupt.
+    """
+    found: list[Policy] = []
+    left_out: dict[str, str] = {}
+    for name in _RACED:
+        support = capability.formats.get(PRESETS[name].compute_format)
+        if support is None or support.verdict != "native":
+            left_out[name] = "unknown on this device" if support is None else support.reason
+        elif name == "fp16" and capability.kind == "cpu":
+            left_out[name] = FP16_ON_CPU
+        else:
+            found.append(PRESETS[name])
+    return found, left_out
 
 
 def choose_device(
@@ -184,7 +215,15 @@ def decide(
 
 
 def _automatic(capability: DeviceCapability) -> tuple[Policy, tuple[str, ...]]:
-    """The first preset that gains; if none does, float32 and why not each of the others."""
+    """The first preset that gains; if none does, float32 and why not each of the others.
+
+    Either is a guess where a step could find that another one is faster.
+    """
+    policy, reasons = _by_products(capability)
+    return policy, (GUESSED, *reasons) if candidates(capability)[0] else reasons
+
+
+def _by_products(capability: DeviceCapability) -> tuple[Policy, tuple[str, ...]]:
     for name in ("bf16", "tf32") if capability.kind == "cpu" else ("bf16", "fp16", "tf32"):
         support = capability.formats.get(PRESETS[name].compute_format)
         if support is not None and support.gains:

@@ -9,8 +9,8 @@ from rich.text import Text
 from ampwise.bench.levers import Levers, Refit
 from ampwise.bench.memory import PARTS
 from ampwise.bench.result import BenchReport, PrecisionResult, Requirement
-from ampwise.bench.stats import Interval
 from ampwise.report.table import new_table
+from ampwise.stats import Interval
 from ampwise.telemetry.environment import named
 from ampwise_lint.base.console import Console
 from ampwise_lint.base.words import counted, size, size_unit

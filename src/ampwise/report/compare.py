@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from rich.text import Text
 
 from ampwise.bench.result import BenchReport, PrecisionResult
-from ampwise.bench.stats import Interval
 from ampwise.document import Document
 from ampwise.errors import UsageError
 from ampwise.report.table import new_table
+from ampwise.stats import Interval
 from ampwise.telemetry.environment import named
 from ampwise_lint.base.console import Console
 from ampwise_lint.base.words import counted

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator
 from rich.text import Text
 
 from ampwise.bench.scaling_report import Scaled, ScalingReport
-from ampwise.bench.stats import Interval
 from ampwise.report.page import cell, number, page, prose, table
 from ampwise.report.table import PlainTable, new_table
+from ampwise.stats import Interval
 from ampwise.telemetry.environment import named
 from ampwise_lint.base.console import Console
 from ampwise_lint.base.words import counted, size_unit

@@ -48,7 +48,7 @@ from ampwise.step.loss_scale import LossScale
 from ampwise.step.members import Members
 from ampwise.step.parallel import OneRank, parallel_of
 from ampwise.step.pending import Pending
-from ampwise.step.precision import islands_of, precision_of
+from ampwise.step.precision import Precision, islands_of, precision_of
 from ampwise.step.skips import Skips, explain
 from ampwise.step.state import OpenState, StepState
 from ampwise.step.warn import warn_user
@@ -77,7 +77,8 @@ class Engine:
         cost one host sync a step on accelerators.
     policy
         A preset or policy, used exactly as asked; ``auto`` or a `Resolution` for what fits the
-        device.
+        device. An engine sees no whole step, so for it ``auto`` is a guess from matrix products; a
+        `TrainStep` decides by its first call.
     max_grad_norm
         Clip the global L2 norm of the true gradients to this.
     loss_scale
@@ -141,7 +142,8 @@ class Engine:
         self.policy, self.resolution = arguments.policy_for(policy, self.device)
         arguments.check_parameters(named, members.optimizers, self.policy)
         accelerate.check_once(members.models, members.optimizers, self.policy)
-        self.loss_scale = arguments.loss_scale_for(self.policy, loss_scale, self.device)
+        self._scale_settings = loss_scale
+        self.loss_scale = self._first_loss_scale()
         self.steps = 0
         self.grad_norm = torch.full((), math.nan, device=self.device)
         self.activity: Activity | None = None
@@ -153,9 +155,7 @@ class Engine:
         self.skip: Literal["all", "each"] = skip
         self._strict = strict
         self._parallel = self._find_parallel(watch_every)
-        self._precision = precision_of(
-            self.policy, self.device.type, members, casts=not self._parallel.shards
-        )
+        self._precision = self._in_force()
         self._undoes_micro_batch = undo == "micro-batch" and self._parallel.size == 1
         self._attempt: Attempt | None = None
         self._window = Window()
@@ -165,6 +165,26 @@ class Engine:
         self._missed: dict[int, list[str]] = {}  # buffers that a skip would not put back, by step
         self._skips = Skips(max_skips)
         self._ring = Ring(self.device)
+
+    def _first_loss_scale(self) -> LossScale:
+        """The policy's loss scale; under ``auto`` settings may turn out to be of no use."""
+        decides = self.resolution is not None and self.resolution.guess
+        settings = None if decides and not self.policy.loss_scaling else self._scale_settings
+        return arguments.loss_scale_for(self.policy, settings, self.device)
+
+    def _in_force(self) -> Precision:
+        casts = not self._parallel.shards
+        return precision_of(self.policy, self.device.type, self._members, casts=casts)
+
+    def _adopt(self, resolution: Resolution) -> None:
+        """Have another policy in force, as if it had been from the start; no step is open."""
+        self.resolution = resolution
+        if resolution.policy == self.policy:
+            return
+        self._precision.close()
+        self.policy = resolution.policy
+        self.loss_scale = self._first_loss_scale()
+        self._precision = self._in_force()
 
     def _find_parallel(self, watch_every: int) -> OneRank:
         """The processes that train these models together."""

@@ -1,6 +1,6 @@
 """Running a window of a `TrainStep` again, exactly, as often as an analysis wants.
 
-A replay is a step of its own over the same models (`_Rerun`), under the recorded loss scale or
+A replay is a step of its own over the same models (`Rerun`), under the recorded loss scale or
 another, on this process alone. It goes forward and backward and never updates. Afterwards
 parameters, gradients, buffers, modules' attributes and random state are as before.
 """
@@ -142,7 +142,7 @@ class Replay:
         result, listener = Replayed(), _Listener(backward=backward)
         scale = float(stash.scale) if scale is None else scale
         with undisturbed(self), self._step.apart():
-            rerun = _Rerun(self._step, policy, scale, listener)
+            rerun = Rerun(self._step, policy, scale, listener)
             good = finite_buffers(rerun.models)
             try:
                 with around():
@@ -199,11 +199,27 @@ def let_go(error: Exception) -> None:
     traceback.clear_frames(error.__traceback__)
 
 
-class _Rerun(TrainStep):
-    """A step over the models of another one, alone, for one window."""
+class Rerun(TrainStep):
+    """A step over the models of another one, alone, that is never made.
+
+    Parameters
+    ----------
+    step
+        Whose models they are.
+    policy
+        Another precision than its own.
+    scale
+        A loss scale that stays.
+    recorder
+        Is told of its losses.
+    """
 
     def __init__(
-        self, step: TrainStep, policy: Policy | None, scale: float, recorder: Recorder
+        self,
+        step: TrainStep,
+        policy: Policy | None = None,
+        scale: float = 1.0,
+        recorder: Recorder | None = None,
     ) -> None:
         alone = step.model if step.ranks == 1 else step.models
         if isinstance(step.model, nn.Module) and not isinstance(alone, nn.Module):

@@ -9,6 +9,7 @@ batch -> window      its share of the accumulation window          (`window`)
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -31,6 +32,7 @@ from ampwise.step.loss_scale import LossScale
 from ampwise.step.recorder import Recorder
 from ampwise.step.samples import samples_in
 from ampwise.step.skips import Followers
+from ampwise.step.state import StepState
 from ampwise.step.warn import warn_user
 from ampwise.step.window import Weight, Window
 from ampwise.telemetry.ring import COLUMNS
@@ -44,6 +46,11 @@ class TrainStep(Engine):
     """A training step that is right by construction, in any loop.
 
     Arguments that are not listed here are those of `Engine`.
+
+    Under ``policy="auto"`` the first call ``step(loss_fn, batch)`` races the precisions that the
+    device has on that very step, which takes a few seconds and leaves no trace in training, and
+    `resolution` then says which is used, with the figures (`ampwise.step.race`). Loops that use the
+    step's parts keep the guess that it begins with.
 
     Parameters
     ----------
@@ -109,6 +116,7 @@ class TrainStep(Engine):
             skip=skip, max_skips=max_skips, watch_every=watch_every, strict=strict, undo=undo,
         )  # fmt: skip
         self.boundary = False
+        self._undecided = self.resolution is not None and self.resolution.guess
         self.recorder: Recorder | None = None if on_fault is None else Recorder()
         self.diagnosis: Any = None
         self._on_fault = on_fault
@@ -165,6 +173,8 @@ class TrainStep(Engine):
         self._refuse_nesting("step()")
         last = last or self._window.fills
         with self._parallel.telling():
+            if self._undecided:
+                self._race(loss_fn, batch, weight)
             with self._attempting(forward=True):
                 again = partial(self._count_nothing, loss_fn, batch)
                 with self._parallel.collecting(last, again):
@@ -194,6 +204,7 @@ class TrainStep(Engine):
             if self.recorder is not None:
                 self.recorder.loss(scalar(loss).detach())
             self._backward(loss, None, weight, retain_graph=False)
+        self._undecided = False
         return changed(returned, _detached)
 
     def flush(self) -> None:
@@ -277,7 +288,7 @@ class TrainStep(Engine):
         """
         with self._parallel.telling():
             self._backward(loss, optimizers, weight, retain_graph=retain_graph)
-        self.boundary = False
+        self.boundary = self._undecided = False
 
     def discard(self) -> None:
         """Drop an open window: its gradients go, buffers are as before its first forward."""
@@ -315,7 +326,48 @@ class TrainStep(Engine):
         self._followers = Followers(self.scheduler, ema, self._members, self.optimizers)
         self._outcomes.at_once |= ema is not None
 
+    # -- state -------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Policy, loss scale, counters and an open window; loads with ``weights_only=True``.
+
+        In the middle of a window it holds the gradients collected so far, and the buffers as they
+        were before it.
+        """
+        return super().state_dict() | {"undecided": self._undecided}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where a state was taken; takes a `torch.amp.GradScaler.state_dict` too.
+
+        Whatever the step had open is dropped. A loss scale saved under another precision is taken
+        over only if both scale the loss. Under ``auto`` the policy is that of the state.
+
+        Raises
+        ------
+        UsageError
+            When `state` is neither, or has gradients of parameters that are not there.
+        """
+        if self._undecided and isinstance(state, Mapping) and "scale" not in state:
+            self._take_over(state)
+        super().load_state_dict(state)
+
+    def _take_over(self, state: Mapping[str, Any]) -> None:
+        """Go on in the precision of a state, if that was decided on when it was taken."""
+        assert self.resolution is not None
+        policy = Policy.parse(StepState.from_dict(state).policy)
+        if not state.get("undecided"):
+            said = ("as in the state that was loaded",)
+            self._adopt(replace(self.resolution, policy=policy, reasons=said, guess=False))
+            self._undecided = False
+
     # -- inside ------------------------------------------------------------------------------------
+
+    def _race(self, loss_fn: Callable[[Any, Any], Any], batch: Any, weight: Weight | None) -> None:
+        """Have ``auto`` become what this step is fastest in."""
+        from ampwise.step.race import race  # which makes steps itself
+
+        self._look()
+        self._adopt(race(self, loss_fn, batch, weight))
 
     def _check(self, named: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]) -> None:
         super()._check(named, optimizers)

@@ -173,7 +173,9 @@ class _Run:
         self._saving: checkpoint.Saving | None = None
         self.dog = NoWatchdog()
         self._state: dict[str, Any] | None = None
-        self.folder, resumes = self._open_folder(f"{task.name or 'task'}-{policy.name}")
+        self._resolution, self._options = config.resolution, dict(config.options)
+        kind = "auto" if config.resolution.guess else policy.name
+        self.folder, resumes = self._open_folder(f"{task.name or 'task'}-{kind}")
         self.result = TrainResult(task.name or "task", policy.text, self.folder.path)
         if me.size > 1:
             self.result.ranks, self.result.parallel = me.size, config.parallel
@@ -274,6 +276,8 @@ class _Run:
                 self._own_samples += samples
                 self.rate.add(samples * self.me.size)
             step(self.loss, turn.batch, weight=None if turn.counts else 0, last=turn.last)
+            if step.resolution is not self._resolution:
+                self._decided()
             self.position.batch += self.me.size
             if step.boundary:
                 self._after_step()
@@ -285,6 +289,17 @@ class _Run:
             self._end_epoch()
         self._waits_s += feed.wait_s
         self._total_s += feed.total_s
+
+    def _decided(self) -> None:
+        """`auto` has become a precision: say so, and remember it."""
+        resolution = self.trained.step.resolution
+        assert resolution is not None
+        self._resolution = resolution
+        self.result.precision = self.makeup["precision"] = resolution.policy.text
+        if self._options:
+            self._options["precision"] = resolution.policy.text
+        self.say(f"precision: {resolution}")
+        self._describe()
 
     def _stopping(self, stop: StopSignals) -> bool:
         """Whether to stop: a signal to any process stops all, at the same step."""
@@ -359,7 +374,7 @@ class _Run:
             metrics = names.metrics_of(
                 record,
                 self.result.precision,
-                enabled=self.config.resolution.policy.autocast,
+                enabled=self._resolution.policy.autocast,
                 samples_per_s=self.rate.per_s or None,
                 peak_bytes=peak_bytes(self.device),
             )
@@ -425,6 +440,8 @@ class _Run:
         with checkpoint.sound(path):
             content = self._accepted(content, path)
             self.position = checkpoint.restore(content, self.trained)
+        if self.trained.step.resolution is not self._resolution:
+            self._decided()
         self._state = content["rng"]
         steps = self.trained.step.steps
         self._saved_at = self.result.resumed_from = steps
@@ -445,6 +462,8 @@ class _Run:
             raise UsageError(
                 f"{self.folder.path} is a run of task {before['task']!r}, not {now['task']!r}"
             )
+        if self._resolution.guess:
+            now["precision"] = before["precision"]  # which the step takes over
         if before["precision"] != now["precision"]:
             self.say(
                 f"converted from {before['precision']} to {now['precision']}: weights and "
@@ -488,9 +507,9 @@ class _Run:
             {
                 "command": "train",
                 "config": self.makeup,
-                "options": self.config.options,
+                "options": self._options,
                 "task": dict(self.task.info),
-                "policy": self.config.resolution.to_json(),
+                "policy": self._resolution.to_json(),
                 "environment": environment(self.device),
                 "result": result,
                 "status": result["status"],
