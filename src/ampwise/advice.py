@@ -29,7 +29,8 @@ class DeviceAdvice:
         """What to use on this device, and why, in one sentence."""
         device, formats = self.capability.device, self.capability.formats
         if chosen := formats.get(self.pick.policy.compute_format):
-            presets = [name for name, p in PRESETS.items() if p.compute_format == chosen.format]
+            fits = [p for p in PRESETS.values() if p.compute_format == chosen.format]
+            presets = [each.name for each in fits if not each.pure]  # those that change no model
             return (
                 f"Try {' or '.join(presets)} on {device}: {chosen.reason}. That is a guess from "
                 "matrix products: --precision auto races them on the first step of a training."

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ampwise import TrainStep
+from ampwise.distributed import replicate
 from ampwise.errors import UsageError
 from ampwise.policy import PRESETS, Resolution
 from ampwise.policy.resolution import GUESSED
@@ -666,3 +667,40 @@ def test_sharded_models_are_not_raced(ranks: Ranks) -> None:
     for name, words, _ in ranks(_raced, "fsdp", None):
         assert name == "tf32"
         assert "not raced: FSDP2 has set the dtype of its weights already" in words
+
+
+# -- bf16-pure -------------------------------------------------------------------------------------
+
+
+def _pure(policy: str) -> tuple[list[Tensor], list[float]]:
+    rank = small.me()
+    model = replicate(small.network("alone"), policy)
+    torch.manual_seed(rank)  # random numbers of its own, as ranks have
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    step = TrainStep(model, optimizer, policy=policy, max_grad_norm=0.5, watch_every=1)
+    for index in range(12):
+        step(small.loss, small.batches(8)[2 * (index % 4) + rank])
+    state = [each for held in optimizer.state.values() for each in held.values()]
+    return [*(each.detach() for each in model.parameters()), *state], [e.loss for e in step.history]
+
+
+@pytest.mark.parametrize("policy", ["bf16-pure", "bf16-pure:rounding=kahan"])
+def test_ranks_round_what_they_hold_alike(ranks: Ranks, policy: str) -> None:
+    first, second = ranks(_pure, policy)
+    assert all(map(torch.equal, first[0], second[0]))
+    assert {each.dtype for each in first[0] if each.dim()} == {torch.bfloat16}
+    assert first[1] == second[1]
+
+
+def _refused(spread: Spread) -> str:
+    model = small.network(spread)
+    with pytest.raises(UsageError) as caught:
+        TrainStep(model, adamw(model), policy="bf16-pure")
+    return str(caught.value)
+
+
+def test_bfloat16_weights_are_refused_where_they_cannot_be(ranks: Ranks) -> None:
+    for words in ranks(_refused, "ddp"):
+        assert "expected ampwise.distributed.replicate(model, 'bf16-pure')" in words
+    for words in ranks(_refused, "fsdp"):
+        assert "expected one process or DDP" in words

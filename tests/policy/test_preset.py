@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from ampwise.errors import PolicyError
 from ampwise.policy import DTYPES, PRESETS, Policy
+from ampwise.policy.preset import ROUNDINGS
 
-HALF = ["fp16", "bf16", "bf16-master"]
+HALF = ["fp16", "bf16", "bf16-master", "bf16-pure"]
 patterns = st.text("ab0._-*?[]!=λ", min_size=1)
 
 
@@ -29,6 +30,8 @@ def policies(draw: st.DrawFn) -> Policy:
             "tf32": draw(st.booleans()),
             "islands": tuple(draw(st.lists(patterns, max_size=4))),
         }
+    if preset.pure:
+        changes["rounding"] = draw(st.sampled_from(ROUNDINGS))
     return dataclasses.replace(preset, **changes)
 
 
@@ -50,13 +53,16 @@ def test_presets_are_what_the_design_says() -> None:
         "fp16": ("float32", "float16", True, False),
         "bf16": ("float32", "bfloat16", False, False),
         "bf16-master": ("bfloat16", "bfloat16", False, False),
+        "bf16-pure": ("bfloat16", "bfloat16", False, False),
     }
+    assert [p.rounding for p in PRESETS.values() if p.pure] == ["stochastic"]
     assert [p.name for p in PRESETS.values() if p.autocast] == HALF
     assert [p.name for p in PRESETS.values() if p.master_weights] == ["bf16-master"]
     assert [p.compute_format for p in PRESETS.values()] == [
         "float32",
         "tf32",
         "float16",
+        "bfloat16",
         "bfloat16",
         "bfloat16",
     ]
@@ -106,7 +112,11 @@ def test_fields_accept_any_spelling_of_a_dtype_and_keep_one() -> None:
         ("float64", r"unknown precision 'float64'"),
         ("", r"unknown precision ''"),
         ("fp8", r"'fp8' is not available yet in this version; available: fp32"),
-        ("bf16-pure", r"'bf16-pure' is not available yet in this version"),
+        (
+            "bf16-master:rounding=kahan",
+            r"rounding is of updates of 16-bit parameters; that is bf16-",
+        ),
+        ("bf16-pure:rounding=nearest", r"rounding is stochastic or kahan, not nearest"),
         ("auto", r"'auto' is a request for ampwise.resolve"),
         ("bf16:island=head", r"'island=head' is no setting.*did you mean 'islands'"),
         ("bf16:scaling", r"'scaling' is no setting"),

@@ -53,7 +53,8 @@ def _short_growth(monkeypatch):
 
 
 @pytest.mark.parametrize("stop", [2, 5, 8, 13])  # mid-epoch, its end, mid growth interval, late
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "bf16-master"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "bf16-master", "bf16-pure",
+                                       "bf16-pure:rounding=kahan"])  # fmt: skip
 def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(tmp_path, precision, stop):
     bad = (3,) if precision == "fp16" else ()
     settings = {"max_grad_norm": 1.0, "evaluate_every": 3, "warmup_steps": 6}
@@ -99,6 +100,54 @@ def test_resuming_in_another_precision_converts_and_says_so(tmp_path, before, af
     assert any(f"converted from {before} to {after}" in each for each in progress.messages)
     if after == "fp16":
         assert result.loss_scale == 65536
+
+
+KAHAN = "bf16-pure:rounding=kahan"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        ("fp32", "bf16-pure", "are rounded to bfloat16"),
+        ("bf16-pure", "fp32", "are raised to float32"),
+        (KAHAN, "bf16", "are raised to float32"),
+        (KAHAN, "bf16-pure", "stay bfloat16"),
+        ("bf16-pure", KAHAN, "stay bfloat16"),
+    ],
+)
+def test_bfloat16_weights_are_resumed_as_float32_and_back(tmp_path, before, after, words):
+    from ampwise.policy import Policy
+
+    train(task(), config(tmp_path / "run", before, steps=4), Silent())
+    saved = final(tmp_path / "run")
+    assert saved["config"]["precision"] == before
+    progress = Silent()
+    train(task(), config(tmp_path / "run", after, steps=5, resume=True), progress)
+    told = f"converted from {before} to {after}: weights and optimizer state {words}"
+    assert any(told in each for each in progress.messages)
+    now = final(tmp_path / "run")
+    for content, precision in ((saved, before), (now, after)):
+        pure = Policy.parse(precision).pure
+        held = [content["model"]["0.weight"], content["optimizer"]["state"][0]["exp_avg_sq"]]
+        dtype = torch.bfloat16 if pure else torch.float32
+        assert [each.dtype for each in held] == [dtype, dtype]
+        assert content["model"]["1.weight"].dtype == torch.float32
+        kept = "kahan" in content["optimizer"]["state"][0]
+        assert kept == (precision == KAHAN)
+    # One step of AdamW at 1e-2, rounded to 8 bits of weights below 1.
+    moved = now["model"]["0.weight"].float() - saved["model"]["0.weight"].float()
+    assert moved.abs().max() < 0.02
+
+
+def test_what_kahan_rounding_kept_is_added_to_float32_weights():
+    from ampwise.step.precision import settle
+
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    optimizer.state[parameter] = {"kahan": torch.full((3,), 2.0**-10), "other": torch.zeros(3)}
+    settle(optimizer)
+    assert (parameter == 1 + 2.0**-10).all()
+    assert list(optimizer.state[parameter]) == ["other"]
 
 
 def test_lines_after_the_checkpoint_are_cut_off_and_a_torn_one_is_mended(tmp_path):

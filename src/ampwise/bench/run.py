@@ -203,7 +203,8 @@ def choose(
 ) -> tuple[list[Policy], dict[str, str]]:
     """The policies to measure, fp32 first, and the presets left out with the reason.
 
-    Default: every preset whose format gains on the device, and fp16. Where none gains, bf16 is
+    Default: every preset whose format gains on the device and that leaves the model as it is, and
+    fp16. Where none gains, bf16 is
     measured too, so that the report shows what it costs rather than asserts it.
     """
     baseline = PRESETS[BASELINE]
@@ -215,7 +216,9 @@ def choose(
         support = capability.formats.get(policy.compute_format)
         if support is None:
             continue
-        if support.gains or name == "fp16" or (name == "bf16" and nothing_gains):
+        if policy.pure:
+            left_out[name] = "it changes what the model holds; name it to measure it"
+        elif support.gains or name == "fp16" or (name == "bf16" and nothing_gains):
             chosen.append(policy)
         else:
             left_out[name] = support.reason

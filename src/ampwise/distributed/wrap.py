@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ampwise.errors import PolicyError, UsageError
 from ampwise.policy import Policy
-from ampwise.step.precision import islands_of
+from ampwise.step.precision import islands_in, islands_of, lower
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -55,8 +55,10 @@ def replicate(
         For a policy that sums gradients in float16.
     """
     policy = _checked(policy)
-    islands_of(model, policy.islands)  # whether there are any of these names
     device = next(model.parameters()).device
+    islands = islands_in(model, policy.islands, device.type, policy.compute_dtype)
+    if policy.pure:
+        lower([model], islands)
     if device.type == "cuda":
         arguments.setdefault("device_ids", [device.index])
     copied = DistributedDataParallel(model, **arguments)
@@ -77,13 +79,18 @@ def shard(
     Raises
     ------
     PolicyError
-        For a policy that sums gradients in float16.
+        For a policy that sums gradients in float16, and for ``bf16-pure``.
     UsageError
         For parameters that FSDP2 cannot split.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     policy = _checked(policy)
+    if policy.pure:
+        raise PolicyError(
+            f"precision {policy.text} is for one process or DDP; FSDP2's shards have not been "
+            "tried: take bf16-master"
+        )
     _check_all_can_be_split(model)
     param_dtype = torch.bfloat16 if policy.master_weights else None
     lowered = MixedPrecisionPolicy(

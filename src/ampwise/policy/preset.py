@@ -10,6 +10,8 @@ fp16         float32     float16     yes      no    autocast with dynamic loss s
 bf16         float32     bfloat16    no       no    autocast
 bf16-master  bfloat16    bfloat16    no       no    forward and backward in bfloat16 copies of
                                                     the float32 parameters, the master weights
+bf16-pure    bfloat16    bfloat16    no       no    parameters, gradients and optimizer state in
+                                                    bfloat16, updates rounded stochastically
 ===========  ==========  ==========  =======  ====  ==============================================
 
 A policy has one text spelling: the preset, then what differs from it, with ``:`` between the
@@ -18,6 +20,7 @@ settings and ``+`` between island patterns::
     policy   = preset { ":" setting }
     setting  = "reduce=" format | "output=" format | "scaling=" switch | "tf32=" switch
              | "islands=" pattern { "+" pattern }          (also "param=", "compute=")
+             | "rounding=" ( "stochastic" | "kahan" )
     switch   = "on" | "off"
 
     bf16    fp16:scaling=off    bf16:reduce=bf16:islands=head+*.norm
@@ -42,13 +45,17 @@ from ampwise.errors import PolicyError, nearest
 DTYPES = ("float32", "bfloat16", "float16")
 """The dtypes a policy can name."""
 
-NOT_YET = ("bf16-pure", "fp8")
+ROUNDINGS = ("stochastic", "kahan")
+"""How updates of 16-bit parameters are rounded."""
+
+NOT_YET = ("fp8",)
 """Presets that later versions will bring; asking for one says so."""
 
 _DTYPE_FIELDS = ("param_dtype", "compute_dtype", "reduce_dtype", "output_dtype")
 _FP32: dict[str, Any] = dict.fromkeys(_DTYPE_FIELDS, "float32") | {
     "loss_scaling": False,
     "tf32": False,
+    "rounding": "",
 }
 _PRESET_FIELDS: Mapping[str, dict[str, Any]] = {
     "fp32": _FP32,
@@ -56,6 +63,8 @@ _PRESET_FIELDS: Mapping[str, dict[str, Any]] = {
     "fp16": _FP32 | {"compute_dtype": "float16", "loss_scaling": True},
     "bf16": _FP32 | {"compute_dtype": "bfloat16"},
     "bf16-master": _FP32 | {"compute_dtype": "bfloat16", "param_dtype": "bfloat16"},
+    "bf16-pure": _FP32
+    | {"compute_dtype": "bfloat16", "param_dtype": "bfloat16", "rounding": "stochastic"},
 }
 _PATTERN = re.compile(r"[^\s,:+]+")
 
@@ -70,7 +79,8 @@ class Policy:
         The preset this policy is, or is a variation of.
     param_dtype
         Dtype of the weights that forward and backward see. With anything but float32 they are
-        copies; the parameters themselves stay float32, and are the master weights.
+        copies; the parameters themselves stay float32, and are the master weights. Only under
+        ``bf16-pure`` they are the parameters.
     compute_dtype
         Dtype of the operations that autocast lowers.
     reduce_dtype
@@ -83,6 +93,9 @@ class Policy:
         Whether float32 matmuls may run in the device's faster float32 mode.
     islands
         Patterns (`fnmatch`) of module names that stay in float32.
+    rounding
+        How updates of 16-bit parameters are rounded: ``stochastic`` or ``kahan``; empty where
+        parameters stay float32.
 
     Raises
     ------
@@ -98,6 +111,7 @@ class Policy:
     loss_scaling: bool = False
     tf32: bool = False
     islands: tuple[str, ...] = ()
+    rounding: str = ""
 
     def __post_init__(self) -> None:
         for field in _DTYPE_FIELDS:
@@ -115,7 +129,12 @@ class Policy:
     @property
     def master_weights(self) -> bool:
         """Whether forward and backward see copies of float32 parameters."""
-        return self.param_dtype != "float32"
+        return self.param_dtype != "float32" and not self.pure
+
+    @property
+    def pure(self) -> bool:
+        """Whether parameters themselves are in 16 bits, and their updates rounded with care."""
+        return bool(self.rounding)
 
     @property
     def compute_format(self) -> str:
@@ -168,6 +187,10 @@ def _contradiction(policy: Policy) -> str:  # noqa: C901 - one rule after the ot
             return f"its {field} is {expected}, not {value}{instead}"
     if policy.output_dtype not in ("float32", policy.compute_dtype):
         return f"output is float32 or the compute dtype, not {policy.output_dtype}"
+    if policy.rounding not in (ROUNDINGS if preset["rounding"] else ("",)):
+        if not preset["rounding"]:
+            return "rounding is of updates of 16-bit parameters; that is bf16-pure"
+        return f"rounding is {' or '.join(ROUNDINGS)}, not {policy.rounding or 'none'}"
     for pattern in policy.islands:
         if not _PATTERN.fullmatch(pattern):
             return f"island pattern {pattern!r} is empty or has a space, comma, colon or plus in it"
@@ -235,6 +258,7 @@ _WORDS = {
     "scaling": "loss_scaling",
     "tf32": "tf32",
     "islands": "islands",
+    "rounding": "rounding",
 }
 """Word in the text spelling -> field."""
 
@@ -243,6 +267,7 @@ _READERS: dict[str, Callable[[str], object]] = {
     "loss_scaling": _switch,
     "tf32": _switch,
     "islands": _patterns,
+    "rounding": str,
 }
 
 
@@ -267,6 +292,8 @@ def _print(value: str | bool | tuple[str, ...]) -> str:
         return "on" if value else "off"
     if isinstance(value, tuple):
         return "+".join(value)
+    if value in ROUNDINGS:
+        return value
     return formats.lookup(value).short
 
 

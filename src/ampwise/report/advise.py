@@ -8,7 +8,7 @@ from rich.text import Text
 
 from ampwise.advice import AdviseReport, DeviceAdvice
 from ampwise.capability import FormatSupport, ratio
-from ampwise.policy import PRESETS
+from ampwise.policy import PRESETS, Policy
 from ampwise.report.table import new_table
 from ampwise_lint.base.console import Console
 from ampwise_lint.base.words import counted
@@ -50,7 +50,7 @@ def _table(advice: DeviceAdvice) -> Table:
     table.add_column("verdict")
     table.add_row("float32", "fp32", "", "1x", "", "", "baseline")
     for support in advice.capability.formats.values():
-        presets = [name for name, p in PRESETS.items() if p.compute_format == support.format]
+        presets = [name for name, p in PRESETS.items() if _shown(p, support)]
         table.add_row(
             _name(support, advice.capability.kind),
             ", ".join(presets),
@@ -61,6 +61,11 @@ def _table(advice: DeviceAdvice) -> Table:
     table.caption = "speedup of an N x N matmul over float32: median and range of paired rounds"
     table.caption_justify = "left"
     return table
+
+
+def _shown(policy: Policy, support: FormatSupport) -> bool:
+    """Whether a preset stands beside a format: not one that changes what a model holds."""
+    return policy.compute_format == support.format and not policy.pure
 
 
 def _name(support: FormatSupport, kind: str) -> str:

@@ -116,7 +116,7 @@ def _foreign(strangers: Sequence[Optimizer], optimizers: Sequence[Optimizer]) ->
 
 def _check_formats(names: Mapping[int, str], held: Iterable[Tensor], policy: Policy) -> None:
     half = [each for each in held if each.dtype in _HALF and each.requires_grad]
-    if not half:
+    if not half or (policy.pure and half[0].dtype == torch.bfloat16):
         return
     dtype = str(half[0].dtype).removeprefix("torch.")
     shown = names.get(id(half[0]), "one outside the model")

@@ -23,7 +23,7 @@ Nothing is changed about models and optimizers, and what belongs to them is read
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import get_ident
 from types import TracebackType
@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
+from ampwise.distributed.host_group import beside
 from ampwise.errors import UsageError
 from ampwise.policy import Policy, Resolution
 from ampwise.step import accelerate, arguments
@@ -160,7 +161,13 @@ class Engine:
         self._attempt: Attempt | None = None
         self._window = Window()
         self._buffers = BufferGuard(members)
-        self._pending = Pending(members, self.device, max_grad_norm, together=skip == "all")
+        self._pending = Pending(
+            members,
+            self.device,
+            max_grad_norm,
+            together=skip == "all",
+            make_step=self._make_step,
+        )
         self._outcomes = Outcomes(self.device)
         self._missed: dict[int, list[str]] = {}  # buffers that a skip would not put back, by step
         self._skips = Skips(max_skips)
@@ -173,8 +180,21 @@ class Engine:
         return arguments.loss_scale_for(self.policy, settings, self.device)
 
     def _in_force(self) -> Precision:
-        casts = not self._parallel.shards
-        return precision_of(self.policy, self.device.type, self._members, casts=casts)
+        return precision_of(
+            self.policy,
+            self.device.type,
+            self._members,
+            casts=not self._parallel.shards,
+            agreed=self._first_of_ranks,
+        )
+
+    def _first_of_ranks(self, number: int) -> int:
+        """The first rank's number, on all of them."""
+        return beside(self.group).first(lambda: number)
+
+    def _make_step(self, optimizer: Optimizer, make: Callable[[], object]) -> None:
+        """Make an optimizer's step, its own being `make`, in the precision in force by then."""
+        self._precision.step(optimizer, make)
 
     def _adopt(self, resolution: Resolution) -> None:
         """Have another policy in force, as if it had been from the start; no step is open."""
@@ -354,6 +374,7 @@ class Engine:
         self._drop()
         self._window.unit = None
         self.loss_scale = self.loss_scale.fresh(self.device)
+        self._precision.load_state_dict({})
         self._start_from(Totals())
 
     def close(self) -> None:
@@ -449,6 +470,7 @@ class Engine:
             skipped_in_a_row=self._skips.in_a_row,
             held=self._skips.to_hold,
             unit=self._window.unit,
+            precision=self._precision.state_dict(),
         )
         if self._is_open:
             state.open = self._open_state()
@@ -482,6 +504,7 @@ class Engine:
         self.reset()
         self.loss_scale = scale
         self._start_from(Totals(int(loaded.steps), loaded.skipped, loaded.growths, loaded.backoffs))
+        self._precision.load_state_dict(loaded.precision)
         self._skips.in_a_row, self._skips.to_hold = loaded.skipped_in_a_row, loaded.held
         if self.ranks > 1 and loaded.unit is not None:
             unit = torch.tensor(loaded.unit, dtype=torch.float64, device=self.device)

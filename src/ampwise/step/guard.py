@@ -16,8 +16,9 @@ power-of-two scale without clipping is exact, so there the results are equal bit
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -31,8 +32,24 @@ _EPS = 1e-6  # of torch.nn.utils.clip_grad_norm_
 _LARGEST = torch.finfo(torch.float32).max
 
 
+def _plainly(optimizer: Optimizer, make: Callable[[], object]) -> None:  # noqa: ARG001
+    """Make an optimizer's step as it is."""
+    make()
+
+
 class Guard:
     """The decision over one set of optimizers that step, or are skipped, together.
+
+    Parameters
+    ----------
+    optimizers
+        That set.
+    device
+        Where the decision is taken.
+    max_norm
+        Limit of the norm; None for no clipping.
+    make_step
+        Makes the step of an optimizer, which is given beside it (`Precision.step`).
 
     Attributes
     ----------
@@ -48,9 +65,14 @@ class Guard:
     """
 
     def __init__(
-        self, optimizers: Sequence[Optimizer], device: torch.device, max_norm: float | None
+        self,
+        optimizers: Sequence[Optimizer],
+        device: torch.device,
+        max_norm: float | None,
+        make_step: Callable[[Optimizer, Callable[[], object]], object] = _plainly,
     ) -> None:
         self.optimizers = tuple(optimizers)
+        self._make_step = make_step
         self.max_norm = max_norm
         self._device = device
         self._agreed: Tensor | None = None
@@ -157,7 +179,8 @@ class Guard:
             grad_scale = excess if divisor is None else divisor * excess
         found_inf = None if self.flag.on_host else self.found_inf
         for optimizer in self.optimizers:
-            optim.step_folded(optimizer, grad_scale, found_inf)
+            fold = partial(optim.step_folded, optimizer, grad_scale, found_inf)
+            self._make_step(optimizer, fold)
 
     def _step_in_place(
         self, gradients: Sequence[Tensor], divisor: Tensor | None, *, keep: bool
@@ -174,4 +197,4 @@ class Guard:
             if factor is not None:
                 grads.multiply_(gradients, factor)
             for optimizer in self.optimizers:
-                optimizer.step()
+                self._make_step(optimizer, optimizer.step)

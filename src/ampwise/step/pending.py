@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ampwise.errors import UsageError
 from ampwise.step.guard import Guard
@@ -33,6 +34,8 @@ class Pending:
         Limit of the norm of those that step together; None for no clipping.
     together
         Whether optimizers that update together are skipped together.
+    make_step
+        Makes an optimizer's step, its own being given.
 
     Attributes
     ----------
@@ -53,11 +56,12 @@ class Pending:
         max_grad_norm: float | None,
         *,
         together: bool,
+        make_step: Callable[[Optimizer, Callable[[], object]], object],
     ) -> None:
         self._members = members
         self._device = device
         self.max_grad_norm = max_grad_norm
-        self._together = together
+        self._together, self._make_step = together, make_step
         self._guards: dict[tuple[int, ...], Guard] = {}
         self.clear()
 
@@ -100,7 +104,9 @@ class Pending:
         """Who decides about a set of optimizers."""
         if indices not in self._guards:
             together = [self._members.optimizers[index] for index in indices]
-            self._guards[indices] = Guard(together, self._device, self.max_grad_norm)
+            self._guards[indices] = Guard(
+                together, self._device, self.max_grad_norm, self._make_step
+            )
         return self._guards[indices]
 
     def with_gradients(self, indices: Iterable[int]) -> list[int]:

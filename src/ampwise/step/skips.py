@@ -10,9 +10,11 @@ and is held at the next step instead: the same number of steps in the end.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
@@ -21,6 +23,8 @@ from ampwise.policy import Policy
 from ampwise.step import arguments
 from ampwise.step.members import Members
 from ampwise.telemetry.ring import StepRecord
+
+_HALF = (torch.float16, torch.bfloat16)
 
 
 class Skips:
@@ -74,6 +78,25 @@ class Skips:
         return self.in_a_row >= self.limit
 
 
+class _InFloat32:
+    """What an average reads of a model, its 16-bit parameters (of `bf16-pure`) in float32."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.buffers = model.buffers
+        self._model = model
+
+    def parameters(self) -> Iterator[Tensor]:
+        """Its parameters."""
+        return (each.detach().float() for each in self._model.parameters())
+
+
+def _as_averaged(model: nn.Module, ema: AveragedModel) -> Any:
+    """A model as its average can take it in: PyTorch's wants parameters of its own dtypes."""
+    pairs = zip(model.parameters(), ema.module.parameters(), strict=True)
+    differ = any(each.dtype in _HALF and own.dtype == torch.float32 for each, own in pairs)
+    return _InFloat32(model) if differ else model
+
+
 class Followers:
     """What makes a step with each optimizer step: schedule and EMA.
 
@@ -112,7 +135,7 @@ class Followers:
         The schedule makes its step of number `scheduled`; None: it is held.
         """
         if self.ema is not None and not skipped:
-            self.ema.update_parameters(self._members.models[0])
+            self.ema.update_parameters(_as_averaged(self._members.models[0], self.ema))
         if self.scheduler is None or scheduled is None:
             return
         if arguments.goes_by_updates(self.scheduler):

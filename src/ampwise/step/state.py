@@ -90,6 +90,8 @@ class StepState:
         Schedule steps still to be left out.
     unit
         What the weights of several ranks are relative to; None before the first.
+    precision
+        What the next step depends on in the precision itself (`Precision.state_dict`).
     """
 
     policy: str
@@ -101,6 +103,7 @@ class StepState:
     skipped_in_a_row: int = 0
     held: int = 0
     unit: float | None = None
+    precision: dict[str, Any] = field(default_factory=dict[str, Any])
     open: OpenState | None = None
 
     def to_dict(self) -> dict[str, Any]:

@@ -14,6 +14,8 @@ With ``wait=False`` a save returns when the state is copied to host memory; a th
 publishes it and removes the oldest, while training goes on.
 
 The model's state is float32 also under ``bf16-master``, so a run can be resumed in any precision.
+Under ``bf16-pure`` it is bfloat16, and its ``config`` says so; a resume in another precision raises
+it to float32, with what Kahan rounding kept beside it, and one from float32 rounds it.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ from ampwise.distributed.host_group import HostGroup, RankError, beside
 from ampwise.distributed.layout import is_sharded, on_host, spread_as, unwrapped, whole
 from ampwise.errors import AmpwiseError, CheckpointError, UsageError, kind_and_words
 from ampwise.step import TrainStep
+from ampwise.step.precision import settle
 from ampwise.step.warn import warn_user
 from ampwise.tasks.seeding import seed_all
 from ampwise.training.content import (
@@ -445,6 +448,7 @@ def restore(content: Mapping[str, Any], trained: Trained) -> Position:
         unwrapped(trained.model).load_state_dict(content["model"])
         trained.optimizer.load_state_dict(content["optimizer"])
         trained.step.load_state_dict(content["step"])
+        settle(trained.optimizer)
     except UsageError:
         raise
     except (RuntimeError, *_MISSHAPEN) as error:

@@ -28,6 +28,7 @@ from ampwise.distributed.layout import unwrapped
 from ampwise.distributed.watchdog import NoWatchdog, watched
 from ampwise.distributed.wrap import spread
 from ampwise.errors import UsageError, in_one_line, is_out_of_memory
+from ampwise.policy import Policy
 from ampwise.step import StepRecord, TrainStep
 from ampwise.tasks import Task
 from ampwise.tasks.checks import (
@@ -465,10 +466,7 @@ class _Run:
         if self._resolution.guess:
             now["precision"] = before["precision"]  # which the step takes over
         if before["precision"] != now["precision"]:
-            self.say(
-                f"converted from {before['precision']} to {now['precision']}: weights and "
-                "optimizer state are float32 in both, the loss scale is kept only if both use one"
-            )
+            self.say(_converted(before["precision"], now["precision"]))
         position.setdefault("samples", position["batch"] * now["batch_size"])  # an older one
         lines = everyone().first(lambda: differences(before, now))
         now["changes"] = [*before.get("changes", ())]
@@ -521,6 +519,19 @@ def _part_ways(seed: int, rank: int) -> None:
     """Random numbers of its own for each rank but the first, which is as one process alone."""
     if rank:
         seed_all((seed + 0x9E3779B1 * rank) % 2**32)
+
+
+def _converted(before: str, now: str) -> str:
+    """What it means that a run goes on in another precision."""
+    pure = [Policy.parse(each).pure for each in (before, now)]
+    held = "are float32 in both"
+    if any(pure):
+        held = "stay bfloat16" if all(pure) else "are raised to float32"
+        held = held if pure[0] else "are rounded to bfloat16"
+    return (
+        f"converted from {before} to {now}: weights and optimizer state {held}, the loss scale is "
+        "kept only if both use one"
+    )
 
 
 def _due(every: int | None, steps: int, epoch_end: bool) -> bool:

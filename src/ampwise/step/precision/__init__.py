@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from ampwise.policy import Policy
@@ -9,15 +11,22 @@ from ampwise.step.members import Members
 from ampwise.step.precision.base import Part, Precision
 from ampwise.step.precision.cast_weights import CastWeights
 from ampwise.step.precision.float32_mode import Float32Mode
-from ampwise.step.precision.islands import Found, Islands, islands_of, raised
+from ampwise.step.precision.islands import Found, Islands, islands_in, islands_of, raised
+from ampwise.step.precision.pure import PureBFloat16, lower, settle
 
 __all__ = [
-    "Float32Mode", "Islands", "Part", "Precision", "islands_of", "precision_of", "raised",
+    "Float32Mode", "Islands", "Part", "Precision", "islands_in", "islands_of", "lower",
+    "precision_of", "raised", "settle",
 ]  # fmt: skip
 
 
 def precision_of(
-    policy: Policy, device_type: str, members: Members, *, casts: bool = True
+    policy: Policy,
+    device_type: str,
+    members: Members,
+    *,
+    casts: bool = True,
+    agreed: Callable[[int], int] = int,
 ) -> Precision:
     """A policy in force.
 
@@ -29,6 +38,8 @@ def precision_of(
         What is trained.
     casts
         Whether weights are cast here, if the policy has them cast; FSDP2 does it by itself.
+    agreed
+        What all ranks take, of a number of each.
 
     Raises
     ------
@@ -44,4 +55,6 @@ def precision_of(
     parts.append(Islands(islands, device_type))
     if policy.master_weights and casts:
         parts.append(CastWeights(getattr(torch, policy.param_dtype), members, islands))
+    if policy.pure:
+        parts.append(PureBFloat16(policy, members, islands, agreed))
     return Precision(policy, device_type, parts)

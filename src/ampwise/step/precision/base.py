@@ -12,12 +12,14 @@ Between them the models are what the user made.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ampwise.policy import Policy
 
@@ -40,10 +42,25 @@ class Part:
     def moved(self, parameters: Iterable[Tensor]) -> None:
         """An optimizer has stepped on these."""
 
+    def stepping(
+        self,
+        optimizer: Optimizer,  # noqa: ARG002 - for those that step otherwise
+        make: Callable[[], object],
+    ) -> Callable[[], object]:
+        """What makes an optimizer's step; `make` is its own."""
+        return make
+
     @property
     def held_bytes(self) -> int:
         """Memory of tensors that stay between steps."""
         return 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next step depends on, as plain values, by names of its own."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state; from the beginning, if it is empty."""
 
     def close(self) -> None:
         """Let go of the models."""
@@ -109,6 +126,21 @@ class Precision:
         held = list(parameters)
         for part in self._parts:
             part.moved(held)
+
+    def step(self, optimizer: Optimizer, make: Callable[[], object]) -> None:
+        """Make an optimizer's step, its own being `make`."""
+        for part in self._parts:
+            make = part.stepping(optimizer, make)
+        make()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next step depends on, as plain values."""
+        return {name: each for part in self._parts for name, each in part.state_dict().items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state; from the beginning, if it is empty."""
+        for part in self._parts:
+            part.load_state_dict(state)
 
     def _forget_casts(self) -> None:
         """Have autocast cast anew: inside a region of the caller's it would keep its casts."""

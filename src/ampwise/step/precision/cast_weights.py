@@ -180,7 +180,7 @@ class CastWeights(Part):
         found = [
             (module, name, parameter)
             for module in self._members.modules
-            if module._parameters and module not in kept and not _keeps_float32(module)
+            if module._parameters and module not in kept and not keeps_float32(module)
             for name, parameter in module._parameters.items()
             if id(parameter) in trained and _can_be_cast(parameter)
         ]
@@ -231,7 +231,8 @@ class CastWeights(Part):
         )
 
 
-def _keeps_float32(module: nn.Module) -> bool:
+def keeps_float32(module: nn.Module) -> bool:
+    """Whether the module's own parameters stay float32 where others become bfloat16."""
     if isinstance(module, _KEPT) or getattr(module, "max_norm", None) is not None:
         return True
     if getattr(module, "sparse", False) is True:

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map
 
 from ampwise.errors import PolicyError
 from ampwise.step.members import Members
+from ampwise.step.modules import modules_of
 from ampwise.step.precision.base import Part
 
 _Forward = Callable[..., Any]
@@ -98,8 +99,7 @@ class Found:
     def __init__(
         self, patterns: Sequence[str], device_type: str, dtype: str, members: Members
     ) -> None:
-        self._patterns = patterns
-        self._uncovered = _UNCOVERED.get((device_type, dtype), ())
+        self._patterns, self._device_type, self._dtype = patterns, device_type, dtype
         self._members = members
         self._version = -1
         self._found: list[nn.Module] = []
@@ -107,12 +107,26 @@ class Found:
     def __call__(self) -> list[nn.Module]:
         """The modules; the errors are those of `islands_of`."""
         if self._version != self._members.version:
-            among = self._members.modules
-            named = [islands_of(each, self._patterns) for each in self._members.models]
-            uncovered = [each for each in among if isinstance(each, self._uncovered)]
-            self._found = list(dict.fromkeys([*chain(*named), *uncovered]))
+            given = self._patterns, self._device_type, self._dtype
+            named = [islands_in(each, *given) for each in self._members.models]
+            self._found = list(dict.fromkeys(chain(*named)))
             self._version = self._members.version
         return self._found
+
+
+def islands_in(
+    model: nn.Module, patterns: Sequence[str], device_type: str, dtype: str
+) -> list[nn.Module]:
+    """The islands of a model: those named, and those that autocast does not cover.
+
+    Raises
+    ------
+    PolicyError
+        As `islands_of`.
+    """
+    uncovered = _UNCOVERED.get((device_type, dtype), ())
+    found = [each for each in modules_of([model]) if isinstance(each, uncovered)]
+    return list(dict.fromkeys([*islands_of(model, patterns), *found]))
 
 
 def islands_of(module: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
