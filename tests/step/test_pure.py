@@ -404,3 +404,26 @@ def test_a_model_in_ddp_must_have_been_lowered_before(monkeypatch: pytest.Monkey
     with pytest.raises(UsageError, match=r"expected ampwise.distributed.replicate\(model, 'bf16-"):
         TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), policy="bf16-pure")
     assert {each.dtype for each in model.parameters()} == {torch.float32}
+
+
+def test_small_updates_are_no_stagnation_here() -> None:
+    from ampwise import Task, diagnose
+
+    def model() -> nn.Module:
+        linear = nn.Linear(256, 1, bias=False)
+        nn.init.ones_(linear.weight)
+        return linear
+
+    task = Task(
+        model=model,
+        batches=lambda: [torch.ones(1, 256)] * 8,
+        loss=lambda m, x: m(x).float().mean(),
+        optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=1e-4, weight_decay=0),
+    )
+    assert diagnose(task, precision="bf16-pure", steps=8).status == "clean"
+    plain = Task(
+        model=lambda: model().bfloat16(), batches=task.batches, loss=task.loss,
+        optimizer=task.optimizer,
+    )  # fmt: skip
+    with pytest.warns(UserWarning, match="parameters are bfloat16"):
+        assert diagnose(plain, precision="bf16", steps=8).cause == "STAGNATION"

@@ -23,8 +23,9 @@ Nothing is changed about models and optimizers, and what belongs to them is read
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from threading import get_ident
 from types import TracebackType
 from typing import Any, Literal, NoReturn
@@ -141,7 +142,7 @@ class Engine:
         named = members.parameters()
         self.device = arguments.device_of(named)
         self.policy, self.resolution = arguments.policy_for(policy, self.device)
-        arguments.check_parameters(named, members.optimizers, self.policy)
+        self._check_parameters(named, members.optimizers)
         accelerate.check_once(members.models, members.optimizers, self.policy)
         self._scale_settings = loss_scale
         self.loss_scale = self._first_loss_scale()
@@ -166,7 +167,7 @@ class Engine:
             self.device,
             max_grad_norm,
             together=skip == "all",
-            make_step=self._make_step,
+            make_step=self._precision.step,
         )
         self._outcomes = Outcomes(self.device)
         self._missed: dict[int, list[str]] = {}  # buffers that a skip would not put back, by step
@@ -185,16 +186,8 @@ class Engine:
             self.device.type,
             self._members,
             casts=not self._parallel.shards,
-            agreed=self._first_of_ranks,
+            agreed=partial(_first_of, self.group),
         )
-
-    def _first_of_ranks(self, number: int) -> int:
-        """The first rank's number, on all of them."""
-        return beside(self.group).first(lambda: number)
-
-    def _make_step(self, optimizer: Optimizer, make: Callable[[], object]) -> None:
-        """Make an optimizer's step, its own being `make`, in the precision in force by then."""
-        self._precision.step(optimizer, make)
 
     def _adopt(self, resolution: Resolution) -> None:
         """Have another policy in force, as if it had been from the start; no step is open."""
@@ -205,6 +198,8 @@ class Engine:
         self.policy = resolution.policy
         self.loss_scale = self._first_loss_scale()
         self._precision = self._in_force()
+        self._pending.make_step = self._precision.step
+        self._pending.forget_guards()
 
     def _find_parallel(self, watch_every: int) -> OneRank:
         """The processes that train these models together."""
@@ -213,7 +208,13 @@ class Engine:
     # -- what is trained ---------------------------------------------------------------------------
 
     def _check(self, named: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]) -> None:
-        """Look whether parameters and optimizers can be trained under the policy."""
+        """Look whether parameters and optimizers, which are others now, can be trained."""
+        self._check_parameters(named, optimizers)
+
+    def _check_parameters(
+        self, named: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]
+    ) -> None:
+        """Look whether parameters can be trained under the policy."""
         arguments.check_parameters(named, optimizers, self.policy)
 
     @property
@@ -780,6 +781,11 @@ class Engine:
                 yield
         finally:
             self._precision.begin_window(anew=True)
+
+
+def _first_of(group: ProcessGroup | None, number: int) -> int:
+    """The first rank's number, on all of them."""
+    return beside(group).first(lambda: number)
 
 
 class _Training:

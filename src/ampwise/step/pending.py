@@ -61,7 +61,7 @@ class Pending:
         self._members = members
         self._device = device
         self.max_grad_norm = max_grad_norm
-        self._together, self._make_step = together, make_step
+        self._together, self.make_step = together, make_step
         self._guards: dict[tuple[int, ...], Guard] = {}
         self.clear()
 
@@ -105,7 +105,7 @@ class Pending:
         if indices not in self._guards:
             together = [self._members.optimizers[index] for index in indices]
             self._guards[indices] = Guard(
-                together, self._device, self.max_grad_norm, self._make_step
+                together, self._device, self.max_grad_norm, self.make_step
             )
         return self._guards[indices]
 

@@ -248,6 +248,11 @@ class Rerun(TrainStep):
     def _check(self, named: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]) -> None:
         """Nothing: the step has."""
 
+    def _check_parameters(
+        self, named: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]
+    ) -> None:
+        """Nothing, either: they are trained in the step's own precision."""
+
     def gradient_norms(self) -> list[Tensor]:
         """Norms of the gradients, as guards read them."""
         sets = self._pending.sets(self._members.indices(None))
