@@ -341,3 +341,22 @@ def test_where_float32_runs_out_of_memory_the_guess_stays(
     step(large, batches(1)[0])
     assert step.policy.name == "bf16"
     assert "not raced: fp32 failed: OutOfMemoryError" in str(step.resolution)
+
+
+def test_compiled_models_are_raced_eagerly_and_stay_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiled: list[int] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        compiled.append(1)
+        return graph.forward
+
+    torch.compiler.reset()
+    turns = raced(monkeypatch, "fp32")
+    model: Any = torch.compile(mlp(), backend=backend)
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), policy=GUESS)
+    for batch in batches(3):
+        step(classify, batch)
+    assert len(turns) > len(ALL)
+    assert len(compiled) == 1
