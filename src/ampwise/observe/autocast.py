@@ -96,14 +96,7 @@ class Autocasts:
 
     def _enter(self, real: Any, region: Any) -> Any:
         if self._session.active:
-            node: Any = torch._C._current_autograd_node()
-            line = None
-            if node is None:  # checkpointing enters regions again in backward: nobody asks there
-                line = users_line()
-                self._entered[region.device, _name(region.fast_dtype), region._enabled, line] += 1
-            self._session.tell(
-                "autocast_entered", region.device, region.fast_dtype, line, enabled=region._enabled
-            )
+            self._note(region)
         if self.override is None or not region._enabled:
             return real(region)
         own = region.fast_dtype
@@ -115,6 +108,15 @@ class Autocasts:
             return real(region)
         finally:
             region._enabled, region.fast_dtype = True, own
+
+    def _note(self, region: Any) -> None:
+        """Count a region, and tell; those that checkpointing enters again in backward are not."""
+        node: Any = torch._C._current_autograd_node()
+        if node is not None:
+            return
+        line, on = users_line(), region._enabled
+        self._entered[region.device, _name(region.fast_dtype), on, line] += 1
+        self._session.tell("autocast_entered", region.device, region.fast_dtype, line, enabled=on)
 
 
 def _name(dtype: Any) -> str:
