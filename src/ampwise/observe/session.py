@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 from ampwise.errors import kind_and_words
 from ampwise.observe.listener import Listener
@@ -51,7 +52,7 @@ class Session:
         self._repeated = False
         self._since = time.perf_counter()
         self._aside_s = 0.0
-        os.register_at_fork(after_in_child=self._leave)
+        _sessions.add(self)
 
     def listen(self, listener: Listener) -> None:
         """Tell it what happens from now on."""
@@ -135,8 +136,18 @@ class Session:
         ended, self.step = self.step, Step(self.step.number + 1)
         self.tell("step_ends", ended)
 
-    def _leave(self) -> None:
-        self.active = False
+
+_sessions: WeakSet[Session] = WeakSet()
+
+
+def _leave() -> None:
+    """In a forked process, where nothing is observed."""
+    for each in _sessions:
+        each.active = False
+
+
+if hasattr(os, "register_at_fork"):  # Windows has no forks
+    os.register_at_fork(after_in_child=_leave)
 
 
 def _overridden(kind: type[Listener]) -> set[str]:
