@@ -31,7 +31,7 @@ from ampwise.step.modules import held_by, modules_of, parameters_by_name
 from ampwise.step.recorder import MicroBatch, RandomState, Stash, finite
 from ampwise.step.replay import finite_buffers, gradients_of, let_go, undisturbed
 from ampwise.step.replayable import Replayed
-from ampwise_lint.base.words import power
+from ampwise_lint.base.words import power_in_code
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ class Observed:
 
     def how_scaled(self, scale: float) -> str:
         """What to write for a loss scale that begins with this."""
-        return f"GradScaler(init_scale={power(scale).replace('^', '.0**')})"
+        return f"GradScaler(init_scale={power_in_code(scale)})"
 
 
 class _Again:
