@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.amp.autocast_mode import autocast
 
+from ampwise.formats import dtype_name
 from ampwise.lines import Line, users_line
 from ampwise.observe.patches import Patches
 from ampwise.observe.result import Asked, Region
@@ -57,7 +58,7 @@ class Autocasts:
             if region._enabled or not self._session.active:
                 return
             if kwargs.get("enabled", args[_ENABLED] if len(args) > _ENABLED else True):
-                self._refused[_name(region.fast_dtype), users_line()] = None
+                self._refused[dtype_name(region.fast_dtype), users_line()] = None
 
         patches.wrap(autocast, "__init__", made)
         patches.wrap(autocast, "__enter__", self._enter)
@@ -115,9 +116,5 @@ class Autocasts:
         if node is not None:
             return
         line, on = users_line(), region._enabled
-        self._entered[region.device, _name(region.fast_dtype), on, line] += 1
+        self._entered[region.device, dtype_name(region.fast_dtype), on, line] += 1
         self._session.tell("autocast_entered", region.device, region.fast_dtype, line, enabled=on)
-
-
-def _name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
