@@ -292,3 +292,29 @@ def test_the_norm_is_one_over_gradients_of_several_dtypes(script):
     """)
     ).lines
     assert line["amp/grad_norm"] == pytest.approx(12**0.5)
+
+
+def test_a_race_of_precisions_is_no_training_of_the_scripts(script, monkeypatch, tmp_path):
+    from ampwise.policy import PRESETS
+    from ampwise.step import race
+
+    monkeypatch.setenv("AMPWISE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(race, "candidates", lambda _: ([PRESETS["bf16"]], {}))
+    monkeypatch.setattr(
+        race._Arm, "turn_ms", lambda arm: arm.gradients() and 2.0 - arm._rerun.policy.autocast
+    )
+    path = script("""
+        import ampwise
+        from ampwise.policy import PRESETS, Resolution
+        guess = Resolution("auto", PRESETS["fp32"], "cpu", (), changed=False, guess=True)
+        model = nn.Linear(4, 2)
+        step = ampwise.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), policy=guess)
+        for _ in range(4):
+            step(lambda m, x: m(x).float().mean(), torch.ones(8, 4))
+        assert step.policy.name == "bf16" and "8 rounds" in str(step.resolution)
+    """)
+    seen = observe(path)
+    assert (seen.report.exit_code, seen.report.steps) == (0, 4)
+    assert seen.report.micro_batches_per_step == 1
+    ran = seen.report.precision.ran.forward
+    assert set(ran) == {"bfloat16"}

@@ -18,6 +18,7 @@ from ampwise.errors import kind_and_words
 from ampwise.observe.listener import Listener
 from ampwise.observe.result import NotObserved
 from ampwise.observe.steps import Attempt, Segment, Step
+from ampwise.step.replay import onlookers
 
 _FORGOTTEN = 20
 """Steps after which an optimizer that no longer updates is not waited for."""
@@ -53,6 +54,7 @@ class Session:
         self._since = time.perf_counter()
         self._aside_s = 0.0
         _sessions.add(self)
+        onlookers.add(self)
 
     def listen(self, listener: Listener) -> None:
         """Tell it what happens from now on."""
@@ -89,7 +91,8 @@ class Session:
             yield
         finally:
             self.active = before
-            self._aside_s += time.perf_counter() - began
+            if before:  # else it is within another one
+                self._aside_s += time.perf_counter() - began
 
     def watched(self) -> None:
         """The open step is slowed down by being looked at."""

@@ -10,9 +10,16 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +47,18 @@ from ampwise.step.replayable import Replayable, Replayed
 from ampwise.step.train_step import TrainStep
 from ampwise.step.window import Weight
 from ampwise_lint.base.words import power_in_code
+
+
+class Onlooker(Protocol):
+    """Who watches training, and takes what runs for it."""
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Context: what runs inside is no training."""
+        ...
+
+
+onlookers: WeakSet[Onlooker] = WeakSet()
+"""Who watches what this process trains."""
 
 
 class Replay:
@@ -298,8 +317,18 @@ def undisturbed(step: Replayable, others: Iterable[nn.Module] = ()) -> Generator
     """Gradients, modules and random state as they were, whatever happens inside.
 
     Of an open window forward has written the buffers already: inside they are as it began. `others`
-    are modules beside the models that it uses.
+    are modules beside the models that it uses. Who looks on (`onlookers`) sees nothing of it.
     """
+    with ExitStack() as unseen:
+        for each in list(onlookers):
+            unseen.enter_context(each.aside())
+        with _put_back(step, others):
+            yield
+
+
+@contextmanager
+def _put_back(step: Replayable, others: Iterable[nn.Module]) -> Generator[None]:
+    """Context: what forward and backward change is as before afterwards."""
     random_state = RandomState.now(step.device)
     gradients = [(each, each.grad) for each in step.named_tensors().values()]
     for each, _ in gradients:
