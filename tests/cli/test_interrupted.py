@@ -7,8 +7,9 @@ import json
 import pytest
 
 from ampwise.cli.main import main
-from ampwise.numerics import diagnose, search
-from ampwise.numerics.search import Tried, Tuned
+from ampwise.numerics import diagnose
+from ampwise.tune import search
+from ampwise.tune.search import Tried, Tuned
 
 TASK = """
 import torch

@@ -22,17 +22,25 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ampwise import formats
 from ampwise.distributed.host_group import ALONE, HostGroup
 from ampwise.errors import kind_and_words
-from ampwise.numerics import compiled, fix, stagnation
-from ampwise.numerics.candidates import FLOAT32_CAUSES, Candidate, candidates
-from ampwise.numerics.cause import Finding as Cause
-from ampwise.numerics.cause import constant_beyond, explain, extreme_of, in_float64, of_itself
-from ampwise.numerics.places import NOWHERE, Phase, Place, is_internal
+from ampwise.numerics.explain import stagnation
+from ampwise.numerics.explain.cause import Finding as Cause
+from ampwise.numerics.explain.cause import (
+    constant_beyond,
+    explain,
+    extreme_of,
+    in_float64,
+    of_itself,
+)
+from ampwise.numerics.explain.silent import Lost, silent_faults
+from ampwise.numerics.explain.stagnation import Stagnant
+from ampwise.numerics.observe import compiled
+from ampwise.numerics.observe.places import NOWHERE, Phase, Place, is_internal
+from ampwise.numerics.observe.shadow import ShadowRun
+from ampwise.numerics.observe.trace import Root, Trace, bad_bits, has_finite_inputs, watch
+from ampwise.numerics.observe.values import at, broken, exponents, loss_of, origin_of, passed
+from ampwise.numerics.remedy import fix
+from ampwise.numerics.remedy.candidates import FLOAT32_CAUSES, Candidate, candidates
 from ampwise.numerics.result import Diagnosis, Extent, Finding, Fix, OpError, Origin, Passed
-from ampwise.numerics.shadow import ShadowRun
-from ampwise.numerics.silent import Lost, silent_faults
-from ampwise.numerics.stagnation import Stagnant
-from ampwise.numerics.trace import Root, Trace, bad_bits, has_finite_inputs, watch
-from ampwise.numerics.values import at, broken, exponents, loss_of, origin_of, passed
 from ampwise.policy import PRESETS
 from ampwise.step.compiled import is_compiled
 from ampwise.step.recorder import Stash, finite

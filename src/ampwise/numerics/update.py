@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from ampwise import formats
 from ampwise.bench.arm import Arm, Settings
 from ampwise.data import to_device
-from ampwise.numerics.ancestry import Ancestor, back_from
-from ampwise.numerics.cause import Finding as Cause
-from ampwise.numerics.cause import damaged, of_itself
-from ampwise.numerics.places import placing
+from ampwise.numerics.explain.cause import Finding as Cause
+from ampwise.numerics.explain.cause import damaged, of_itself
+from ampwise.numerics.observe.ancestry import Ancestor, back_from
+from ampwise.numerics.observe.places import placing
+from ampwise.numerics.observe.shadow import Shadow, ShadowRun, shadowed
+from ampwise.numerics.observe.trace import Root, watch_update
+from ampwise.numerics.observe.values import broken, origin_of, passed
 from ampwise.numerics.result import Diagnosis, Fix
-from ampwise.numerics.shadow import Shadow, ShadowRun, shadowed
-from ampwise.numerics.trace import Root, watch_update
-from ampwise.numerics.values import broken, origin_of, passed
 from ampwise.policy import Policy
 from ampwise.step.recorder import finite
 from ampwise.step.replay import Replay

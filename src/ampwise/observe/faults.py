@@ -28,10 +28,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ampwise.distributed.layout import is_up
 from ampwise.lines import Line
+from ampwise.numerics.across_ranks import would_talk
 from ampwise.numerics.examine import Examiner, Silent
-from ampwise.numerics.ranks import would_talk
+from ampwise.numerics.observe.trace import watch
 from ampwise.numerics.result import Diagnosis
-from ampwise.numerics.trace import watch
 from ampwise.observe.autocast import Autocasts
 from ampwise.observe.calls import Calls
 from ampwise.observe.listener import Listener

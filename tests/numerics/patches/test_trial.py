@@ -16,10 +16,9 @@ import ampwise
 from ampwise.bench.arm import Settings
 from ampwise.cli.main import main
 from ampwise.errors import UsageError
-from ampwise.numerics import fix
 from ampwise.numerics.diagnose import DiagnoseConfig, explore
 from ampwise.numerics.examine import Silent
-from ampwise.numerics.remedy import apply, handover
+from ampwise.numerics.remedy import apply, fix, handover
 from ampwise.numerics.remedy.handover import Failing, TaskSource
 from ampwise.numerics.remedy.verify import Outcome, Trials
 from ampwise.numerics.result import Diagnosis, Fix

@@ -16,11 +16,10 @@ from pathlib import Path
 
 import ampwise
 from ampwise.errors import UsageError, in_one_line
-from ampwise.numerics import fix
-from ampwise.numerics.candidates import Candidate
 from ampwise.numerics.examine import Progress
-from ampwise.numerics.places import kind_of
-from ampwise.numerics.remedy import handover
+from ampwise.numerics.observe.places import kind_of
+from ampwise.numerics.remedy import fix, handover
+from ampwise.numerics.remedy.candidates import Candidate
 from ampwise.numerics.remedy.handover import Failing, TaskSource
 from ampwise.numerics.remedy.patches import Proposal, proposals
 from ampwise.numerics.remedy.patches.site import Site

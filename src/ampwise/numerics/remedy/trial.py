@@ -25,9 +25,8 @@ from typing import Any
 from ampwise.bench.arm import Arm
 from ampwise.data import to_device
 from ampwise.errors import kind_and_words
-from ampwise.numerics import fix
-from ampwise.numerics.candidates import Candidate
-from ampwise.numerics.remedy import handover
+from ampwise.numerics.remedy import fix, handover
+from ampwise.numerics.remedy.candidates import Candidate
 from ampwise.numerics.remedy.overlay import Overlay
 from ampwise.numerics.remedy.verify import CONTROL, NEXT_STEPS, Outcome
 from ampwise.step.recorder import Stash, finite

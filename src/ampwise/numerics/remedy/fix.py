@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 
 from ampwise.errors import kind_and_words
-from ampwise.numerics.candidates import Candidate
-from ampwise.numerics.costs import costs, replayed
-from ampwise.numerics.gradients import GradientErrors, in_words
+from ampwise.numerics.observe.gradient_errors import GradientErrors, in_words
+from ampwise.numerics.observe.shadow import ShadowRun, shadow
+from ampwise.numerics.remedy.candidates import Candidate
+from ampwise.numerics.remedy.costs import costs, replayed
 from ampwise.numerics.result import Fix
-from ampwise.numerics.shadow import ShadowRun, shadow
 from ampwise.policy import PRESETS
 from ampwise.step.recorder import Stash, finite
 from ampwise.step.replayable import Replayable, Replayed

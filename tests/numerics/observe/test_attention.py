@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ampwise.numerics.attention import by_formula, inside
-from ampwise.numerics.cause import explain
 from ampwise.numerics.diagnose import diagnose
-from ampwise.numerics.places import NOWHERE
-from ampwise.numerics.trace import NAN, Root
+from ampwise.numerics.explain.cause import explain
+from ampwise.numerics.observe.attention import by_formula, inside
+from ampwise.numerics.observe.places import NOWHERE
+from ampwise.numerics.observe.trace import NAN, Root
 from tests.numerics.cases import data, line_of, square, task
 
 FUSED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default

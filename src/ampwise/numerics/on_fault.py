@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ampwise.errors import AmpwiseError
-from ampwise.numerics import ranks
+from ampwise.numerics import across_ranks
 from ampwise.numerics.examine import Examiner
 from ampwise.numerics.result import Diagnosis
 from ampwise.step.replay import Replay
@@ -29,7 +29,7 @@ def examine(step: TrainStep) -> Diagnosis | None:
             "step(loss_fn, batch)"
         )
     examiner = Examiner(replay, "training")
-    found = ranks.examined(
+    found = across_ranks.examined(
         examiner, stash, lambda: None if examiner.settling(stash) else examiner.failure(stash)
     )
     return None if found is not None and found.status == "benign" else found

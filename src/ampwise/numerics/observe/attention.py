@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampwise.numerics.trace import (
+from ampwise.numerics.observe.trace import (
     FILLS,
     Root,
     _copies,

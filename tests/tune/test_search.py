@@ -14,9 +14,9 @@ from torch import nn
 from ampwise.bench.arm import Settings
 from ampwise.cli.main import main
 from ampwise.numerics.diagnose import diagnose
-from ampwise.numerics.search import TuneConfig, make_hold, minimal
 from ampwise.policy import Policy
 from ampwise.tasks import Task
+from ampwise.tune.search import TuneConfig, make_hold, minimal
 from tests.numerics.cases import VARIANTS, SquaredNorm
 
 CPU = Settings(torch.device("cpu"))
@@ -124,7 +124,7 @@ def test_a_stated_sqnr_is_kept_by_islands():
 
 
 def test_the_command_prints_the_policy_and_writes_json(tmp_path, capsys):
-    (tmp_path / "norms.py").write_text("from tests.numerics.test_search import norms as task\n")
+    (tmp_path / "norms.py").write_text("from tests.tune.test_search import norms as task\n")
     command = ["tune", str(tmp_path / "norms.py"), "--precisions", "fp16", "--steps", "4"]
     assert main([*command, "--no-bench", "--quiet", "--out", "a"]) == 0
     said = capsys.readouterr().out

@@ -27,11 +27,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from ampwise import formats
-from ampwise.numerics.ancestry import Ancestor, cancelled, flushed, lost_constants
-from ampwise.numerics.attention import by_formula, is_attention
-from ampwise.numerics.places import Place, Places, placing
-from ampwise.numerics.result import Extent
-from ampwise.numerics.trace import (
+from ampwise.numerics.observe.ancestry import Ancestor, cancelled, flushed, lost_constants
+from ampwise.numerics.observe.attention import by_formula, is_attention
+from ampwise.numerics.observe.places import Place, Places, placing
+from ampwise.numerics.observe.trace import (
     Operation,
     _key,
     _operation,
@@ -40,6 +39,7 @@ from ampwise.numerics.trace import (
     hollow,
     sources,
 )
+from ampwise.numerics.result import Extent
 from ampwise.policy import Policy
 from ampwise.step.recorder import Stash
 from ampwise.step.replayable import Replayable, Replayed

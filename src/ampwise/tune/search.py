@@ -21,15 +21,15 @@ from ampwise.bench.run import BenchConfig, run_bench
 from ampwise.data import to_device
 from ampwise.document import Document
 from ampwise.errors import UsageError
-from ampwise.numerics import fix
-from ampwise.numerics import interventions as change
-from ampwise.numerics.candidates import Candidate
-from ampwise.numerics.costs import time_ratio
 from ampwise.numerics.diagnose import DiagnoseConfig, explore
 from ampwise.numerics.examine import Silent
+from ampwise.numerics.observe.shadow import shadow
+from ampwise.numerics.observe.trace import watch
+from ampwise.numerics.remedy import fix
+from ampwise.numerics.remedy import interventions as change
+from ampwise.numerics.remedy.candidates import Candidate
+from ampwise.numerics.remedy.costs import time_ratio
 from ampwise.numerics.result import Diagnosis
-from ampwise.numerics.shadow import shadow
-from ampwise.numerics.trace import watch
 from ampwise.policy import PRESETS, Policy
 from ampwise.step.recorder import Stash
 from ampwise.step.replay import Replay

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from ampwise import formats
 from ampwise.data import leaves
-from ampwise.numerics.ancestry import Ancestor
-from ampwise.numerics.extent import CHANNELS_SECOND, extent_of, samples_in
-from ampwise.numerics.places import Place
+from ampwise.numerics.observe.ancestry import Ancestor
+from ampwise.numerics.observe.extent import CHANNELS_SECOND, extent_of, samples_in
+from ampwise.numerics.observe.places import Place
+from ampwise.numerics.observe.trace import Flow, Root, held_by
 from ampwise.numerics.result import Extent, Origin, Passed, Values
-from ampwise.numerics.trace import Flow, Root, held_by
 from ampwise.step.recorder import Stash
 
 _SAMPLE = 20_000

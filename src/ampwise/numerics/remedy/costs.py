@@ -23,8 +23,8 @@ from torch import Tensor
 
 from ampwise.bench.requirements import NOISY
 from ampwise.bench.stats import Interval, paired_speedup
-from ampwise.numerics.candidates import Candidate
-from ampwise.numerics.interventions import InScope
+from ampwise.numerics.remedy.candidates import Candidate
+from ampwise.numerics.remedy.interventions import InScope
 from ampwise.step.recorder import Stash
 from ampwise.step.replayable import Replayable, Replayed
 from ampwise_lint.base.words import size

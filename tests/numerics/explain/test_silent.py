@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from ampwise.numerics.diagnose import diagnose
+from ampwise.numerics.observe.shadow import shadow
 from ampwise.numerics.result import percent
-from ampwise.numerics.shadow import shadow
 from ampwise.report.diagnosis import render, to_html
 from ampwise.step import TrainStep
 from ampwise.step.replay import Replay
@@ -130,7 +130,7 @@ def test_a_share_that_is_not_nothing_is_not_shown_as_nothing(capsys):
 
 @pytest.mark.parametrize("make", [LOOK_ALIKES["causal mask"], VARIANTS["gain"].make])
 def test_the_snippet_of_the_docs_runs_on_sound_and_on_broken_tasks(make, capsys):
-    text = (Path(__file__).parents[2] / "docs" / "diagnose.md").read_text()
+    text = (Path(__file__).parents[3] / "docs" / "diagnose.md").read_text()
     snippet = text.partition("```python\n")[2].partition("```")[0]
     torch.manual_seed(0)
     exec(snippet, {"task": make()})

@@ -29,11 +29,11 @@ import torch
 from torch import Tensor
 
 from ampwise import formats
-from ampwise.numerics import domain
-from ampwise.numerics.ancestry import Ancestor, back_from
-from ampwise.numerics.attention import inside, is_attention, mask_of
-from ampwise.numerics.shadow import ShadowRun, UnsupportedError, exact, shadow
-from ampwise.numerics.trace import FILLS, NAN, NEGATIVE, Root, _tensors, bad_bits
+from ampwise.numerics.observe import domain
+from ampwise.numerics.observe.ancestry import Ancestor, back_from
+from ampwise.numerics.observe.attention import inside, is_attention, mask_of
+from ampwise.numerics.observe.shadow import ShadowRun, UnsupportedError, exact, shadow
+from ampwise.numerics.observe.trace import FILLS, NAN, NEGATIVE, Root, _tensors, bad_bits
 from ampwise.step.recorder import Stash
 from ampwise.step.replayable import Replayable
 from ampwise_lint.base.words import counted, figure

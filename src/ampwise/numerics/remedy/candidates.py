@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from ampwise import formats
 from ampwise.data.move import changed, leaves
-from ampwise.numerics import interventions as change
-from ampwise.numerics.cause import VARIANCES
-from ampwise.numerics.domain import domain_of
-from ampwise.numerics.interventions import Scope, on
-from ampwise.numerics.places import Place
-from ampwise.numerics.trace import FILLS
+from ampwise.numerics.explain.cause import VARIANCES
+from ampwise.numerics.observe.domain import domain_of
+from ampwise.numerics.observe.places import Place
+from ampwise.numerics.observe.trace import FILLS
+from ampwise.numerics.remedy import interventions as change
+from ampwise.numerics.remedy.interventions import Scope, on
 from ampwise.policy import PRESETS, Policy
 from ampwise.step.recorder import Stash
 from ampwise.step.replayable import Replayable

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from ampwise.data import leaves
-from ampwise.numerics.places import NOWHERE, Phase, Place, Places, placing
+from ampwise.numerics.observe.places import NOWHERE, Phase, Place, Places, placing
 from ampwise.step.recorder import Stash
 from ampwise.step.replayable import Replayable, Replayed
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ampwise.numerics.places import Place
+from ampwise.numerics.observe.places import Place
+from ampwise.numerics.observe.values import at
 from ampwise.numerics.result import percent
-from ampwise.numerics.values import at
 from ampwise.step.replayable import Replayable
 from ampwise.telemetry.ring import StepRecord
 

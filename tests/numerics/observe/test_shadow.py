@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from ampwise.bench.arm import Arm, Settings
-from ampwise.numerics.gradients import GradientErrors
-from ampwise.numerics.shadow import compare, shadow
-from ampwise.numerics.trace import NAN, NEGATIVE, POSITIVE, bad_bits, watch
+from ampwise.numerics.observe.gradient_errors import GradientErrors
+from ampwise.numerics.observe.shadow import compare, shadow
+from ampwise.numerics.observe.trace import NAN, NEGATIVE, POSITIVE, bad_bits, watch
 from ampwise.policy import Policy
 from ampwise.step import TrainStep
 from ampwise.step.replay import Replay

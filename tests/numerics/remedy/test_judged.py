@@ -209,7 +209,7 @@ def test_a_step_that_does_not_read_as_itself_measures_nothing(monkeypatch):
     def noisy(step, stash, candidate, *, backward):
         return next(times)
 
-    monkeypatch.setattr("ampwise.numerics.costs._time_s", noisy)
+    monkeypatch.setattr("ampwise.numerics.remedy.costs._time_s", noisy)
     found = diagnose(CASES["scores before scaling"].make(), "fp16", steps=2)
     for each in found.fixes:
         if each.verified:
@@ -218,7 +218,7 @@ def test_a_step_that_does_not_read_as_itself_measures_nothing(monkeypatch):
 
 
 def test_a_step_that_takes_long_is_not_timed(monkeypatch):
-    monkeypatch.setattr("ampwise.numerics.costs._time_s", lambda *_, backward: 3.0)
+    monkeypatch.setattr("ampwise.numerics.remedy.costs._time_s", lambda *_, backward: 3.0)
     found = diagnose(CASES["scores before scaling"].make(), "fp16", steps=2)
     assert fix(found, "line").cost.startswith("time not measured: one pass takes 3.0 s")
 
@@ -230,7 +230,7 @@ def test_arms_take_turns(monkeypatch):
         order.append(candidate.what)
         return 1e-3
 
-    monkeypatch.setattr("ampwise.numerics.costs._time_s", noting)
+    monkeypatch.setattr("ampwise.numerics.remedy.costs._time_s", noting)
     found = diagnose(CASES["summed cross-entropy"].make(), "fp16", steps=2)
     verified = [each.what for each in found.fixes if each.verified]
     assert len(verified) > 1

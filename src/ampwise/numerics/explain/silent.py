@@ -22,12 +22,11 @@ from torch import Tensor
 
 from ampwise import formats
 from ampwise.data import leaves
-from ampwise.numerics.ancestry import Ancestor, back_from, largest_before, narrow_before
-from ampwise.numerics.extent import extent_of, lost_elements, samples_in
-from ampwise.numerics.gradients import GradientErrors, in_words
-from ampwise.numerics.places import NOWHERE, Place
-from ampwise.numerics.result import Extent, Passed, percent
-from ampwise.numerics.shadow import (
+from ampwise.numerics.observe.ancestry import Ancestor, back_from, largest_before, narrow_before
+from ampwise.numerics.observe.extent import extent_of, lost_elements, samples_in
+from ampwise.numerics.observe.gradient_errors import GradientErrors, in_words
+from ampwise.numerics.observe.places import NOWHERE, Place
+from ampwise.numerics.observe.shadow import (
     RIGHT_DB,
     WRONG_DB,
     OperationError,
@@ -36,8 +35,9 @@ from ampwise.numerics.shadow import (
     exact,
     shadow,
 )
-from ampwise.numerics.trace import HISTORY, Root, Trace
-from ampwise.numerics.values import passed
+from ampwise.numerics.observe.trace import HISTORY, Root, Trace
+from ampwise.numerics.observe.values import passed
+from ampwise.numerics.result import Extent, Passed, percent
 from ampwise.step.recorder import Stash
 from ampwise.step.replayable import Replayable
 from ampwise.telemetry.ring import StepRecord

@@ -19,9 +19,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from ampwise.numerics import domain
-from ampwise.numerics.extent import which
-from ampwise.numerics.places import is_internal
+from ampwise.numerics.observe import domain
+from ampwise.numerics.observe.extent import which
+from ampwise.numerics.observe.places import is_internal
 from ampwise.step.precision import Islands
 from ampwise.step.recorder import finite
 

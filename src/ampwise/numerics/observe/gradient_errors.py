@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ampwise.numerics.shadow import Error, compare
+from ampwise.numerics.observe.shadow import Error, compare
 
 NEGLIGIBLE = 1e-6
 """Gradients this small beside the largest (root mean square) are zero in exact arithmetic."""
