@@ -27,16 +27,17 @@ from ampwise.numerics.explain.cause import Finding as Cause
 from ampwise.numerics.explain.cause import (
     constant_beyond,
     explain,
-    extreme_of,
     in_float64,
     of_itself,
 )
 from ampwise.numerics.explain.silent import Lost, silent_faults
 from ampwise.numerics.explain.stagnation import Stagnant
 from ampwise.numerics.observe import compiled
+from ampwise.numerics.observe.bits import bad_bits, extreme_of
 from ampwise.numerics.observe.places import NOWHERE, Phase, Place, is_internal
+from ampwise.numerics.observe.roots import Root
 from ampwise.numerics.observe.shadow import ShadowRun
-from ampwise.numerics.observe.trace import Root, Trace, bad_bits, has_finite_inputs, watch
+from ampwise.numerics.observe.trace import Trace, watch
 from ampwise.numerics.observe.values import at, broken, exponents, loss_of, origin_of, passed
 from ampwise.numerics.remedy import fix
 from ampwise.numerics.remedy.candidates import FLOAT32_CAUSES, Candidate, candidates
@@ -211,7 +212,7 @@ class Examiner:
             return found
         trace = watch(self.step, stash, once=True)
         root = trace.origin
-        if root is None or not has_finite_inputs(root):  # what is bad here came from another rank
+        if root is None or not root.has_finite_inputs:  # what is bad here came from another rank
             found.status = "not_reproduced"
             found.explanation = "No operation on this rank made inf or NaN of finite values."
             return found

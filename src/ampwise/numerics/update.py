@@ -23,8 +23,9 @@ from ampwise.numerics.explain.cause import Finding as Cause
 from ampwise.numerics.explain.cause import damaged, of_itself
 from ampwise.numerics.observe.ancestry import Ancestor, back_from
 from ampwise.numerics.observe.places import placing
+from ampwise.numerics.observe.roots import Root
 from ampwise.numerics.observe.shadow import Shadow, ShadowRun, shadowed
-from ampwise.numerics.observe.trace import Root, watch_update
+from ampwise.numerics.observe.trace import watch_update
 from ampwise.numerics.observe.values import broken, origin_of, passed
 from ampwise.numerics.result import Diagnosis, Fix
 from ampwise.policy import Policy
@@ -86,7 +87,7 @@ def _by_shadow(arm: Arm, root: Root) -> Cause:
     with placing(Replay(arm.step).models) as places:
         mode = Shadow(places, errors=False, at=(root.name, place, root.occurrence))
         shadowed(mode, arm.step.update)
-    run = ShadowRun(Replayed(), inputs=mode.inputs, actual=mode.actual, makers=mode.makers)
+    run = mode.seen(Replayed())
     return _lost_eps(root, run) or damaged(root, run)
 
 

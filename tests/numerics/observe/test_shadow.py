@@ -11,9 +11,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from ampwise.bench.arm import Arm, Settings
+from ampwise.numerics.observe.bits import NAN, NEGATIVE, POSITIVE, bad_bits
 from ampwise.numerics.observe.gradient_errors import GradientErrors
-from ampwise.numerics.observe.shadow import compare, shadow
-from ampwise.numerics.observe.trace import NAN, NEGATIVE, POSITIVE, bad_bits, watch
+from ampwise.numerics.observe.shadow import shadow
+from ampwise.numerics.observe.sqnr import compare
+from ampwise.numerics.observe.trace import watch
 from ampwise.policy import Policy
 from ampwise.step import TrainStep
 from ampwise.step.replay import Replay

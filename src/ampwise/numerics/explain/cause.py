@@ -21,7 +21,6 @@ lower loss scale is SCALE_TOO_HIGH. Of fused attention it is the operation insid
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,8 +31,11 @@ from ampwise import formats
 from ampwise.numerics.observe import domain
 from ampwise.numerics.observe.ancestry import Ancestor, back_from
 from ampwise.numerics.observe.attention import inside, is_attention, mask_of
-from ampwise.numerics.observe.shadow import ShadowRun, UnsupportedError, exact, shadow
-from ampwise.numerics.observe.trace import FILLS, NAN, NEGATIVE, Root, _tensors, bad_bits
+from ampwise.numerics.observe.bits import NAN, NEGATIVE, all_bits, bad_bits, extreme_of
+from ampwise.numerics.observe.exact import UnsupportedError, exact
+from ampwise.numerics.observe.operations import FILLS, tensors
+from ampwise.numerics.observe.roots import Root
+from ampwise.numerics.observe.shadow import ShadowRun, shadow
 from ampwise.step.recorder import Stash
 from ampwise.step.replayable import Replayable
 from ampwise_lint.base.words import counted, figure
@@ -113,10 +115,7 @@ def _fed(root: Root) -> Finding | None:
     source = root.fed_by
     if source is None or source.name != "batch" or local is None:
         return None
-    bits = 0
-    for each in local:
-        bits |= bad_bits(each)
-    if root.bits & ~bits:
+    if root.bits & ~all_bits(local):
         return None
     made = "NaN" if root.bits & NAN else "inf"
     return Finding(
@@ -154,7 +153,7 @@ def _beyond_range(root: Root) -> Finding | None:
             "RANGE_OVERFLOW",
             f"The result of {root.name} would be {figure(peak)}; {fmt} ends at "
             f"{figure(math.copysign(fmt.max, peak))}. Its inputs are finite, the largest "
-            f"{figure(extreme_of(_tensors((root.args, root.kwargs))))}.",
+            f"{figure(extreme_of(tensors((root.args, root.kwargs))))}.",
         )
     return Finding(
         "RANGE_OVERFLOW",
@@ -174,7 +173,7 @@ def constant_beyond(root: Root, fmt: formats.FloatFormat) -> float | None:
     # A constant tensor of one element is a scalar, too.
     scalars += [
         float(each)
-        for each in _tensors(root.args)
+        for each in tensors(root.args)
         if each.numel() == 1 and each.is_floating_point() and root.name in ("masked_fill", "where")
     ]
     return next((each for each in scalars if math.isfinite(each) and abs(each) > fmt.max), None)
@@ -182,7 +181,7 @@ def constant_beyond(root: Root, fmt: formats.FloatFormat) -> float | None:
 
 def _of_mask(root: Root) -> bool:
     """Whether an operation's tensors hold nothing but 0 and 1."""
-    return all(bool(((each == 0) | (each == 1)).all()) for each in _tensors(root.args))
+    return all(bool(((each == 0) | (each == 1)).all()) for each in tensors(root.args))
 
 
 def _masked_row(root: Root) -> Finding | None:
@@ -221,8 +220,8 @@ def _one_sample(root: Root) -> Finding | None:
 
 
 def _empty(root: Root) -> Finding | None:
-    tensors = _tensors((root.args, root.kwargs))
-    floats = [each for each in tensors if each.is_floating_point()]
+    given = tensors((root.args, root.kwargs))
+    floats = [each for each in given if each.is_floating_point()]
     nothing = any(each.numel() == 0 for each in floats)
     counted = root.name == "nll_loss_forward" and len(root.outputs) > 0 and _all_ignored(root)
     if not counted and not (nothing and root.name in _REDUCTIONS):
@@ -279,10 +278,10 @@ def _wrong_anyway(root: Root) -> Finding:
 
 def _mask_times_zero(root: Root, makers: list[Ancestor | None]) -> Finding | None:
     """The -inf of a mask, times a gradient of 0: where something that is learned scales it."""
-    tensors = _tensors(root.args)
-    if root.place.phase != "backward" or root.name != "mul" or len(makers) != len(tensors):
+    given = tensors(root.args)
+    if root.place.phase != "backward" or root.name != "mul" or len(makers) != len(given):
         return None
-    masks = [(each, maker) for each, maker in zip(tensors, makers, strict=True)
+    masks = [(each, maker) for each, maker in zip(given, makers, strict=True)
              if bad_bits(each) == NEGATIVE]  # fmt: skip
     if len(masks) != 1:
         return None
@@ -300,7 +299,7 @@ def _mask_times_zero(root: Root, makers: list[Ancestor | None]) -> Finding | Non
 
 
 def _domain(root: Root) -> str:
-    floats = [each for each in _tensors(root.args) if each.is_floating_point() and each.numel()]
+    floats = [each for each in tensors(root.args) if each.is_floating_point() and each.numel()]
     if not floats:
         return ""
     offending = next((each for each in floats if bad_bits(each)), floats[-1])
@@ -312,12 +311,10 @@ def _lost(root: Root, ideal: tuple[Any, Any], makers: list[Ancestor | None]) -> 
     """The inputs are not what they should be: how?"""
     triples = [
         (actual.double(), wanted, maker)
-        for actual, wanted, maker in zip(
-            _tensors(root.args), _tensors(ideal[0]), makers, strict=True
-        )
+        for actual, wanted, maker in zip(tensors(root.args), tensors(ideal[0]), makers, strict=True)
         if actual.is_floating_point()
     ]
-    fmt = formats.lookup(next(each.dtype for each in _tensors(root.args)
+    fmt = formats.lookup(next(each.dtype for each in tensors(root.args)
                               if each.is_floating_point()))  # fmt: skip
     for actual, wanted, maker in reversed(triples):  # the last is a divisor, if there is one
         flushed = (actual == 0) & (wanted != 0)
@@ -465,10 +462,3 @@ def _cancelled(is_and_should: str, maker: Ancestor | None, fmt: formats.FloatFor
         f"numbers, and their digits cancel. {fmt} keeps {fmt.mantissa_bits + 1} bits; {left}.",
         made_by,
     )
-
-
-def extreme_of(tensors: Iterable[Tensor]) -> float:
-    """The finite value of the largest magnitude, with its sign; 0 without any."""
-    held = (each.detach()[torch.isfinite(each)] for each in tensors if each.is_floating_point())
-    ends = [float(end) for each in held if each.numel() for end in torch.aminmax(each)]
-    return max(ends, key=abs, default=0.0)

@@ -23,19 +23,14 @@ from torch import Tensor
 from ampwise import formats
 from ampwise.data import leaves
 from ampwise.numerics.observe.ancestry import Ancestor, back_from, largest_before, narrow_before
+from ampwise.numerics.observe.exact import UnsupportedError, exact
 from ampwise.numerics.observe.extent import extent_of, lost_elements, samples_in
 from ampwise.numerics.observe.gradient_errors import GradientErrors, in_words
+from ampwise.numerics.observe.operation_errors import RIGHT_DB, WRONG_DB, OperationError
 from ampwise.numerics.observe.places import NOWHERE, Place
-from ampwise.numerics.observe.shadow import (
-    RIGHT_DB,
-    WRONG_DB,
-    OperationError,
-    ShadowRun,
-    UnsupportedError,
-    exact,
-    shadow,
-)
-from ampwise.numerics.observe.trace import HISTORY, Root, Trace
+from ampwise.numerics.observe.roots import HISTORY, Root
+from ampwise.numerics.observe.shadow import ShadowRun, shadow
+from ampwise.numerics.observe.trace import Trace
 from ampwise.numerics.observe.values import passed
 from ampwise.numerics.result import Extent, Passed, percent
 from ampwise.step.recorder import Stash

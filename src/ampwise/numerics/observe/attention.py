@@ -20,15 +20,16 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampwise.numerics.observe.trace import (
+from ampwise.numerics.observe.bits import all_bits
+from ampwise.numerics.observe.operations import (
     FILLS,
-    Root,
-    _copies,
-    _operation,
-    _tensors,
-    _written,
-    bad_bits,
+    arguments_by_name,
+    copied,
+    operation,
+    tensors,
+    written,
 )
+from ampwise.numerics.observe.roots import Root
 
 
 def is_attention(name: str) -> bool:
@@ -47,14 +48,14 @@ def inside(root: Root) -> Root | None:
 
 def mask_of(func: Any, args: Any, kwargs: Any) -> Tensor | None:
     """What a fused attention adds to its scores, or (bool) selects them by; None without any."""
-    given = _given(func, args, kwargs)
+    given = arguments_by_name(func, args, kwargs)
     mask = given.get("attn_mask", given.get("attn_bias"))
     return mask if isinstance(mask, Tensor) and mask.numel() else None
 
 
 def by_formula(func: Any, args: Any, kwargs: Any, dtype: torch.dtype) -> list[Tensor]:
     """Output of a fused attention; of its backward the gradients of query, key and value."""
-    given = _given(func, args, kwargs)
+    given = arguments_by_name(func, args, kwargs)
     query, key, value = (given[name].detach().to(dtype) for name in ("query", "key", "value"))
     shared = query.shape[-3] // key.shape[-3] if query.dim() > 2 else 1
     if shared > 1:  # several heads of the query share one of key and value
@@ -81,12 +82,6 @@ def by_formula(func: Any, args: Any, kwargs: Any, dtype: torch.dtype) -> list[Te
     return found
 
 
-def _given(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    """Arguments by name."""
-    names = [each.name for each in func._schema.arguments]
-    return dict(zip(names, args, strict=False)) | kwargs
-
-
 class _First(TorchDispatchMode):
     """Keeps the first operation that breaks."""
 
@@ -99,21 +94,14 @@ class _First(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        operation, result = _operation(func), func(*args, **kwargs)
-        if self.found is None and operation.name not in FILLS and not operation.empty:
-            written = _written(operation, args, kwargs, result)
-            if _bits(written) & ~_bits(_tensors((args, kwargs))):
-                given, named = _copies(args, kwargs)
+        op, result = operation(func), func(*args, **kwargs)
+        if self.found is None and op.name not in FILLS and not op.empty:
+            results = written(op, args, kwargs, result)
+            bits = all_bits(results)
+            if bits & ~all_bits(tensors((args, kwargs))):
+                given, named = copied((args, kwargs))
                 self.found = Root(
-                    self._fused.index, operation.name, self._fused.place, _bits(written),
-                    func=func, args=given, kwargs=named,
-                    outputs=[each.detach().clone() for each in written],
+                    self._fused.index, op.name, self._fused.place, bits, func=func, args=given,
+                    kwargs=named, outputs=[each.detach().clone() for each in results],
                 )  # fmt: skip
         return result
-
-
-def _bits(tensors: list[Tensor]) -> int:
-    found = 0
-    for each in tensors:
-        found |= bad_bits(each)
-    return found

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ampwise.numerics.observe.shadow import Error, compare
+from ampwise.numerics.observe.sqnr import Error, compare, decibels
 
 NEGLIGIBLE = 1e-6
 """Gradients this small beside the largest (root mean square) are zero in exact arithmetic."""
@@ -63,7 +63,7 @@ class GradientErrors:
     @property
     def sqnr_db(self) -> float:
         """SQNR of all gradients as one vector, in dB; inf when exact."""
-        return _decibels(self.norm**2, self.noise**2)
+        return decibels(self.norm, self.noise)
 
     @property
     def cosine(self) -> float:
@@ -98,7 +98,7 @@ class GradientErrors:
         """
         least = (LEAST_SHARE * self.norm) ** 2
         return {
-            name: _decibels(sums.ideal, sums.noise)
+            name: decibels(math.sqrt(sums.ideal), math.sqrt(sums.noise))
             for name, sums in self._sums.items()
             if self._reference[name].dim() >= 2 and sums.ideal > least and sums.noise > sums.ideal
         }
@@ -109,15 +109,6 @@ def _sums(actual: Tensor, ideal: Tensor, scale: float) -> _Sums:
     product, size = float(own @ ideal), float(own @ own)
     noise = own.sub_(ideal)
     return _Sums(size, float(ideal @ ideal), float(noise @ noise), product, own.numel())
-
-
-def _decibels(signal: float, noise: float) -> float:
-    """From sums of squares."""
-    if not math.isfinite(signal) or not math.isfinite(noise):
-        return -math.inf
-    if noise == 0:
-        return math.inf
-    return 10 * math.log10(signal / noise) if signal > 0 else -math.inf
 
 
 def in_words(noisy: Mapping[str, float]) -> str:

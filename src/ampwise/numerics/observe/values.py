@@ -14,8 +14,9 @@ from ampwise import formats
 from ampwise.data import leaves
 from ampwise.numerics.observe.ancestry import Ancestor
 from ampwise.numerics.observe.extent import CHANNELS_SECOND, extent_of, samples_in
+from ampwise.numerics.observe.operations import dtype_of, held_by
 from ampwise.numerics.observe.places import Place
-from ampwise.numerics.observe.trace import Flow, Root, held_by
+from ampwise.numerics.observe.roots import Flow, Root
 from ampwise.numerics.result import Extent, Origin, Passed, Values
 from ampwise.step.recorder import Stash
 
@@ -31,14 +32,13 @@ def origin_of(root: Root) -> Origin:
         for name, value in _named(root)
         for each in ([value] if isinstance(value, Tensor) else value)
     ]
-    dtype = root.outputs[0].dtype if root.outputs else None
     return Origin(
         op=root.name if root.func is not None else root.source,
         module=place.module,
         file=place.file,
         line=place.line,
         source=place.source,
-        dtype="" if dtype is None else str(dtype).removeprefix("torch."),
+        dtype=dtype_of(root.outputs[0]) if root.outputs else "",
         call=place.call,
         library=place.library,
         inputs=inputs[:8],
@@ -96,8 +96,7 @@ def _floating(value: Any) -> bool:
 def values_of(name: str, tensor: Tensor) -> Values:
     """Range and shares of a floating-point tensor."""
     tensor = held_by(tensor.detach())
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    fmt = formats.lookup(dtype)
+    fmt = formats.lookup(tensor.dtype)
     flat = tensor.double().abs().flatten()
     count = max(1, flat.numel())
     finite = flat[torch.isfinite(flat)]
@@ -105,7 +104,7 @@ def values_of(name: str, tensor: Tensor) -> Values:
     signed = tensor.flatten()[torch.isfinite(flat)]
     return Values(
         name=name,
-        dtype=dtype,
+        dtype=dtype_of(tensor),
         shape=list(tensor.shape),
         amax=float(finite.max()) if finite.numel() else None,
         min_nonzero=float(nonzero.min()) if nonzero.numel() else None,

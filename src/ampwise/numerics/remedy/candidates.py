@@ -16,8 +16,8 @@ from ampwise import formats
 from ampwise.data.move import changed, leaves
 from ampwise.numerics.explain.cause import VARIANCES
 from ampwise.numerics.observe.domain import domain_of
+from ampwise.numerics.observe.operations import FILLS
 from ampwise.numerics.observe.places import Place
-from ampwise.numerics.observe.trace import FILLS
 from ampwise.numerics.remedy import interventions as change
 from ampwise.numerics.remedy.interventions import Scope, on
 from ampwise.policy import PRESETS, Policy
