@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from ampwise import formats
 from ampwise.bench.arm import Arm, Settings
 from ampwise.data import to_device
-from ampwise.numerics.explain.cause import Finding as Cause
-from ampwise.numerics.explain.cause import damaged, of_itself
+from ampwise.numerics.explain.cause import Explanation
+from ampwise.numerics.explain.causes import damaged, of_itself
 from ampwise.numerics.observe.ancestry import Ancestor, back_from
 from ampwise.numerics.observe.places import placing
 from ampwise.numerics.observe.roots import Root
@@ -63,7 +63,7 @@ def in_update(task: Task, policy: Policy, settings: Settings, steps: int, found:
     found.extent, found.history, found.measured_scale = broken(root), passed(root.history), None
     found.cause = cause.cause
     found.explanation = (
-        f"{cause.explanation} The update of step {steps} made it so: {root.name} turned finite "
+        f"{cause.words} The update of step {steps} made it so: {root.name} turned finite "
         f"gradients and state into values of {name} that are not."
     )
     found.fixes = _fixes(before, task, root)
@@ -81,7 +81,7 @@ def _before(task: Task, policy: Policy, settings: Settings, steps: int) -> Arm:
     return arm
 
 
-def _by_shadow(arm: Arm, root: Root) -> Cause:
+def _by_shadow(arm: Arm, root: Root) -> Explanation:
     """The cause, from what the operation's inputs would be if the update rounded nothing."""
     place = replace(root.place, phase="forward")
     with placing(Replay(arm.step).models) as places:
@@ -91,7 +91,7 @@ def _by_shadow(arm: Arm, root: Root) -> Cause:
     return _lost_eps(root, run) or damaged(root, run)
 
 
-def _lost_eps(root: Root, run: ShadowRun) -> Cause | None:
+def _lost_eps(root: Root, run: ShadowRun) -> Explanation | None:
     """A denominator of 0, whose eps is 0 in its format."""
     lost = next(
         (pair for maker in run.makers for each in back_from(maker) for pair in _added(each)), None
@@ -102,7 +102,7 @@ def _lost_eps(root: Root, run: ShadowRun) -> Cause | None:
     fmt = formats.lookup(by.dtype)
     zeros = sum(int((each == 0).sum()) for each in _floats(root)[-1:])
     state = f" The state that it is added to is kept in {fmt}, too." if fmt.bits < 32 else ""
-    return Cause(
+    return Explanation(
         "EPS_UNDERFLOW",
         f"{zeros} denominators of the optimizer are 0: its eps of {eps:g} is lost in {fmt}, whose "
         f"smallest number is {fmt.min_subnormal:.2g}.{state}",

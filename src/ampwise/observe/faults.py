@@ -29,8 +29,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ampwise.distributed.layout import is_up
 from ampwise.lines import Line
 from ampwise.numerics.across_ranks import would_talk
-from ampwise.numerics.examine import Examiner, Silent
+from ampwise.numerics.examine import Examiner
 from ampwise.numerics.observe.trace import watch
+from ampwise.numerics.progress import Silent
 from ampwise.numerics.result import Diagnosis
 from ampwise.observe.autocast import Autocasts
 from ampwise.observe.calls import Calls

@@ -22,12 +22,13 @@ from ampwise.data import to_device
 from ampwise.document import Document
 from ampwise.errors import UsageError
 from ampwise.numerics.diagnose import DiagnoseConfig, explore
-from ampwise.numerics.examine import Silent
+from ampwise.numerics.observe.reference import gradient_errors, reference
 from ampwise.numerics.observe.shadow import shadow
 from ampwise.numerics.observe.trace import watch
+from ampwise.numerics.progress import Silent
 from ampwise.numerics.remedy import fix
 from ampwise.numerics.remedy import interventions as change
-from ampwise.numerics.remedy.candidates import Candidate
+from ampwise.numerics.remedy.candidate import Candidate
 from ampwise.numerics.remedy.costs import time_ratio
 from ampwise.numerics.result import Diagnosis
 from ampwise.policy import PRESETS, Policy
@@ -253,7 +254,7 @@ class Search:
         self.complaint = ""
         self._least_db = least_db
         self.windows = [each for each in windows if step.replay(each).error is None]
-        self._wanted = [fix.reference(step, each) for each in self.windows]
+        self._wanted = [reference(step, each) for each in self.windows]
         self._modules = {
             name: module for model in step.models for name, module in model.named_modules() if name
         }
@@ -280,7 +281,7 @@ class Search:
     def quality_db(self) -> float:
         """Least SQNR of the gradients over the windows, as the step is."""
         return min(
-            fix.gradient_errors(self.step.replay(window), wanted, float(window.scale)).sqnr_db
+            gradient_errors(self.step.replay(window), wanted, float(window.scale)).sqnr_db
             for window, wanted in zip(self.windows, self._wanted, strict=True)
         )
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ampwise.numerics.diagnose import diagnose
-from ampwise.numerics.explain.cause import explain
+from ampwise.numerics.explain.causes import explain
 from ampwise.numerics.observe.attention import by_formula, inside
 from ampwise.numerics.observe.bits import NAN
 from ampwise.numerics.observe.places import NOWHERE

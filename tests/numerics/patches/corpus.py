@@ -15,7 +15,7 @@ from pathlib import Path
 from unittest import mock
 
 from ampwise.numerics.diagnose import DiagnoseConfig, run_diagnosis
-from ampwise.numerics.examine import Silent
+from ampwise.numerics.progress import Silent
 from ampwise.numerics.remedy import fix
 from ampwise.numerics.remedy.handover import TaskSource
 from ampwise.numerics.result import Diagnosis

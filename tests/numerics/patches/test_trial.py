@@ -17,8 +17,9 @@ from ampwise.bench.arm import Settings
 from ampwise.cli.main import main
 from ampwise.errors import UsageError
 from ampwise.numerics.diagnose import DiagnoseConfig, explore
-from ampwise.numerics.examine import Silent
-from ampwise.numerics.remedy import apply, fix, handover
+from ampwise.numerics.observe.reference import reference
+from ampwise.numerics.progress import Silent
+from ampwise.numerics.remedy import apply, handover
 from ampwise.numerics.remedy.handover import Failing, TaskSource
 from ampwise.numerics.remedy.verify import Outcome, Trials
 from ampwise.numerics.result import Diagnosis, Fix
@@ -69,7 +70,7 @@ def trials(gain, tmp_path):
     arm, _, stash = explore(load_task("gain.py"), config, Silent())
     folder = tmp_path / "trials"
     folder.mkdir()
-    wanted = fix.reference(Replay(arm.step), stash)
+    wanted = reference(Replay(arm.step), stash)
     handover.save(folder / "step.pt", Failing(source, arm, settings, stash), wanted)
     return Trials(folder, gain)
 
@@ -117,7 +118,7 @@ def test_what_is_no_tensor_and_no_plain_value_is_said_to_be_in_the_way(gain, tmp
     config = DiagnoseConfig(Policy.parse("fp16"), steps=2)
     arm, _, stash = explore(load_task("gain.py"), config, Silent())
     stash.micro_batches[0].batch[1].add(open)
-    wanted = fix.reference(Replay(arm.step), stash)
+    wanted = reference(Replay(arm.step), stash)
     with pytest.raises(UsageError, match="cannot be handed over"):
         handover.save(
             tmp_path / "s.pt", Failing(TaskSource("gain.py"), arm, config.settings, stash), wanted

@@ -32,7 +32,7 @@ from ampwise.numerics.observe.roots import HISTORY, Root
 from ampwise.numerics.observe.shadow import ShadowRun, shadow
 from ampwise.numerics.observe.trace import Trace
 from ampwise.numerics.observe.values import passed
-from ampwise.numerics.result import Extent, Passed, percent
+from ampwise.numerics.result import CauseName, Extent, Passed, percent
 from ampwise.step.recorder import Stash
 from ampwise.step.replayable import Replayable
 from ampwise.telemetry.ring import StepRecord
@@ -70,14 +70,24 @@ _TURNS = ("sin", "cos", "tan")
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Where a value was lost, why, and what is to be said."""
+    """Where a value was lost, why, and what is to be said.
 
-    cause: str
+    Attributes
+    ----------
+    cause
+        None where `root` is still to be explained, and of a note.
+    severe
+        Whether it is a fault; else a note.
+    scale
+        The loss scale that mends it.
+    """
+
+    cause: CauseName | None
     explanation: str
     place: Place
     op: str
     dtype: str
-    severe: bool  # else a note
+    severe: bool
     root: Root | None = None
     scale: float | None = None
     extent: Extent | None = None
@@ -151,7 +161,7 @@ def _floor(run: ShadowRun, errors: GradientErrors, stash: Stash, begun: StepReco
 
 def _note(text: str) -> Lost:
     """Something to be said that is no fault."""
-    return Lost("", text[0].upper() + text[1:], NOWHERE, "", "", severe=False)
+    return Lost(None, text[0].upper() + text[1:], NOWHERE, "", "", severe=False)
 
 
 def _culprits(
@@ -166,7 +176,7 @@ def _culprits(
         if later and later[0].propagated_db < RIGHT_DB:
             op, place, _ = root.swallowed_by
             note = f"{op} on line {place.line} makes finite, wrong values of it: {damage}."
-            return [Lost("", note, root.place, root.name, "", severe=True, root=root)]
+            return [Lost(None, note, root.place, root.name, "", severe=True, root=root)]
     for each in (error for error in run.errors if error.place.phase == "forward"):
         if each.inputs_db >= RIGHT_DB and each.propagated_db < WRONG_DB:
             before = shadow(step, stash, errors=False, at=(each.name, each.place, each.occurrence))

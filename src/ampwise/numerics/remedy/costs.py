@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ampwise.bench.requirements import NOISY
 from ampwise.bench.stats import Interval, paired_speedup
-from ampwise.numerics.remedy.candidates import Candidate
+from ampwise.numerics.remedy.candidate import AS_IT_IS, Candidate
 from ampwise.numerics.remedy.interventions import InScope
 from ampwise.step.recorder import Stash
 from ampwise.step.replayable import Replayable, Replayed
@@ -66,7 +66,7 @@ def costs(step: Replayable, stash: Stash, fixes: Sequence[Candidate]) -> list[Co
     if not fixes:
         return []
     start = time.perf_counter()
-    plain = _Memory.of(step, stash, Candidate("", ""))
+    plain = _Memory.of(step, stash, AS_IT_IS)
     if not plain.whole:
         return [Cost("cost not measured: without it the step raises")] * len(fixes)
     race = _raced(step, stash, fixes, time.perf_counter() - start)
@@ -120,7 +120,7 @@ def _raced(step: Replayable, stash: Stash, fixes: Sequence[Candidate], known_s: 
         return nothing
     arms = _arms(step, fixes)
     for backward, what in ((True, "the step"), (False, "forward")):
-        alone_s = _time_s(step, stash, Candidate("", ""), backward=backward)
+        alone_s = _time_s(step, stash, AS_IT_IS, backward=backward)
         if alone_s is None:
             return replace(nothing, raised=True)
         nothing = replace(nothing, alone_s=max(alone_s, nothing.alone_s))
@@ -139,7 +139,7 @@ def _raced(step: Replayable, stash: Stash, fixes: Sequence[Candidate], known_s: 
 
 def _arms(step: Replayable, fixes: Sequence[Candidate]) -> dict[str, Candidate]:
     """The step, itself again, and each fix with what it is compared with."""
-    arms = {"step": Candidate("", ""), "again": Candidate("", "")}
+    arms = {"step": AS_IT_IS, "again": AS_IT_IS}
     for index, each in enumerate(fixes):
         arms[f"fix {index}"] = each
         context = each.around()

@@ -16,10 +16,12 @@ from pathlib import Path
 
 import ampwise
 from ampwise.errors import UsageError, in_one_line
-from ampwise.numerics.examine import Progress
+from ampwise.numerics.explain.causes import CAUSES
 from ampwise.numerics.observe.places import kind_of
+from ampwise.numerics.observe.reference import reference
+from ampwise.numerics.progress import Progress
 from ampwise.numerics.remedy import fix, handover
-from ampwise.numerics.remedy.candidates import Candidate
+from ampwise.numerics.remedy.candidate import AS_IT_IS
 from ampwise.numerics.remedy.handover import Failing, TaskSource
 from ampwise.numerics.remedy.patches import Proposal, proposals
 from ampwise.numerics.remedy.patches.site import Site
@@ -28,9 +30,6 @@ from ampwise.numerics.remedy.probe import formats_at
 from ampwise.numerics.remedy.verify import Trials
 from ampwise.numerics.result import Diagnosis, Fix
 
-_NO_CODE = ("BAD_INPUT", "BAD_PARAMETER", "BAD_BUFFER", "SCALE_TOO_HIGH", "STAGNATION",
-            "NONDETERMINISTIC")  # fmt: skip
-"""Causes that no change of a line mends."""
 _MOST = 12
 """Patches that are tried."""
 
@@ -105,8 +104,8 @@ def _trials(folder: Path, file: Path, failing: Failing) -> Trials:
     UsageError
         When trials would say nothing of this step.
     """
-    wanted = fix.reference(failing.step, failing.stash)
-    as_it_is = fix.complaint(failing.step, failing.stash, Candidate("", ""), wanted, -math.inf)
+    wanted = reference(failing.step, failing.stash)
+    as_it_is = fix.complaint(failing.step, failing.stash, AS_IT_IS, wanted, -math.inf)
     handover.save(folder / "step.pt", failing, wanted)
     trials = Trials(folder, file, silent=not as_it_is)
     if why := trials.control():
@@ -120,7 +119,8 @@ def _trials(folder: Path, file: Path, failing: Failing) -> Trials:
 def _own_file(found: Diagnosis, source: TaskSource) -> Path | None:
     """The file of the fault, if it is one of the task's own; no library's, nor one of ours."""
     origin = found.origin
-    if found.status != "fault" or found.cause in _NO_CODE or origin is None or not origin.line:
+    in_code = found.cause is not None and CAUSES[found.cause].in_code
+    if found.status != "fault" or not in_code or origin is None or not origin.line:
         return None
     file = Path(origin.file).resolve()
     ours = Path(ampwise.__file__).parent

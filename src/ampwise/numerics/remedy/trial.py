@@ -18,6 +18,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,9 @@ from typing import Any
 from ampwise.bench.arm import Arm
 from ampwise.data import to_device
 from ampwise.errors import kind_and_words
+from ampwise.numerics.observe.reference import Reference, gradient_errors, reference
 from ampwise.numerics.remedy import fix, handover
-from ampwise.numerics.remedy.candidates import Candidate
+from ampwise.numerics.remedy.candidate import AS_IT_IS
 from ampwise.numerics.remedy.overlay import Overlay
 from ampwise.numerics.remedy.verify import CONTROL, NEXT_STEPS, Outcome
 from ampwise.step.recorder import Stash, finite
@@ -45,7 +47,7 @@ def main(folder: Path, name: str) -> None:
     except Exception as error:  # noqa: BLE001 - whatever the patched source does is an outcome
         what = f"raises {kind_and_words(error)}"
         outcome = Outcome(f"no outcome: the task {what}" if name == CONTROL else what)
-    (folder / f"{name}.json").write_text(json.dumps(outcome.to_json()))
+    (folder / f"{name}.json").write_text(json.dumps(asdict(outcome)))
 
 
 def tried(folder: Path, name: str) -> Outcome:
@@ -70,14 +72,14 @@ def _judged(arm: Arm, stash: Stash, content: Mapping[str, Any]) -> Outcome:
     """The failing step, held against its reference."""
     step = Replay(arm.step)
     own = not content["wanted"]["finite"]
-    wanted = fix.reference(step, stash) if own else handover.reference(content)
-    complaint = fix.complaint(step, stash, Candidate("", ""), wanted, -math.inf)
+    wanted = reference(step, stash) if own else handover.reference(content)
+    complaint = fix.complaint(step, stash, AS_IT_IS, wanted, -math.inf)
     if complaint:
         return Outcome(complaint)
     return Outcome("", own, _sqnr_db(step, stash, wanted))
 
 
-def _sqnr_db(step: Replay, stash: Stash, wanted: fix.Reference) -> float | None:
+def _sqnr_db(step: Replay, stash: Stash, wanted: Reference) -> float | None:
     """SQNR of the gradients, under a loss scale that has settled."""
     scale = float(stash.scale)
     result = step.replay(stash)
@@ -86,7 +88,7 @@ def _sqnr_db(step: Replay, stash: Stash, wanted: fix.Reference) -> float | None:
         result = step.replay(stash, scale=scale)
     if not (wanted.finite and result.clean):
         return None
-    sqnr_db = fix.gradient_errors(result, wanted, scale).sqnr_db
+    sqnr_db = gradient_errors(result, wanted, scale).sqnr_db
     return sqnr_db if math.isfinite(sqnr_db) else None
 
 

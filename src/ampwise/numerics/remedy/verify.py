@@ -9,7 +9,6 @@ import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import ampwise
 from ampwise.document import read
@@ -58,10 +57,6 @@ class Outcome:
     def followed_by(self, trained: tuple[int, str]) -> Outcome:
         """The same, with what came after the step."""
         return replace(self, next_steps=trained[0], next_complaint=trained[1])
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain values."""
-        return vars(self)
 
     def in_words(self, step: int) -> str:
         """The outcome, as a status of a patch."""
