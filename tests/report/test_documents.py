@@ -26,7 +26,7 @@ from ampwise.report.compare import compare
 from ampwise.report.train import TrainedRun
 from ampwise.step import Activity
 from ampwise.training.config import TrainResult
-from ampwise.tune.search import Tried, Tuned
+from ampwise.tune.result import Tried, Tuned
 from ampwise_lint.base.console import Console
 from tests.report.observed import observed
 from tests.report.test_report import report

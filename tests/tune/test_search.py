@@ -16,7 +16,8 @@ from ampwise.cli.main import main
 from ampwise.numerics.diagnose import diagnose
 from ampwise.policy import Policy
 from ampwise.tasks import Task
-from ampwise.tune.search import TuneConfig, make_hold, minimal
+from ampwise.tune.run import TuneConfig, make_hold
+from ampwise.tune.search import minimal
 from tests.numerics.cases import VARIANTS, SquaredNorm
 
 CPU = Settings(torch.device("cpu"))

@@ -99,7 +99,7 @@ def _gate(found: Run, gate: Gate) -> int:
     from ampwise.numerics.result import Diagnosis
     from ampwise.report.observed import ObservedRun
     from ampwise.report.train import TrainedRun
-    from ampwise.tune.search import Tuned
+    from ampwise.tune.result import Tuned
 
     if isinstance(found, BenchReport):
         from ampwise.cli.bench import gate_exit_code

@@ -14,7 +14,7 @@ from ampwise_lint.base.results import write_json
 
 if TYPE_CHECKING:
     from ampwise.telemetry.run import RunFolder
-    from ampwise.tune.search import Tuned
+    from ampwise.tune.result import Tuned
 
 _RACE_S, _PARITY_S = 30.0, 90.0
 
@@ -56,7 +56,7 @@ def run(options: Options) -> int:
     from ampwise.report.tune import render
     from ampwise.tasks import load_task
     from ampwise.telemetry.run import RunFolder
-    from ampwise.tune.search import TuneConfig, tune
+    from ampwise.tune.run import TuneConfig, tune
     from ampwise_lint.base.console import Console
 
     settings = Settings(device_of(options.device), options.seed)

@@ -16,7 +16,7 @@ from ampwise.observe.result import RunReport
 from ampwise.report import bench, diagnosis, html, markdown, run, scaling, train, tune, verify
 from ampwise.report.observed import ObservedRun
 from ampwise.report.train import TrainedRun
-from ampwise.tune.search import Tuned
+from ampwise.tune.result import Tuned
 from ampwise.verify.result import Verification
 from ampwise_lint.base.console import Console
 from ampwise_lint.base.words import counted

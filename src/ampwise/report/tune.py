@@ -6,7 +6,7 @@ from rich.text import Text
 
 from ampwise.report.page import cell, number, page, prose, table
 from ampwise.report.table import new_table
-from ampwise.tune.search import Tried, Tuned
+from ampwise.tune.result import Tried, Tuned
 from ampwise_lint.base.console import Console
 
 
