@@ -1,1 +1,1 @@
-"""Why it broke: a cause, in a file each or with its family."""
+"""Why it broke: a file for each cause, which tells it from others and proposes what may mend it."""
