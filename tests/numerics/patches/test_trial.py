@@ -308,3 +308,19 @@ def test_a_library_is_never_edited():
     assert of(Path(json.__file__)) is None
     assert of(Path(handover.__file__)) is None
     assert of("/elsewhere/x.py") is None
+
+
+def test_what_a_patch_costs_is_its_step_beside_the_original(trials):
+    wide = GAIN.replace("self.project(x) *", "self.project(x).float() *")
+    slow = wide.replace("        return h /", "        import time\n\n        time.sleep(0.01)\n"
+                        "        return h /")  # fmt: skip
+    assert trials.control() == ""
+    assert trials.of(2, GAIN.replace("1e5", "2e5").encode()).cost is None
+    cost = trials.of(1, slow.encode()).cost
+    assert cost is not None
+    if cost.time is None:
+        assert "too noisy" in cost.words
+    else:
+        assert cost.time.low > 2
+        assert "x the time of the step" in cost.words
+    assert cost.activation_bytes is None or cost.activation_bytes > 0

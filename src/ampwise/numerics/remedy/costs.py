@@ -6,7 +6,8 @@ where they take long, of the forwards alone, and where these do, too, it is not 
 where the step does not read as itself to 5 %: then the ratio says nothing.
 
 A fix that is tried by looking at every call of a line takes time that it would not take in the
-code, so it is compared with the step under the same look that changes nothing.
+code, so it is compared with the step under the same look that changes nothing. A patch is another
+source: what it costs is its step beside that of the original, loaded in the same process.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from ampwise.bench.requirements import NOISY
 from ampwise.bench.stats import Interval, paired_speedup
 from ampwise.numerics.remedy.candidate import AS_IT_IS, Candidate
 from ampwise.numerics.remedy.interventions import InScope
+from ampwise.numerics.result import Fix
 from ampwise.step.recorder import Stash
 from ampwise.step.replayable import Replayable, Replayed
 from ampwise_lint.base.words import size
@@ -46,6 +48,18 @@ class Cost:
     time: Interval | None = None
     activation_bytes: int | None = None
 
+    def of(self, fix: Fix, more: str = "") -> Fix:
+        """A fix that costs this; `more` is said of it, too."""
+        ratio = self.time
+        return replace(
+            fix,
+            cost=self.words + more,
+            step_time_ratio=None if ratio is None else ratio.median,
+            step_time_low=None if ratio is None else ratio.low,
+            step_time_high=None if ratio is None else ratio.high,
+            activation_bytes=self.activation_bytes,
+        )
+
 
 def replayed(
     step: Replayable, stash: Stash, candidate: Candidate, *, backward: bool = True
@@ -61,23 +75,54 @@ def replayed(
     )
 
 
+@dataclass(frozen=True, eq=False)
+class Run:
+    """A window as it is replayed: by whose step, and with what change."""
+
+    step: Replayable
+    stash: Stash
+    candidate: Candidate = AS_IT_IS
+
+    def beside(self) -> Run:
+        """What it is compared with: without the change, under the same look where it has one."""
+        context = self.candidate.around()
+        if not isinstance(context, InScope):
+            return replace(self, candidate=AS_IT_IS)
+        idle = context.idle(self.step.device.type)
+        return replace(self, candidate=Candidate("", "", idle))
+
+
+Pair = tuple[Run, Run]
+"""A run with a change, and one without."""
+
+
 def costs(step: Replayable, stash: Stash, fixes: Sequence[Candidate]) -> list[Cost]:
     """What each of some fixes costs that are known to mend the step."""
-    if not fixes:
+    changed = [Run(step, stash, each) for each in fixes]
+    return _measured(Run(step, stash), [(each, each.beside()) for each in changed])
+
+
+def cost_of(original: Run, changed: Run) -> Cost:
+    """What a changed source costs beside the original."""
+    return _measured(original, [(changed, original)])[0]
+
+
+def _measured(plain: Run, pairs: Sequence[Pair]) -> list[Cost]:
+    if not pairs:
         return []
     start = time.perf_counter()
-    plain = _Memory.of(step, stash, AS_IT_IS)
-    if not plain.whole:
-        return [Cost("cost not measured: without it the step raises")] * len(fixes)
-    race = _raced(step, stash, fixes, time.perf_counter() - start)
+    without = _Memory.of(plain)
+    if not without.whole:
+        return [Cost("cost not measured: without it the step raises")] * len(pairs)
+    race = _raced(plain, pairs, time.perf_counter() - start)
     if race.raised:
-        return [Cost("cost not measured: without it the step raises")] * len(fixes)
+        return [Cost("cost not measured: without it the step raises")] * len(pairs)
     found: list[Cost] = []
-    for candidate, ratio in zip(fixes, race.ratios, strict=True):
+    for (changed, _), ratio in zip(pairs, race.ratios, strict=True):
         words, held = race.in_words(ratio)
         more = None
         if race.rounds:
-            more = _Memory.of(step, stash, candidate).saved_bytes - plain.saved_bytes
+            more = _Memory.of(changed).saved_bytes - without.saved_bytes
             words += f", {'-' if more < 0 else '+'}{size(abs(more))} of activations"
         found.append(Cost(words, held, more))
     return found
@@ -85,7 +130,8 @@ def costs(step: Replayable, stash: Stash, fixes: Sequence[Candidate]) -> list[Co
 
 def time_ratio(step: Replayable, stash: Stash, candidate: Candidate) -> Interval | None:
     """Time of the step with a fix over that without; None where it cannot be measured."""
-    race = _raced(step, stash, [candidate], 0.0)
+    changed = Run(step, stash, candidate)
+    race = _raced(Run(step, stash), [(changed, changed.beside())], 0.0)
     return race.ratios[0] if race.rounds and not race.raised else None
 
 
@@ -112,44 +158,43 @@ class _Race:
         return f"{ratio} the time of {self.what}", ratio
 
 
-def _raced(step: Replayable, stash: Stash, fixes: Sequence[Candidate], known_s: float) -> _Race:
+def _raced(plain: Run, pairs: Sequence[Pair], known_s: float) -> _Race:
     """Let the step and fixes take turns."""
     unknown = Interval(1.0, 1.0, 1.0)
-    nothing = _Race([unknown] * len(fixes), unknown, 0, "", known_s)
+    nothing = _Race([unknown] * len(pairs), unknown, 0, "", known_s)
     if known_s * 3 > _LIMIT_S:  # backward takes about twice as long as forward
         return nothing
-    arms = _arms(step, fixes)
+    arms = _arms(plain, pairs)
     for backward, what in ((True, "the step"), (False, "forward")):
-        alone_s = _time_s(step, stash, AS_IT_IS, backward=backward)
+        alone_s = _time_of(plain, backward=backward)
         if alone_s is None:
             return replace(nothing, raised=True)
         nothing = replace(nothing, alone_s=max(alone_s, nothing.alone_s))
         rounds = min(_ROUNDS, int(_LIMIT_S / (alone_s * len(arms))))
         if rounds < _LEAST_ROUNDS:
             continue
-        times = _turns(step, stash, arms, rounds, backward=backward)
+        times = _turns(arms, rounds, backward=backward)
         if times is None:
             return replace(nothing, raised=True)
-        without = [times.get(f"without {i}", times["step"]) for i in range(len(fixes))]
+        without = [times.get(f"without {i}", times["step"]) for i in range(len(pairs))]
         ratios = [paired_speedup(times[f"fix {i}"], each) for i, each in enumerate(without)]
         noise = paired_speedup(times["again"], times["step"])
         return _Race(ratios, noise, rounds, what, alone_s)
     return nothing
 
 
-def _arms(step: Replayable, fixes: Sequence[Candidate]) -> dict[str, Candidate]:
+def _arms(plain: Run, pairs: Sequence[Pair]) -> dict[str, Run]:
     """The step, itself again, and each fix with what it is compared with."""
-    arms = {"step": AS_IT_IS, "again": AS_IT_IS}
-    for index, each in enumerate(fixes):
-        arms[f"fix {index}"] = each
-        context = each.around()
-        if isinstance(context, InScope):
-            arms[f"without {index}"] = Candidate("", "", context.idle(step.device.type))
+    arms = {"step": plain, "again": plain}
+    for index, (changed, without) in enumerate(pairs):
+        arms[f"fix {index}"] = changed
+        if without.candidate is not AS_IT_IS:  # else it is the step
+            arms[f"without {index}"] = without
     return arms
 
 
 def _turns(
-    step: Replayable, stash: Stash, arms: Mapping[str, Candidate], rounds: int, *, backward: bool
+    arms: Mapping[str, Run], rounds: int, *, backward: bool
 ) -> dict[str, list[float]] | None:
     """Times of each arm, round by round; None if one raises."""
     times: dict[str, list[float]] = {name: [] for name in arms}
@@ -160,11 +205,15 @@ def _turns(
             break  # a fix may be slower by far than the step
         draw.shuffle(order)  # caches are warm from the arm before: it must not be the same always
         for name in order:
-            taken = _time_s(step, stash, arms[name], backward=backward)
+            taken = _time_of(arms[name], backward=backward)
             if taken is None:
                 return None
             times[name].append(taken)
     return {name: each[1:] for name, each in times.items()}  # the first round warms up
+
+
+def _time_of(run: Run, *, backward: bool) -> float | None:
+    return _time_s(run.step, run.stash, run.candidate, backward=backward)
 
 
 def _time_s(
@@ -201,9 +250,9 @@ class _Memory:
     whole: bool
 
     @classmethod
-    def of(cls, step: Replayable, stash: Stash, candidate: Candidate) -> _Memory:
-        """The forwards with a candidate, parameters aside."""
-        own = {each.untyped_storage()._cdata for each in step.parameters().values()}
+    def of(cls, run: Run) -> _Memory:
+        """The forwards of a run, parameters aside."""
+        own = {each.untyped_storage()._cdata for each in run.step.parameters().values()}
         kept: dict[int, tuple[Any, int]] = {}
 
         def pack(tensor: Tensor) -> Tensor:
@@ -217,8 +266,9 @@ class _Memory:
 
         @contextmanager
         def around() -> Generator[None]:
-            with candidate.around(), hooks(pack, lambda each: each):
+            with run.candidate.around(), hooks(pack, lambda each: each):
                 yield
 
-        result = replayed(step, stash, replace(candidate, around=around), backward=False)
+        observed = replace(run.candidate, around=around)
+        result = replayed(run.step, run.stash, observed, backward=False)
         return cls(sum(size for _, size in kept.values()), whole=result.error is None)

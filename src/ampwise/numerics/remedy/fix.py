@@ -61,15 +61,7 @@ def tried(
         fixes.append(Fix(each.what, each.how, verified=not wrong, cost=wrong))
     measured = costs(step, stash, list(held.values()))
     for (index, settled), cost in zip(held.items(), measured, strict=True):
-        ratio = cost.time
-        fixes[index] = replace(
-            fixes[index],
-            cost=cost.words + _lowered(stash, settled),
-            step_time_ratio=None if ratio is None else ratio.median,
-            step_time_low=None if ratio is None else ratio.low,
-            step_time_high=None if ratio is None else ratio.high,
-            activation_bytes=cost.activation_bytes,
-        )
+        fixes[index] = cost.of(fixes[index], _lowered(stash, settled))
     return sorted(fixes, key=lambda fix: not fix.verified)
 
 

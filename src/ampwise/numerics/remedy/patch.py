@@ -22,6 +22,7 @@ from ampwise.numerics.observe.reference import reference
 from ampwise.numerics.progress import Progress
 from ampwise.numerics.remedy import fix, handover
 from ampwise.numerics.remedy.candidate import AS_IT_IS
+from ampwise.numerics.remedy.costs import Cost
 from ampwise.numerics.remedy.handover import Failing, TaskSource
 from ampwise.numerics.remedy.patches import Proposal, proposals
 from ampwise.numerics.remedy.patches.site import Site
@@ -44,11 +45,11 @@ def add_patches(found: Diagnosis, failing: Failing, progress: Progress) -> None:
         return
     name, before = _shown_name(file, failing.source), site.source
     fixes: list[Fix] = []
-    for each, status in _tried(proposals(site)[:_MOST], file, failing, progress):
+    for each, status, cost in _tried(proposals(site)[:_MOST], file, failing, progress):
         diff = unified(before.data, each.data, name, before.encoding)
         verified = status.startswith("verified")
-        cost = "cost not measured" if verified else status
-        fixes.append(Fix(each.what, each.why, verified, cost, patch=diff, patch_status=status))
+        fix = Fix(each.what, each.why, verified, status, patch=diff, patch_status=status)
+        fixes.append((cost or Cost("cost not measured")).of(fix) if verified else fix)
     found.fixes = [
         *(each for each in fixes if each.verified),
         *found.fixes,
@@ -75,8 +76,8 @@ def _site(found: Diagnosis, file: Path, failing: Failing) -> Site | None:
 
 def _tried(
     found: Sequence[Proposal], file: Path, failing: Failing, progress: Progress
-) -> Iterator[tuple[Proposal, str]]:
-    """Each proposal with its status, up to the first that is verified."""
+) -> Iterator[tuple[Proposal, str, Cost | None]]:
+    """Each proposal with its status and its cost, up to the first that is verified."""
     if not found:
         return
     with tempfile.TemporaryDirectory(prefix="ampwise-patches-") as folder:
@@ -84,14 +85,14 @@ def _tried(
         try:
             trials = _trials(Path(folder), file, failing)
         except UsageError as error:
-            yield found[0], f"suggestion: not run: {in_one_line(error)}"
+            yield found[0], f"suggestion: not run: {in_one_line(error)}", None
             return
         for number, each in enumerate(found, 1):
             if trials.over:
                 return
             progress.stage(f"patch {number} of at most {len(found)}: {each.what}")
             outcome = trials.of(number, each.data)
-            yield each, outcome.in_words(failing.stash.step)
+            yield each, outcome.in_words(failing.stash.step), outcome.cost
             if outcome.verified:
                 return
 

@@ -9,7 +9,8 @@ where it was before the failing step, and asked:
 2. Does training go on: the step itself and the next ones, with finite losses and parameters, and
    skipped only as long as a loss scale settles?
 
-Without a patch, `NAME` ``control``, the same step must fail: else the trial says nothing.
+Without a patch, `NAME` ``control``, the same step must fail: else the trial says nothing. What a
+patch costs that holds is measured at last (`patch_cost`).
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from ampwise.numerics.observe.reference import Reference, gradient_errors, refer
 from ampwise.numerics.remedy import fix, handover
 from ampwise.numerics.remedy.candidate import AS_IT_IS
 from ampwise.numerics.remedy.overlay import Overlay
+from ampwise.numerics.remedy.patch_cost import cost_beside_original
 from ampwise.numerics.remedy.verify import CONTROL, NEXT_STEPS, Outcome
 from ampwise.step.recorder import Stash, finite
 from ampwise.step.replay import Replay
@@ -42,27 +44,39 @@ _SETTLING = 32
 
 def main(folder: Path, name: str) -> None:
     """Try one source; write the outcome beside it."""
+
+    def tell(outcome: Outcome) -> None:
+        (folder / f"{name}.json").write_text(json.dumps(asdict(outcome)))
+
     try:
-        outcome = tried(folder, name)
+        tried(folder, name, tell)
     except Exception as error:  # noqa: BLE001 - whatever the patched source does is an outcome
         what = f"raises {kind_and_words(error)}"
-        outcome = Outcome(f"no outcome: the task {what}" if name == CONTROL else what)
-    (folder / f"{name}.json").write_text(json.dumps(asdict(outcome)))
+        tell(Outcome(f"no outcome: the task {what}" if name == CONTROL else what))
 
 
-def tried(folder: Path, name: str) -> Outcome:
-    """The outcome of a source; see this module's docstring."""
-    overlay = None
+def tried(folder: Path, name: str, tell: Callable[[Outcome], object]) -> None:
+    """Tell the outcome of a source, see this module's docstring; then that with its cost."""
+    overlay, before = None, set(sys.modules)
     if name != CONTROL:
         file = Path((folder / "file.txt").read_text())
         overlay = Overlay(file, (folder / f"{name}.py").read_bytes())
     content = handover.load(folder / "step.pt")
     task = load_task(content["spec"], content["settings"])
     if overlay is not None and not overlay.loads:
-        return Outcome("the task does not import the file by itself")
+        return tell(Outcome("the task does not import the file by itself"))
+    outcome = _outcome(task, content, control=overlay is None)
+    tell(outcome)
+    if outcome.verified and overlay is not None:
+        cost = cost_beside_original(task, overlay, content, before)
+        tell(replace(outcome, cost=cost))
+    return None
+
+
+def _outcome(task: Task, content: Mapping[str, Any], *, control: bool) -> Outcome:
     arm, stash = handover.restored(task, content)
     outcome = _judged(arm, stash, content)
-    if outcome.complaint or name == CONTROL:
+    if outcome.complaint or control:
         return outcome
     batches = _windows(task, arm, stash, content)
     return outcome.followed_by(_trained(arm, batches))
