@@ -15,8 +15,9 @@ import time
 import warnings
 import weakref
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -285,7 +286,17 @@ class Faults(Listener):
             diagnosis.notes.append(
                 f"No fix was tried: finding the cause took more than {_LIMIT_S:g} s."
             )
+        if diagnosis.status == "fault":
+            self._patch(diagnosis, reproduced, patience)
         return None if diagnosis.status == "benign" else self._as_known(Fault(diagnosis))
+
+    def _patch(self, diagnosis: Diagnosis, step: Observed, patience: _Patience) -> None:
+        """Add patches of the script's own source, as far as there is time for them."""
+        from ampwise.numerics.remedy import live  # loads libcst
+
+        roots = [Path.cwd(), Path(self._script).resolve().parent]
+        with suppress(_OutOfTimeError):
+            live.add_patches(diagnosis, step, step.closed, roots, patience)
 
     def _as_known(self, fault: Fault) -> Fault | None:
         """A fault, unless it is one of those that were met before."""

@@ -13,6 +13,7 @@ a fix then changes what is computed, and says so.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -88,6 +89,18 @@ def complaint(
     scale = float(stash.scale) if settled.scale is None else settled.scale
     kept = gradient_errors(result, wanted, scale).sqnr_db
     return "" if kept >= least_db else f"its gradients keep {kept:.0f} dB, of {least_db:g} asked"
+
+
+def quality_db(
+    step: Replayable, stash: Stash, candidate: Candidate, wanted: Reference
+) -> float | None:
+    """SQNR of the gradients under a loss scale that has settled; None where exact, or unknown."""
+    settled, result = _with_settled_scale(step, stash, candidate, replayed(step, stash, candidate))
+    if not (wanted.finite and result.clean):
+        return None
+    scale = float(stash.scale) if settled.scale is None else settled.scale
+    sqnr_db = gradient_errors(result, wanted, scale).sqnr_db
+    return sqnr_db if math.isfinite(sqnr_db) else None
 
 
 def _try(

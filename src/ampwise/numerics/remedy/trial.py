@@ -27,7 +27,7 @@ from typing import Any
 from ampwise.bench.arm import Arm
 from ampwise.data import to_device
 from ampwise.errors import kind_and_words
-from ampwise.numerics.observe.reference import Reference, gradient_errors, reference
+from ampwise.numerics.observe.reference import reference
 from ampwise.numerics.remedy import fix, handover
 from ampwise.numerics.remedy.candidate import AS_IT_IS
 from ampwise.numerics.remedy.overlay import Overlay
@@ -90,20 +90,7 @@ def _judged(arm: Arm, stash: Stash, content: Mapping[str, Any]) -> Outcome:
     complaint = fix.complaint(step, stash, AS_IT_IS, wanted, -math.inf)
     if complaint:
         return Outcome(complaint)
-    return Outcome("", own, _sqnr_db(step, stash, wanted))
-
-
-def _sqnr_db(step: Replay, stash: Stash, wanted: Reference) -> float | None:
-    """SQNR of the gradients, under a loss scale that has settled."""
-    scale = float(stash.scale)
-    result = step.replay(stash)
-    while not result.clean and scale > 1:
-        scale = max(1.0, scale / 16)
-        result = step.replay(stash, scale=scale)
-    if not (wanted.finite and result.clean):
-        return None
-    sqnr_db = gradient_errors(result, wanted, scale).sqnr_db
-    return sqnr_db if math.isfinite(sqnr_db) else None
+    return Outcome("", own, fix.quality_db(step, stash, AS_IT_IS, wanted))
 
 
 def _windows(task: Task, arm: Arm, stash: Stash, content: Mapping[str, Any]) -> Iterator[list[Any]]:
