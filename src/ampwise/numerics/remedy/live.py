@@ -21,14 +21,11 @@ from ampwise.numerics.remedy import fix
 from ampwise.numerics.remedy.candidate import Candidate
 from ampwise.numerics.remedy.costs import Run, cost_of
 from ampwise.numerics.remedy.own_source import OwnSource, Tried, add_to, own_source
-from ampwise.numerics.remedy.patches import Proposal, proposals
+from ampwise.numerics.remedy.patches import Proposal
 from ampwise.numerics.result import Diagnosis
 from ampwise.step.compiled import is_compiled
 from ampwise.step.recorder import Stash
 from ampwise.step.replayable import Replayable
-
-_MOST = 12
-"""Patches that are tried."""
 
 
 def add_patches(
@@ -56,7 +53,7 @@ def _tried(
 ) -> Iterator[Tried]:
     """Each proposal with its status, up to the first that is verified."""
     assert found.origin is not None
-    made = proposals(source.site)[:_MOST]
+    made = source.proposals
     if made and (why := _cannot(source, step)):
         yield Tried(made[0], f"suggestion: not run: {why}")
         return

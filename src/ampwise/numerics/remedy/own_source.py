@@ -11,13 +11,16 @@ import ampwise
 from ampwise.numerics.explain.causes import CAUSES
 from ampwise.numerics.observe.places import kind_of
 from ampwise.numerics.remedy.costs import Cost
-from ampwise.numerics.remedy.patches import Proposal
+from ampwise.numerics.remedy.patches import Proposal, proposals
 from ampwise.numerics.remedy.patches.site import Site
 from ampwise.numerics.remedy.patches.source import UNREADABLE, SourceFile, dotted, unified
 from ampwise.numerics.remedy.probe import formats_at
 from ampwise.numerics.result import Diagnosis, Fix
 from ampwise.step.recorder import Stash
 from ampwise.step.replayable import Replayable
+
+_MOST = 12
+"""Patches that are tried."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,11 @@ class OwnSource:
     file: Path
     name: str
     site: Site
+
+    @property
+    def proposals(self) -> list[Proposal]:
+        """What may be written there instead, in the order in which it is tried."""
+        return proposals(self.site)[:_MOST]
 
 
 @dataclass(frozen=True)

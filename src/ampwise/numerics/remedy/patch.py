@@ -19,12 +19,9 @@ from ampwise.numerics.remedy import fix, handover
 from ampwise.numerics.remedy.candidate import AS_IT_IS
 from ampwise.numerics.remedy.handover import Failing, TaskSource
 from ampwise.numerics.remedy.own_source import Tried, add_to, own_source
-from ampwise.numerics.remedy.patches import Proposal, proposals
+from ampwise.numerics.remedy.patches import Proposal
 from ampwise.numerics.remedy.verify import Trials
 from ampwise.numerics.result import Diagnosis
-
-MOST = 12
-"""Patches that are tried."""
 
 
 def add_patches(found: Diagnosis, failing: Failing, progress: Progress) -> None:
@@ -33,7 +30,7 @@ def add_patches(found: Diagnosis, failing: Failing, progress: Progress) -> None:
         return
     source = own_source(found, failing.step, failing.stash, _roots(failing.source))
     if source is not None:
-        tried = _tried(proposals(source.site)[:MOST], source.file, failing, progress)
+        tried = _tried(source.proposals, source.file, failing, progress)
         add_to(found, source, tried)
 
 
