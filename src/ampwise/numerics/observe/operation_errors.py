@@ -17,8 +17,9 @@ from typing import Any
 from torch import Tensor
 
 from ampwise import formats
+from ampwise.formats import dtype_name
 from ampwise.numerics.observe.exact import UnsupportedError, exact
-from ampwise.numerics.observe.operations import Operation, dtype_of, tensors
+from ampwise.numerics.observe.operations import Operation, tensors
 from ampwise.numerics.observe.places import Place
 from ampwise.numerics.observe.sqnr import compare, rms, sqnr_db
 from ampwise.numerics.observe.twins import Key, Twins, key_of
@@ -172,8 +173,10 @@ class OperationErrors:
         """Integers that were rounded become integers again: are they others?"""
         if bool((self._twins.raised(rounded).to(result.dtype) != result).any()):
             self.found.append(
-                OperationError(number, "_to_copy", place, dtype_of(rounded), math.inf, -math.inf,
-                               math.inf, miscounted=True)
+                OperationError(
+                    number, "_to_copy", place, dtype_name(rounded.dtype), math.inf, -math.inf,
+                    math.inf, miscounted=True,
+                )
             )  # fmt: skip
 
     def keep(self, alive: Container[Key]) -> None:
@@ -190,8 +193,8 @@ class OperationErrors:
         if made.operation.mutates and not counts:
             return
         error = OperationError(
-            made.index, name, made.place, dtype_of(actual), math.inf, propagated_db, made.inputs_db,
-            occurrence=made.occurrence, func=made.operation.func,
+            made.index, name, made.place, dtype_name(actual.dtype), math.inf, propagated_db,
+            made.inputs_db, occurrence=made.occurrence, func=made.operation.func,
         )  # fmt: skip
         self.found.append(error)
         wrong = propagated_db < WRONG_DB and made.inputs_db >= RIGHT_DB

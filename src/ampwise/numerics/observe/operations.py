@@ -103,8 +103,3 @@ def held_by(tensor: Tensor) -> Tensor:
 def is_hollow(tensor: Tensor) -> bool:
     """Whether a tensor has no values to look at: autograd's zeros, and shapes without memory."""
     return tensor._is_zerotensor() or tensor.is_meta
-
-
-def dtype_of(tensor: Tensor) -> str:
-    """``float16``: a tensor's format as reports write it."""
-    return str(tensor.dtype).removeprefix("torch.")

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from ampwise import formats
+from ampwise.formats import dtype_name
 from ampwise.numerics.observe.ancestry import Ancestor, cancelled, flushed, lost_constants
 from ampwise.numerics.observe.exact import FLOATS, UnsupportedError, exact
 from ampwise.numerics.observe.operation_errors import (
@@ -32,7 +33,6 @@ from ampwise.numerics.observe.operation_errors import (
 )
 from ampwise.numerics.observe.operations import (
     copied,
-    dtype_of,
     is_hollow,
     operation,
     tensors,
@@ -233,8 +233,10 @@ class Shadow(TorchDispatchMode):
         ends = torch.aminmax(result.detach()) if result.numel() else ()
         extreme = max(map(float, ends), key=abs, default=0.0)
         lost = lost_constants(name, made.args, ideal, result)
-        maker = Ancestor(name, made.place, dtype_of(result), made.inputs_db, propagated_db, lost,
-                         parents, count, rounded_to, gone, extreme)  # fmt: skip
+        maker = Ancestor(
+            name, made.place, dtype_name(result.dtype), made.inputs_db, propagated_db, lost, parents,
+            count, rounded_to, gone, extreme,
+        )  # fmt: skip
         self._made.update(dict.fromkeys(map(key_of, made.written), maker))
 
     def _stop(self, args: Any, kwargs: Any) -> None:

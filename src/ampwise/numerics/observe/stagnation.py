@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ampwise.numerics.observe.operations import dtype_of
+from ampwise.formats import dtype_name
 from ampwise.step.replayable import Replayable
 from ampwise.telemetry.ring import StepRecord
 
@@ -56,6 +56,6 @@ def stagnant(step: Replayable, before: dict[str, Tensor], record: StepRecord) ->
             continue
         still, count = int(((now == old) & pushed).sum()), int(pushed.sum())
         if still > 0.5 * count:
-            share[name], dtype = still / count, dtype_of(now)
+            share[name], dtype = still / count, dtype_name(now.dtype)
             stayed, all_pushed = stayed + still, all_pushed + count
     return Stagnant(share, dtype, stayed, all_pushed) if share else None

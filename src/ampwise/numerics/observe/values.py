@@ -12,9 +12,10 @@ from torch import Tensor
 
 from ampwise import formats
 from ampwise.data import leaves
+from ampwise.formats import dtype_name
 from ampwise.numerics.observe.ancestry import Ancestor
 from ampwise.numerics.observe.extent import CHANNELS_SECOND, extent_of, samples_in
-from ampwise.numerics.observe.operations import dtype_of, held_by
+from ampwise.numerics.observe.operations import held_by
 from ampwise.numerics.observe.places import Place
 from ampwise.numerics.observe.roots import Flow, Root
 from ampwise.numerics.result import Extent, Origin, Passed, Values
@@ -38,7 +39,7 @@ def origin_of(root: Root) -> Origin:
         file=place.file,
         line=place.line,
         source=place.source,
-        dtype=dtype_of(root.outputs[0]) if root.outputs else "",
+        dtype=dtype_name(root.outputs[0].dtype) if root.outputs else "",
         call=place.call,
         library=place.library,
         inputs=inputs[:8],
@@ -104,7 +105,7 @@ def values_of(name: str, tensor: Tensor) -> Values:
     signed = tensor.flatten()[torch.isfinite(flat)]
     return Values(
         name=name,
-        dtype=dtype_of(tensor),
+        dtype=dtype_name(tensor.dtype),
         shape=list(tensor.shape),
         amax=float(finite.max()) if finite.numel() else None,
         min_nonzero=float(nonzero.min()) if nonzero.numel() else None,

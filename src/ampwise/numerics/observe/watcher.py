@@ -15,12 +15,12 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ampwise.formats import dtype_name
 from ampwise.numerics.observe.bits import NAN, NEGATIVE, bad_bits, bits_and_extreme
 from ampwise.numerics.observe.operations import (
     FILLS,
     Operation,
     copied,
-    dtype_of,
     held_by,
     is_whole,
     memory,
@@ -215,7 +215,7 @@ class Watcher(TorchDispatchMode):
             bits |= found
             key = memory(tensor)
             self._flows[key] = Flow(
-                call.operation.name, call.place, dtype_of(tensor), extreme, before
+                call.operation.name, call.place, dtype_name(tensor.dtype), extreme, before
             )
             if found:
                 bad.append(tensor)

@@ -64,13 +64,13 @@ def tried(folder: Path, name: str, tell: Callable[[Outcome], object]) -> None:
     content = handover.load(folder / "step.pt")
     task = load_task(content["spec"], content["settings"])
     if overlay is not None and not overlay.loads:
-        return tell(Outcome("the task does not import the file by itself"))
+        tell(Outcome("the task does not import the file by itself"))
+        return
     outcome = _outcome(task, content, control=overlay is None)
     tell(outcome)
     if outcome.verified and overlay is not None:
         cost = cost_beside_original(task, overlay, content, before)
         tell(replace(outcome, cost=cost))
-    return None
 
 
 def _outcome(task: Task, content: Mapping[str, Any], *, control: bool) -> Outcome:
