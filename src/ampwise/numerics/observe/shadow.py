@@ -234,8 +234,8 @@ class Shadow(TorchDispatchMode):
         extreme = max(map(float, ends), key=abs, default=0.0)
         lost = lost_constants(name, made.args, ideal, result)
         maker = Ancestor(
-            name, made.place, dtype_name(result.dtype), made.inputs_db, propagated_db, lost, parents,
-            count, rounded_to, gone, extreme,
+            name, made.place, dtype_name(result.dtype), made.inputs_db, propagated_db, lost,
+            parents, count, rounded_to, gone, extreme,
         )  # fmt: skip
         self._made.update(dict.fromkeys(map(key_of, made.written), maker))
 
