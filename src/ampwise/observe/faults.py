@@ -15,7 +15,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FunctionType
@@ -294,8 +294,12 @@ class Faults(Listener):
         from ampwise.numerics.remedy import live  # loads libcst
 
         roots = [Path.cwd(), Path(self._script).resolve().parent]
-        with suppress(_OutOfTimeError):
+        try:
             live.add_patches(diagnosis, step, step.closed, roots, patience)
+        except _OutOfTimeError:
+            diagnosis.notes.append(
+                f"Not every patch was tried: this fault has taken more than {_LIMIT_S:g} s."
+            )
 
     def _as_known(self, fault: Fault) -> Fault | None:
         """A fault, unless it is one of those that were met before."""
