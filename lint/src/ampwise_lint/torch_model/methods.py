@@ -371,7 +371,9 @@ def _tensor(state: State, node: ast.Call, owner: Tensor, name: str, a: Arguments
             return result
         case "size" | "dim" | "numel" | "ndimension" | "get_device" | "nelement":
             return Unknown(f"{key_of(owner)}.{name}()", of=owner)
-        case "values" | "items" | "keys" | "unbind" | "data_ptr":
+        case "values" | "items" | "keys":
+            return owner if owner.forward else owner.but(op="items")
+        case "unbind" | "data_ptr":
             return owner
         case "zero_grad":
             state.emit(ZeroGrad, node, None)
