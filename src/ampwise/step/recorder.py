@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -34,8 +34,7 @@ class Windowed(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class RandomState:
+class RandomState(NamedTuple):
     """State of every generator that a forward may draw from; of Python and NumPy if it does."""
 
     python: tuple[Any, ...] | None
