@@ -144,7 +144,7 @@ def test_every_rule_can_be_explained(capsys):
         (["x" * 300], "no such file or folder"),
         (["--exclude", "train.py"], ".: no file to check: expected one that ends in .py"),
         (["--html", "no/folder.html"], "html: cannot write to no/folder.html"),
-        (["--explain", "AMP999"], "expected a rule's code"),
+        (["--explain", "AMP999"], "expected a rule's code (AMP101 to AMP404)"),
         (["--select", "clip-befor-unscale"], "did you mean 'clip-before-unscale'?"),
         (["--format", "xml"], "expected one of text, json, github, sarif"),
         (["--jobs", "-1"], "expected 0 or more"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar, cast
 
 from ampwise_lint.interpreter import calls
@@ -20,10 +20,10 @@ from ampwise_lint.prefilter import Prefilter
 from ampwise_lint.source.project import Module
 from ampwise_lint.source.roles import dotted
 from ampwise_lint.triggers import STEP
-from ampwise_lint.values.abstract import Class, Function, Instance, Scope, Unknown, Value
+from ampwise_lint.values.abstract import Class, Function, Instance, Scaler, Scope, Unknown, Value
 from ampwise_lint.values.arguments import Arguments
 from ampwise_lint.values.classes import is_step_wrapper
-from ampwise_lint.values.events import Backward, Enter, Event
+from ampwise_lint.values.events import Backward, Enter, Event, ScalerStep
 
 E = TypeVar("E", bound=Event)
 
@@ -94,6 +94,8 @@ def analyse(module: Module, prefilter: Prefilter) -> Analysis:
             trains = root.is_core or analysis.any(Enter) or analysis.any(Backward)
             if id(root.node) not in walked and trains:
                 _explore(analysis, budget, walked, imported, root, FUNCTION_PATHS)
+        for root in _steps_in_parts(analysis):
+            _explore(analysis, budget, walked, imported, root, FUNCTION_PATHS)
     except BudgetError:
         analysis.cut_short = True
     return analysis
@@ -116,6 +118,13 @@ class _Root:
     path: tuple[str, ...]
     is_core: bool
     """It has part of a step in it; others only belong to a training that there must be."""
+    then: str = ""
+    """A method of the same object that goes on with the step."""
+
+    @property
+    def name(self) -> str:
+        """The names that lead to it, with dots."""
+        return ".".join(self.path)
 
 
 def _explore(
@@ -135,7 +144,7 @@ def _explore(
                 _start(state, analysis.module, root)
         finally:
             walked.update(state.walked)
-        name = ".".join(root.path) if root is not None else ""
+        name = root.name if root is not None else ""
         return Trace(state.trace, name, oracle.decided)
 
     # Other ways through one function may use up half of what is left; the first one all of it.
@@ -181,6 +190,40 @@ def _start(state: State, module: Module, root: _Root) -> None:
         if owner is not None and "staticmethod" not in decorators:
             bound.owner = Unknown("cls", "given") if "classmethod" in decorators else owner
         state.call(bound, Arguments(open=True), root.node)
+        if root.then and owner is not None:
+            state.call(_method(owner, root.then), Arguments(open=True), root.node)
+
+
+def _method(owner: Instance, name: str) -> Function:
+    found = owner.class_.lookup(name)
+    assert found is not None
+    function, class_ = found
+    assert isinstance(function, Function)
+    return Function(function.node, function.module, function.scope, owner, class_)
+
+
+def _steps_in_parts(analysis: Analysis) -> list[_Root]:
+    """Methods that run a scaled backward, each with one of its class that makes the step.
+
+    Only where nothing in the file calls the two one after the other.
+    """
+    backward: set[str] = set()
+    step: set[str] = set()
+    for trace in analysis.traces:
+        scaled = any(isinstance(each.scaled, Scaler) for each in trace.of(Backward))
+        if scaled and not trace.of(ScalerStep):
+            backward.add(trace.root)
+        elif trace.of(ScalerStep) and not trace.of(Backward):
+            step.add(trace.root)
+        elif scaled:
+            return []
+    roots = {each.name: each for each in _roots(analysis.module)}
+    return [
+        replace(roots[first], then=second.rpartition(".")[2])
+        for first in sorted(backward & roots.keys())
+        for second in sorted(step & roots.keys())
+        if roots[first].path[:-1] and roots[first].path[:-1] == roots[second].path[:-1]
+    ]
 
 
 def _roots(module: Module) -> list[_Root]:
@@ -207,8 +250,8 @@ def _roots(module: Module) -> list[_Root]:
 
 
 def _belongs(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Whether a function validates, saves, loads or makes data, or is one under autocast."""
-    names = {"no_grad", "inference_mode", "eval", "autocast", "DataLoader"}
+    """Whether a function validates, saves, makes data or an optimizer, or is one under autocast."""
+    names = {"no_grad", "inference_mode", "eval", "autocast", "DataLoader", "optim"}
     names |= {"state_dict", "load_state_dict"}
     return any(
         (isinstance(each, ast.Attribute) and each.attr in names)

@@ -130,7 +130,7 @@ def _explain(word: str) -> int:
     if found is None:
         legal = [*rules, *(each.name for each in rules.values())]
         raise UsageError(
-            f"--explain {word!r}: expected a rule's code (AMP101 to AMP403) or name"
+            f"--explain {word!r}: expected a rule's code ({min(rules)} to {max(rules)}) or name"
             f"{nearest(word.upper() if word.upper().startswith('AMP') else word, legal)}"
         )
     explain(found)

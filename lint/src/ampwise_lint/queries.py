@@ -6,11 +6,12 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.findings import Change, Edit
 from ampwise_lint.source.nodes import Node, span
-from ampwise_lint.source.places import in_reach
+from ampwise_lint.source.places import in_reach, is_inside
 from ampwise_lint.source.project import Module
 from ampwise_lint.source.roles import dotted, leaves
 from ampwise_lint.values.abstract import (
@@ -35,6 +36,7 @@ from ampwise_lint.values.events import (
     Condition,
     Enter,
     Event,
+    Loop,
     Made,
     Managed,
     Op,
@@ -85,7 +87,8 @@ class Steps:
     """Where the steps of a file are made."""
 
     nodes: set[int] = field(default_factory=set[int])
-    """``id`` of the innermost loops around each backward and step, and loops over data around."""
+    """``id`` of the innermost loops around each backward, each step and both, and of loops over
+    data around."""
     traces: set[int] = field(default_factory=set[int])
     """``id`` of the events of paths through a function that makes a step without a loop."""
     windows: set[int] = field(default_factory=set[int])
@@ -96,10 +99,16 @@ def step_loops(code: Analysis) -> Steps:
     """Find what runs once a step."""
     found = Steps()
     for trace in code.traces:
+        backward: tuple[Loop, ...] = ()
         for event in trace.events:
             if not isinstance(event, Backward | ScalerStep | OptimizerStep) and not is_given(event):
                 continue
             loops = event.context.loops
+            if isinstance(event, Backward):
+                backward = loops
+            pairs = zip(loops, backward, strict=False)
+            both = takewhile(lambda pair: pair[0].node is pair[1].node, pairs)
+            found.nodes |= {id(each.node) for each, _ in [*both][-1:]}
             if loops:
                 found.nodes.add(id(loops[-1].node))
                 # Of a loop over data sets and one over batches, the inner one makes the steps.
@@ -122,7 +131,7 @@ COUNTER = re.compile(r"(^|[._])(steps?|iters?|iteration|idx|index|i|n|batch_?(id
 
 def is_hot(event: Event, steps: Steps, trace: Trace) -> bool:
     """Whether something happens on every step of a training loop."""
-    if event.context.no_grad:
+    if event.context.no_grad and not _is_of_step(event, steps):
         return False
     conditions = list(event.context.conditions)
     if id(trace.events) in steps.traces:
@@ -143,6 +152,12 @@ def is_hot(event: Event, steps: Steps, trace: Trace) -> bool:
     )
 
 
+def _is_of_step(event: Event, steps: Steps) -> bool:
+    """Whether it stands in the very loop that makes the steps: no validation, for all `no_grad`."""
+    inner = [each.node for each in event.context.loops[-1:] if id(each.node) in steps.nodes]
+    return any(is_inside(event.module, event.node, each) for each in inner)
+
+
 def _is_rare(branch: Condition, loop: Node | None) -> bool:
     """Whether a branch is taken once or so: it ends the loop, or waits for one step or a flag."""
     if not isinstance(branch.node, ast.If):
@@ -150,7 +165,13 @@ def _is_rare(branch: Condition, loop: Node | None) -> bool:
     body = branch.node.body if branch.taken else branch.node.orelse
     if _ends(body, branch.node, loop) or _is_once(branch.node):
         return True
-    return branch.taken and _is_one_step(branch.node.test)
+    return branch.taken and (_is_one_step(branch.node.test) or _is_fault(branch.node.test))
+
+
+def _is_fault(test: ast.expr) -> bool:
+    """``if torch.isnan(loss)``, ``if not is_finite``: what is taken when training goes wrong."""
+    text = ast.unparse(test).lower()
+    return "isnan" in text or "isinf" in text or ("not " in text and "finite" in text)
 
 
 def _is_one_step(test: ast.expr) -> bool:

@@ -74,7 +74,7 @@ def invoke(
             return _super(state)
         case Ref(path=path):
             return functions.call(state, node, path, a)
-        case Bound(owner=Model() as network, name=name) if RUNS.match(name):
+        case Bound(owner=Model() as network, name=name) if RUNS.search(name):
             return _model(state, node, network, a)
         case Bound(owner=bound_to, name=name):
             return methods.call(state, node, bound_to, name, a)
@@ -94,7 +94,7 @@ def invoke(
             return _unknown(state, node, function, a)
 
 
-RUNS = re.compile(r"(forward|infer|inference|predict|encode|decode)(_|$)")
+RUNS = re.compile(r"(^|_)(forward|infer|inference|predict|encode|decode)(_|$)")
 """Methods that run a network."""
 
 

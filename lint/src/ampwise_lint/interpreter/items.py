@@ -90,7 +90,7 @@ def element(
             return over
         case Unknown(op="enumerate" | "zip" | "tqdm", operands=operands):
             return _enumerated(state, node, target, over, operands, where)
-        case Unknown() if over_data:
+        case Unknown(op=op) if over_data and op != "range":  # ``range(len(loader))``: no batches
             return Tensor(key=f"batch {where}", data=True)
         case Unknown(op="items", operands=(DictValue(items=known), *_)) if known:
             return ListValue([Const(next(iter(known))), next(iter(known.values()))])

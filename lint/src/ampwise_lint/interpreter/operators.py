@@ -154,6 +154,8 @@ def binary(state: State, node: Node, op: ast.operator, left: Value, right: Value
         return _formatted(state, node, right)
     if isinstance(left, Const) and isinstance(right, Const):
         return _constants(state, node, op, left, right)
+    if isinstance(left, Const) and isinstance(left.value, str):
+        return Unknown(f"({key_of(left)} {name} {key_of(right)})")
     if name == "%" and isinstance(right, Const) and right.value == 1:
         return Const(0)
     if isinstance(left, Gradient) or isinstance(right, Gradient):

@@ -127,6 +127,7 @@ def _return(state: State, node: ast.Return) -> Flow:
 
 def _if(state: State, node: ast.If) -> Flow:
     test = state.evaluate(node.test)
+    tensors.decides(state, node.test, test)
     periodic = is_periodic([test])
     known = is_known(test)
     branches = node.body + node.orelse
@@ -142,6 +143,8 @@ def _if(state: State, node: ast.If) -> Flow:
 
 def _likely(state: State, node: ast.If) -> bool:
     text = state.here.unparsed(node.test).lower()
+    if "isfinite" in text and "not " not in text:  # as it is in a training that goes on
+        return True
     if any(each in text for each in UNLIKELY):
         return False
     return not (leaves(node.body) and not node.orelse)
@@ -207,7 +210,9 @@ def _forget(state: State, node: ast.stmt, body: list[ast.stmt]) -> None:
     for name in state.here.bound_in_loop(node, body):
         before = state.scope.get(name)
         if isinstance(before, Const) and isinstance(before.value, int | float | bool):
-            state.scope.set(name, state.unknown(node, label=name))
+            changed = state.unknown(node, label=name)
+            changed.op = "either"
+            state.scope.set(name, changed)
 
 
 def _with(state: State, node: ast.With | ast.AsyncWith) -> Flow:
@@ -297,7 +302,7 @@ def _continue(state: State, node: ast.Continue) -> Flow:
 
 
 def _assert(state: State, node: ast.Assert) -> None:
-    state.evaluate(node.test)
+    tensors.decides(state, node.test, state.evaluate(node.test))
 
 
 def _sets_globals(call: ast.Call) -> bool:

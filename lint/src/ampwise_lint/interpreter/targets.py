@@ -62,8 +62,11 @@ def _either(
         value.others = (*before.others, before)
     if isinstance(before, Const) and isinstance(value, Const) and before.value != value.value:
         either = state.unknown(target, label=dotted(target))
+        either.op = "either"
         either.periodic = state.context.is_periodic
         return either
+    if isinstance(before, Unknown) and before.op == "either" and isinstance(value, Const):
+        return before
     return value
 
 

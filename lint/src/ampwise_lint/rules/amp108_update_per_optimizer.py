@@ -55,6 +55,30 @@ def check(code: Analysis) -> Iterator[Mistake]:
             for earlier, later in pairwise(updates):
                 if _stepped_between(trace, earlier, later):
                     yield _mistake(trace, earlier, later)
+        yield from _in_loops(trace)
+
+
+def _in_loops(trace: Trace) -> Iterator[Mistake]:
+    """``for optimizer in optimizers: scaler.step(optimizer); scaler.update()``."""
+    updates = trace.of(Update)
+    for earlier, later in pairwise(updates):
+        if earlier.node is not later.node or earlier.scaler is not later.scaler:
+            continue
+        first, second = trace.events.index(earlier), trace.events.index(later)
+        before = [e for e in trace.events[:first] if isinstance(e, Backward | ScalerStep)]
+        between = [e for e in trace.events[first:second] if isinstance(e, Backward | ScalerStep)]
+        match before, between:
+            case [*_, Backward(scaled=scaled), ScalerStep() as one], [ScalerStep() as other] if (
+                scaled is later.scaler and one.optimizer is not other.optimizer
+            ):
+                yield Mistake(
+                    earlier.node,
+                    earlier.module,
+                    f"update() runs once per optimizer: {UNFIT}; call update() once, behind the "
+                    "loop over the optimizers",
+                )
+            case _:
+                pass
 
 
 def _by_iteration(trace: Trace) -> dict[tuple[int, int], list[Update]]:

@@ -226,9 +226,32 @@ def _autocast(region: Region, module: Module, at: ast.AST) -> str:
     if not isinstance(node, ast.Call):
         return ""
     text = region.module.text_of(node)
+    if region.module is module and (device := _old_device(module, node)):
+        return _modern(module, node, device) if in_reach(module, node, at) else ""
     if region.module is module and text.endswith(")") and in_reach(module, node, at):
         return text
     says_when = len(node.args) > 2 or any(e.arg in ("enabled", None) for e in node.keywords)
     if says_when or region.device is None or region.dtype is None or not has_torch(module):
         return ""
     return f'torch.autocast("{region.device}", dtype=torch.{region.dtype})'
+
+
+OLD = {"torch.cuda.amp": "cuda", "torch.cpu.amp": "cpu"}
+ORDER = ("enabled", "dtype", "cache_enabled")
+"""Parameters of the old autocast by position."""
+
+
+def _old_device(module: Module, call: ast.Call) -> str:
+    """The device of a call through an import that AMP401 rewrites, which a copy would not know."""
+    first = module.imports.names.get(dotted(call.func).partition(".")[0], "")
+    return next((OLD[each] for each in OLD if f"{first}.".startswith(f"{each}.")), "")
+
+
+def _modern(module: Module, call: ast.Call, device: str) -> str:
+    """The call as one of ``torch.autocast``; empty where that cannot be written."""
+    if not has_torch(module) or any(isinstance(each, ast.Starred) for each in call.args):
+        return ""
+    given = [f"{name}={module.text_of(e)}" for name, e in zip(ORDER, call.args, strict=False)]
+    given += [module.text_of(each) for each in call.keywords]
+    named = ", ".join([f'"{device}"', *given])
+    return f"torch.autocast({named})"

@@ -3,7 +3,7 @@
 ## What it does
 Reports a `DataLoader(...)` without `num_workers` or without `pin_memory=True`, in files that
 train in mixed precision, and, where a loader pins memory, copies of batches without
-`non_blocking=True`. Silent for validation, for loaders of which only the length is asked or whose
+`non_blocking=True`. Silent for validation, for loaders of which a batch at most is taken or whose
 data is on the device, and where arguments come from a variable.
 
 ## Why is this bad
@@ -41,6 +41,7 @@ from ampwise_lint.findings import Edit
 from ampwise_lint.queries import edit, is_hot, step_loops, uses_amp
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.places import assignments, loads, names, scope_of
+from ampwise_lint.source.project import Module
 from ampwise_lint.source.roles import EVALUATION, dotted
 from ampwise_lint.triggers import MIXED
 from ampwise_lint.values.abstract import Const, Loader, Tensor
@@ -56,7 +57,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
         loader = event.value
         if not isinstance(loader, Loader) or loader.opaque or _evaluates(event):
             continue
-        if _is_only_counted(event) or _is_on_device(event):
+        if _is_for_a_look(event) or _is_on_device(event):
             continue
         lacking = [name for name in ("num_workers", "pin_memory") if _is_off(loader, name)]
         if lacking:
@@ -120,16 +121,28 @@ def _is_loaded(tensor: Tensor) -> bool:
     return bool(LOADED.search(tensor.key))
 
 
-def _is_only_counted(event: Made) -> bool:
-    """``steps = len(loader) * epochs``: nobody takes a batch of it."""
+def _is_for_a_look(event: Made) -> bool:
+    """``len(loader)``, ``next(iter(loader))``, a loop that ends in ``break``: a batch at most."""
     module = event.module
     statement = module.statement_of(event.node)
     target = statement.targets[0] if isinstance(statement, ast.Assign) else None
     uses = loads(module.tree, dotted(target)) if target is not None and dotted(target) else []
-    around = [module.parents[id(each)] for each in uses]
-    return bool(uses) and all(
-        isinstance(each, ast.Call) and dotted(each.func) == "len" for each in around
-    )
+    return bool(uses) and all(_takes_one(module, each) for each in uses)
+
+
+def _takes_one(module: Module, use: ast.expr) -> bool:
+    around = module.parents[id(use)]
+    match around:
+        case ast.Call(func=ast.Name(id="len")):
+            return True
+        case ast.Call(func=ast.Name(id="iter" | "enumerate")):
+            return _takes_one(module, around)
+        case ast.Call(func=ast.Name(id="next")):
+            return True
+        case ast.For(iter=over, body=[*_, ast.Break()]):
+            return over is use
+        case _:
+            return False
 
 
 def _is_on_device(event: Made) -> bool:

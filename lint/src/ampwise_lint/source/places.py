@@ -33,6 +33,16 @@ def functions_of(module: Module, node: ast.AST) -> list[Functions]:
     return [each for each in _around(module, node) if isinstance(each, Functions)]
 
 
+def is_inside(module: Module, node: ast.AST, outer: ast.AST) -> bool:
+    """Whether a node stands in another one, in the same function."""
+    for each in _around(module, node):
+        if each is outer:
+            return True
+        if isinstance(each, Functions):
+            return False
+    return False
+
+
 def class_of(module: Module, node: ast.AST) -> ast.ClassDef | None:
     """The class a node stands in."""
     return next((e for e in _around(module, node) if isinstance(e, ast.ClassDef)), None)

@@ -253,53 +253,66 @@ def _wrapper(state: State, node: ast.Call, owner: Wrapper, name: str, a: Argumen
 def _network(
     state: State, node: ast.Call, owner: Model | Instance, name: str, a: Arguments
 ) -> Value:
-    key = key_of(owner)
-    match name:
-        case "parameters" | "named_parameters":
-            return Parameters(owner, f"{key}.parameters")
-        case "train":
-            state.evaluating.discard(key)
-            if a.positional and a.positional[0] is FALSE:
-                state.evaluating.add(key)
-            return owner
-        case "eval":
-            state.evaluating.add(key)
-            return owner
-        case "half" | "bfloat16":
-            return halved(state, node, owner, HALVES[name])
-        case "float" | "double":
-            return owner
-        case "to" | "type":
-            dtype = _dtype_given(a)
-            if dtype in ("float16", "bfloat16"):
-                return halved(state, node, owner, dtype)
-            if isinstance(owner, Model):
-                owner.cpu = _device_given(a) == "cpu"
-            return owner
-        case "cuda" | "cpu" | "requires_grad_" | "apply" | "compile" | "xpu" | "share_memory":
-            if isinstance(owner, Model):
-                owner.cpu = name == "cpu"
-            return owner
-        case "zero_grad":
-            state.emit(ZeroGrad, node, owner)
-        case "state_dict" | "load_state_dict":
-            return _state(state, node, owner, name)
-        case "no_sync":
-            return Manager("other", node)
-        case "clip_grad_norm_":
-            state.emit(Clip, node, owner)
-        case "backward" if a.count:
-            state.emit(Managed, node, key)
-        case "step":
-            state.emit(Managed, node, key)
-        case _ if LOSS.search(name):
-            return Tensor(key=f"{key}.{name}()", loss=True)
-        case _:
-            pass
-    inputs = flatten(a.values)
-    if any(isinstance(each, Tensor) for each in inputs):
+    found = OF_NETWORKS.get(name)
+    value = found(state, node, owner, name, a) if found is not None else None
+    if value is not None:
+        return value
+    if LOSS.search(name):
+        return Tensor(key=f"{key_of(owner)}.{name}()", loss=True)
+    if any(isinstance(each, Tensor) for each in flatten(a.values)):
         return tensors.apply(state, node, name, a.values)
-    return state.unknown(node, "called", f"{key}.{name}()")
+    return state.unknown(node, "called", f"{key_of(owner)}.{name}()")
+
+
+def _parameters_of(
+    state: State, node: ast.Call, owner: Model | Instance, name: str, a: Arguments
+) -> Value:
+    return Parameters(owner, f"{key_of(owner)}.parameters")
+
+
+def _mode(state: State, node: ast.Call, owner: Model | Instance, name: str, a: Arguments) -> Value:
+    trains = name == "train" and not (a.positional and a.positional[0] is FALSE)
+    (state.evaluating.discard if trains else state.evaluating.add)(key_of(owner))
+    return owner
+
+
+def _network_moved(
+    state: State, node: ast.Call, owner: Model | Instance, name: str, a: Arguments
+) -> Value:
+    dtype = _dtype_given(a)
+    if dtype in ("float16", "bfloat16"):
+        return halved(state, node, owner, dtype)
+    if isinstance(owner, Model):
+        owner.cpu = _device_given(a) == "cpu"
+    return owner
+
+
+def _network_as_it_is(
+    state: State, node: ast.Call, owner: Model | Instance, name: str, a: Arguments
+) -> Value:
+    if isinstance(owner, Model):
+        owner.cpu = name == "cpu"
+    return owner
+
+
+def _network_zeroed(
+    state: State, node: ast.Call, owner: Model | Instance, name: str, a: Arguments
+) -> None:
+    state.emit(ZeroGrad, node, owner)
+
+
+def _network_clipped(
+    state: State, node: ast.Call, owner: Model | Instance, name: str, a: Arguments
+) -> None:
+    state.emit(Clip, node, owner)
+
+
+def _network_steps(
+    state: State, node: ast.Call, owner: Model | Instance, name: str, a: Arguments
+) -> None:
+    """``engine.step()``, ``engine.backward(loss)``: of a network that runs its own step."""
+    if name == "step" or a.count:
+        state.emit(Managed, node, key_of(owner))
 
 
 def halved(state: State, node: Node, owner: Value, dtype: str) -> Value:
@@ -322,6 +335,24 @@ def dtype_named(value: Value) -> str | None:
     return None
 
 
+def _halved(
+    state: State, node: ast.Call, owner: Model | Instance | Tensor, name: str, a: Arguments
+) -> Value:
+    return halved(state, node, owner, HALVES[name])
+
+
+def _same(state: State, node: ast.Call, owner: Value, name: str, a: Arguments) -> Value:
+    return owner
+
+
+def _no_sync(state: State, node: ast.Call, owner: Value, name: str, a: Arguments) -> Value:
+    return Manager("other", node)
+
+
+def _state_of(state: State, node: ast.Call, owner: Value, name: str, a: Arguments) -> Value:
+    return _state(state, node, owner, name)
+
+
 def _dtype_given(a: Arguments) -> str | None:
     """The dtype that ``.to(...)`` is told, if any."""
     return next((dtype for each in a.values if (dtype := dtype_named(each)) is not None), None)
@@ -338,48 +369,60 @@ def _device_given(a: Arguments) -> str | None:
 
 
 def _tensor(state: State, node: ast.Call, owner: Tensor, name: str, a: Arguments) -> Value:
-    match name:
-        case "backward":
-            gradient = a.first("gradient")
-            scaled = owner.scaled
-            if scaled is None and gradient is not NONE:
-                scaled = gradient.scaled if isinstance(gradient, Tensor) else gradient
-            state.emit(Backward, node, owner, scaled)
-            return NONE
-        case _ if name in READS:
-            if owner.data and not owner.moved:
-                return owner.but(host=True)
-            return tensors.read(state, node, owner, name)
-        case "detach" | "clone" | "requires_grad_" | "contiguous" | "detach_" | "retain_grad":
-            return owner
-        case "float" | "double":
-            return owner.but(dtype="float32", cast=None)
-        case "half" | "bfloat16":
-            return halved(state, node, owner, HALVES[name])
-        case "to" | "cuda" | "type" | "xpu" | "npu":
-            return _moved(state, node, owner, name, a)
-        case "type_as":
-            first = a.first("other")
-            return owner.but(dtype=first.dtype if isinstance(first, Tensor) else None)
-        case "div_" | "mul_" | "div" | "mul" | "divide" | "true_divide" | "multiply":
-            other = a.first("other") or NONE
-            kind = "div" if name.startswith(("div", "true")) else "mul"
-            result = tensors.arithmetic(state, node, kind, owner, other)
-            if name.endswith("_") and isinstance(result, Tensor):
-                owner.divided, owner.divisor = result.divided, result.divisor
-                owner.factor = result.factor
-            return result
-        case "size" | "dim" | "numel" | "ndimension" | "get_device" | "nelement":
-            return Unknown(f"{key_of(owner)}.{name}()", of=owner)
-        case "values" | "items" | "keys" | "unbind" | "data_ptr":
-            return owner
-        case "zero_grad":
-            state.emit(ZeroGrad, node, None)
-            return NONE
-        case "register_hook":
-            return NONE
-        case _:
-            return tensors.apply(state, node, name, (owner, *a.positional), a.named)
+    found = OF_TENSORS.get(name)
+    if found is not None:
+        return found(state, node, owner, name, a)
+    return tensors.apply(state, node, name, (owner, *a.positional), a.named)
+
+
+def _backward(state: State, node: ast.Call, owner: Tensor, name: str, a: Arguments) -> Value:
+    gradient = a.first("gradient")
+    scaled = owner.scaled
+    if scaled is None and gradient is not NONE:
+        scaled = gradient.scaled if isinstance(gradient, Tensor) else gradient
+    state.emit(Backward, node, owner, scaled)
+    return NONE
+
+
+def _read(state: State, node: ast.Call, owner: Tensor, name: str, a: Arguments) -> Value:
+    if owner.data and not owner.moved:
+        return owner.but(host=True)
+    return tensors.read(state, node, owner, name)
+
+
+def _as_float32(state: State, node: ast.Call, owner: Tensor, name: str, a: Arguments) -> Value:
+    return owner.but(dtype="float32", cast=None)
+
+
+def _as_other(state: State, node: ast.Call, owner: Tensor, name: str, a: Arguments) -> Value:
+    first = a.first("other")
+    return owner.but(dtype=first.dtype if isinstance(first, Tensor) else None)
+
+
+def _scaled_by(state: State, node: ast.Call, owner: Tensor, name: str, a: Arguments) -> Value:
+    kind = "div" if name.startswith(("div", "true")) else "mul"
+    result = tensors.arithmetic(state, node, kind, owner, a.first("other") or NONE)
+    if name.endswith("_") and isinstance(result, Tensor):
+        owner.divided, owner.divisor = result.divided, result.divisor
+        owner.factor = result.factor
+    return result
+
+
+def _extent(state: State, node: ast.Call, owner: Tensor, name: str, a: Arguments) -> Value:
+    return Unknown(f"{key_of(owner)}.{name}()", of=owner)
+
+
+def _entries(state: State, node: ast.Call, owner: Tensor, name: str, a: Arguments) -> Value:
+    return owner if owner.forward else owner.but(op="items")
+
+
+def _zeroed(state: State, node: ast.Call, owner: Tensor, name: str, a: Arguments) -> Value:
+    state.emit(ZeroGrad, node, None)
+    return NONE
+
+
+def _hooked(state: State, node: ast.Call, owner: Tensor, name: str, a: Arguments) -> Value:
+    return NONE
 
 
 def _moved(state: State, node: ast.Call, owner: Tensor, name: str, a: Arguments) -> Value:
@@ -576,6 +619,56 @@ def _const(state: State, node: ast.Call, owner: Const, name: str, a: Arguments) 
 def _parameter(state: State, node: ast.Call, owner: Parameter, name: str, a: Arguments) -> Value:
     return Unknown(f"parameter.{name}()", of=owner)
 
+
+OF_NETWORKS: dict[
+    str, Callable[[State, ast.Call, Model | Instance, str, Arguments], Value | None]
+] = {
+    **dict.fromkeys(("parameters", "named_parameters"), _parameters_of),
+    **dict.fromkeys(("train", "eval"), _mode),
+    **dict.fromkeys(HALVES, _halved),
+    **dict.fromkeys(("float", "double"), _same),
+    **dict.fromkeys(("to", "type"), _network_moved),
+    **dict.fromkeys(
+        ("cuda", "cpu", "requires_grad_", "apply", "compile", "xpu", "share_memory"),
+        _network_as_it_is,
+    ),
+    **dict.fromkeys(("state_dict", "load_state_dict"), _state_of),
+    **dict.fromkeys(("backward", "step"), _network_steps),
+    "zero_grad": _network_zeroed,
+    "clip_grad_norm_": _network_clipped,
+    "no_sync": _no_sync,
+}
+"""What methods of networks do; where it is None, they return what others of that name do."""
+
+OF_TENSORS: dict[str, Callable[[State, ast.Call, Tensor, str, Arguments], Value]] = {
+    **dict.fromkeys(READS, _read),
+    **dict.fromkeys(
+        (
+            "detach",
+            "clone",
+            "requires_grad_",
+            "contiguous",
+            "detach_",
+            "retain_grad",
+            "unbind",
+            "data_ptr",
+        ),
+        _same,
+    ),
+    **dict.fromkeys(("float", "double"), _as_float32),
+    **dict.fromkeys(HALVES, _halved),
+    **dict.fromkeys(("to", "cuda", "type", "xpu", "npu"), _moved),
+    **dict.fromkeys(
+        ("div_", "mul_", "div", "mul", "divide", "true_divide", "multiply"), _scaled_by
+    ),
+    **dict.fromkeys(("size", "dim", "numel", "ndimension", "get_device", "nelement"), _extent),
+    **dict.fromkeys(("values", "items", "keys"), _entries),
+    "backward": _backward,
+    "type_as": _as_other,
+    "zero_grad": _zeroed,
+    "register_hook": _hooked,
+}
+"""What methods of tensors do; any other is an operation on them."""
 
 _BY_KIND: dict[type[Value], Callable[[Any, ast.Call, Any, str, Arguments], Value]] = {
     Scaler: _scaler,

@@ -134,7 +134,7 @@ def _len(state: State, node: ast.Call, name: str, a: Arguments) -> Value:
 
 
 def _range(state: State, node: ast.Call, name: str, a: Arguments) -> Value:
-    return Unknown(f"range({', '.join(map(key_of, a.positional))})")
+    return Unknown(f"range({', '.join(map(key_of, a.positional))})", op="range")
 
 
 def _bool(state: State, node: ast.Call, name: str, a: Arguments) -> Value:

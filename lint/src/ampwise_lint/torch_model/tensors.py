@@ -172,6 +172,24 @@ def read(state: State, node: Node, tensor: Tensor | Unknown, how: str) -> Tensor
     return Tensor(key=key_of(tensor), host=True, of=tensor, loss="loss" in tensor.key)
 
 
+CHECKS = {"isnan", "isinf", "isfinite"}
+
+
+def decides(state: State, node: ast.expr, test: Value) -> None:
+    """A branch is taken by what a tensor holds: the host waits to know."""
+    # What numpy's functions of these names return has no dtype here.
+    match test:
+        case Unknown(op="not" | "and" | "or", operands=operands):
+            for each in operands:
+                decides(state, node, each)
+        case Tensor(op="any" | "all", inputs=(Tensor(op=op, dtype="int"), *_)) if op in CHECKS:
+            read(state, node, test, "a branch")
+        case Tensor(op=op, dtype="int") if op in CHECKS:
+            read(state, node, test, "a branch")
+        case _:
+            pass
+
+
 def is_rescaled(node: ast.expr) -> bool:
     """Whether a number is multiplied (or weighted) before it is reported."""
     return any(
@@ -183,7 +201,8 @@ def shown(state: State, node: ast.expr, value: Value, *, waits: bool = True) -> 
     """A value is printed or logged."""
     if not isinstance(value, Tensor):
         return
-    if not value.host and waits and not value.data:
+    # What a dict holds that is no network's output may be numbers.
+    if not value.host and waits and not value.data and value.op != "items":
         state.emit(HostSync, node, value, "print")
     state.emit(Report, node, value, "", is_rescaled(node))
 

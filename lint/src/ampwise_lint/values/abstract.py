@@ -44,7 +44,10 @@ class Unknown(Value):
     """Where it comes from, in terms of the program: equal keys are equal values."""
     made: Origin = "computed"
     op: str = ""
-    """``not``, ``and``, ``or``, ``==``, ``%`` ...: what `operands` were joined by."""
+    """``not``, ``and``, ``or``, ``==``, ``%`` ...: what `operands` were joined by.
+
+    ``either``: one of several constants, by the branches that were taken.
+    """
     operands: tuple[Value, ...] = ()
     periodic: bool = False
     """Depends on a remainder, as ``(i + 1) % n == 0`` does: true once in a window."""
