@@ -19,6 +19,7 @@ the figures). float16 is refused as a dtype of sums: at the loss scales in use s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -29,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ampwise.errors import PolicyError, UsageError
 from ampwise.policy import Policy
+from ampwise.step.modules import as_one, in_form
 from ampwise.step.precision import islands_of
 
 if TYPE_CHECKING:
@@ -56,6 +58,12 @@ def replicate(
     """
     policy = _checked(policy)
     islands_of(model, policy.islands)  # whether there are any of these names
+    return _replicated(model, policy, arguments)
+
+
+def _replicated(
+    model: nn.Module, policy: Policy, arguments: dict[str, Any]
+) -> DistributedDataParallel:
     device = next(model.parameters()).device
     if device.type == "cuda":
         arguments.setdefault("device_ids", [device.index])
@@ -81,16 +89,24 @@ def shard(
     UsageError
         For parameters that FSDP2 cannot split.
     """
+    policy = _checked(policy)
+    return _sharded(model, policy, islands_of(model, policy.islands), mesh)
+
+
+def _sharded(
+    model: nn.Module, policy: Policy, islands: Sequence[nn.Module], mesh: DeviceMesh | None
+) -> nn.Module:
+    """A model in FSDP2; of the islands, which may be several models', its own are kept."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    policy = _checked(policy)
     _check_all_can_be_split(model)
     param_dtype = torch.bfloat16 if policy.master_weights else None
     lowered = MixedPrecisionPolicy(
         param_dtype=param_dtype, reduce_dtype=getattr(torch, policy.reduce_dtype)
     )
     settings: dict[str, Any] = {} if mesh is None else {"mesh": mesh}
-    kept = [*islands_of(model, policy.islands)]
+    own = set(model.modules())
+    kept = [each for each in islands if each in own]
     if policy.master_weights:
         kept += [each for each in _with_statistics(model) if each not in kept]
     for each in kept:
@@ -101,9 +117,13 @@ def shard(
     return model
 
 
-def spread(model: nn.Module, parallel: Parallel, policy: Policy) -> nn.Module:
-    """`replicate` or `shard` it, by their names."""
-    return replicate(model, policy) if parallel == "ddp" else shard(model, policy)
+def spread(given: Any, parallel: Parallel, policy: Policy) -> Any:
+    """`replicate` or `shard` a model, or each of several, by their names."""
+    policy = _checked(policy)
+    kept = islands_of(as_one(given), policy.islands)
+    if parallel == "ddp":
+        return in_form(given, lambda model: _replicated(model, policy, {}))
+    return in_form(given, lambda model: _sharded(model, policy, kept, None))
 
 
 def _checked(policy: str | Policy) -> Policy:

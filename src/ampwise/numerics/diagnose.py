@@ -34,7 +34,7 @@ from ampwise.step.replay import Replay
 from ampwise.tasks import Task
 from ampwise.tasks.checks import endless
 from ampwise.telemetry.ring import StepRecord
-from ampwise.training.share import DataRandom, Turn, turns
+from ampwise.training.share import DataRandom, Turn, turns, whole_turns
 
 STEPS = 50
 BUDGET_S = 60.0
@@ -114,7 +114,7 @@ def explore(task: Task, config: DiagnoseConfig, progress: Progress) -> tuple[Arm
     step = Replay(arm.step)
     examiner = Examiner(step, task.name or "task", progress)
     deadline = time.monotonic() + config.budget_s
-    mine = _turns(task)
+    mine = _turns(task, whole=arm.iteration.makes_updates)
     found: Diagnosis | None = None
     begun: StepRecord | None = None
     while True:
@@ -140,7 +140,7 @@ def explore(task: Task, config: DiagnoseConfig, progress: Progress) -> tuple[Arm
         if last:
             break
     progress.stage("no step failed; comparing the last one with float64")
-    stash = step.rehearsal(arm.loss, window)
+    stash = step.rehearsal(arm.iteration.again, window)
 
     def alone() -> Diagnosis:
         still = stagnation.stagnant(step, weights, arm.step.history[-1])
@@ -183,13 +183,14 @@ class _Copies(Arm):
         return replicate(model, self._policy)
 
 
-def _turns(task: Task) -> Iterator[Turn]:
+def _turns(task: Task, *, whole: bool) -> Iterator[Turn]:
     """Batches of epoch after epoch; with several processes, those of this one."""
     if not is_up():
         yield from (Turn(batch, counts=True, last=False) for batch in endless(task))
     source = DataRandom()
     while True:
-        yield from turns(task.batches, dist.get_rank(), dist.get_world_size(), source)
+        dealt = turns(task.batches, dist.get_rank(), dist.get_world_size(), source)
+        yield from whole_turns(dealt, begins=True) if whole else dealt
 
 
 def _one_step(
@@ -201,7 +202,7 @@ def _one_step(
         turn = next(mine)
         window.append(to_device(turn.batch, arm.step.device))
         try:
-            arm.step(arm.loss, window[-1], weight=None if turn.counts else 0)
+            arm.iteration(arm.step, window[-1], counts=turn.counts)
         except NonFiniteLossError:
             return examiner.failed(), window
         except Exception as error:

@@ -148,8 +148,7 @@ class Engine:
 
         if self.resolution is not None:
             # A typo is one also where this device fell back to a policy without islands.
-            for each in members.models:
-                islands_of(each, self.resolution.asked_islands)
+            islands_of(members.whole, self.resolution.asked_islands)
         self.skip: Literal["all", "each"] = skip
         self._strict = strict
         self._parallel = self._find_parallel(watch_every)
@@ -218,7 +217,7 @@ class Engine:
         return arguments.optimizers_of(self._members.optimizer)
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """The models' parameters by FQN; with several models the position comes first."""
+        """The models' parameters by FQN, which with several models begins with key or position."""
         return self._members.parameters()
 
     def named_tensors(self) -> dict[str, Tensor]:

@@ -64,7 +64,7 @@ class TrainStep(Engine):
         At the first skipped step that a lower loss scale would not mend: ``diagnose`` finds out
         why, warns, and keeps the result in `diagnosis`; a function is given the `Diagnosis`
         instead of the warning, and stops training by raising. Training goes on otherwise. Needs
-        steps of the form ``step(loss_fn, batch)``.
+        steps of the form ``step(loss_fn, batch)`` or ``step.iterate(iteration, batch)``.
 
     Attributes
     ----------
@@ -112,6 +112,7 @@ class TrainStep(Engine):
         self.recorder: Recorder | None = None if on_fault is None else Recorder()
         self.diagnosis: Any = None
         self._on_fault = on_fault
+        self._iterates = False
         self._samples = samples or samples_in
         self._followers = Followers(scheduler, ema, self._members, self.optimizers)
         ranks = self._parallel
@@ -162,6 +163,7 @@ class TrainStep(Engine):
                 f"loss_fn: expected a function of (model, batch), got {type(loss_fn).__name__}; "
                 "the call is step(loss_fn, batch)"
             )
+        self._refuse_iterating("step()")
         self._refuse_nesting("step()")
         last = last or self._window.fills
         with self._parallel.telling():
@@ -184,7 +186,8 @@ class TrainStep(Engine):
         Parameters and what is returned are as for the step itself; `update` or `flush` follows.
         """
         if self.recorder is not None:
-            self.recorder.micro_batch(self, loss_fn, batch, weight)
+            again = partial(_micro_batch, loss_fn=loss_fn, weight=weight)
+            self.recorder.micro_batch(self, again, batch)
         with self._precision:  # around forward, too: what both change is changed once
             with self.autocast():
                 returned = loss_fn(self.model, batch)
@@ -195,6 +198,78 @@ class TrainStep(Engine):
                 self.recorder.loss(scalar(loss).detach())
             self._backward(loss, None, weight, retain_graph=False)
         return changed(returned, _detached)
+
+    def iterate(self, iteration: Callable[[Any, Batch], Tensor], batch: Batch) -> Tensor:
+        """One iteration of a loop with several models, losses or optimizers, by the step's parts.
+
+        ::
+
+            def iteration(step, real):
+                g, d = step.model["generator"], step.model["discriminator"]
+                of_g, of_d = step.optimizer["generator"], step.optimizer["discriminator"]
+                with step.autocast():
+                    fake = g(torch.randn(len(real), 64, device=real.device))
+                    loss = softplus(d(fake.detach())).mean() + softplus(-d(real)).mean()
+                step.backward(loss, optimizers=[of_d])
+                step.update([of_d])
+                with step.autocast():
+                    loss = softplus(-d(fake)).mean()
+                step.backward(loss, optimizers=[of_g])
+                step.update([of_g])
+                return loss
+
+            step.iterate(iteration, batch)
+
+        However many updates it makes, it is one step: one record, with the loss that it returns;
+        the loss scale stays the same in it and adapts at its end (`update_scale` says nothing
+        here). It can be replayed (`on_fault`), where it depends on nothing but its arguments,
+        random numbers, and what models and optimizers hold.
+
+        Parameters
+        ----------
+        iteration
+            ``iteration(step, batch)`` calls `backward` and `update` at least once, and returns the
+            loss to report, a scalar.
+        batch
+            Anything that `iteration` takes, on the models' device.
+
+        Returns
+        -------
+        Tensor
+            The loss to report, detached; over several ranks their mean.
+
+        Raises
+        ------
+        UsageError
+            When it makes no update, returns no scalar, or the step accumulates. An error inside
+            drops what is open; updates that came before it stay.
+        """
+        self._refuse_iterating("iterate()")
+        self._refuse_nesting("iterate()")
+        if self._window.accumulate > 1:
+            raise UsageError(
+                f"iterate: an iteration updates by itself, so expected a step with accumulate=1, "
+                f"got {self._window.accumulate}; several backward() before an update() add up"
+            )
+        if self.recorder is not None:
+            again = partial(_iterate, iteration=iteration)
+            self.recorder.micro_batch(self, again, batch)
+            self.recorder.began(self.named_tensors())
+        self.boundary = False
+        self._iterates = True
+        try:
+            loss = iteration(self, batch)
+            loss = _reported(loss, updated=self._pending.has_decided)
+        except BaseException:
+            self.discard()
+            raise
+        finally:
+            self._iterates = False
+        with self._parallel.telling():
+            loss = self._parallel.mean(loss.detach().to(self.device, torch.float32).reshape(()))
+            self._window.report(loss)
+            self._close()
+        return loss
 
     def flush(self) -> None:
         """Close a window that is only partly filled, as at the end of an epoch; else do nothing.
@@ -276,8 +351,20 @@ class TrainStep(Engine):
             different optimizers would be mixed.
         """
         with self._parallel.telling():
+            if self._iterates and self.recorder is not None:
+                self.recorder.loss(scalar(loss).detach())
             self._backward(loss, optimizers, weight, retain_graph=retain_graph)
         self.boundary = False
+
+    def update(
+        self, optimizers: Sequence[Optimizer] | None = None, *, update_scale: bool = True
+    ) -> None:
+        """Guard, then step or skip; see `Engine.update`. In `iterate` the step ends with that."""
+        super().update(optimizers, update_scale=update_scale and not self._iterates)
+        if self._iterates and self.recorder is not None:
+            held = set(map(id, self._members.held_by(optimizers)))
+            named = self.named_tensors()
+            self.recorder.updated({n: each for n, each in named.items() if id(each) in held})
 
     def discard(self) -> None:
         """Drop an open window: its gradients go, buffers are as before its first forward."""
@@ -320,6 +407,14 @@ class TrainStep(Engine):
     def _check(self, named: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]) -> None:
         super()._check(named, optimizers)
         self._followers.check(optimizers)
+
+    def _refuse_iterating(self, what: str) -> None:
+        """Refuse what is a step of its own within an iteration."""
+        if self._iterates:
+            raise UsageError(
+                f"{what} inside an iteration, which is one step already; expected its parts there: "
+                "autocast(), backward() and update()"
+            )
 
     def _count_nothing(self, loss_fn: Callable[[Any, Batch], Any], batch: Batch) -> None:
         """A micro-batch that sums over ranks what was collected, and counts nothing itself."""
@@ -365,6 +460,39 @@ class TrainStep(Engine):
             on_fault(found)
         else:
             warn_user(summary)
+
+
+def _micro_batch(
+    step: TrainStep, batch: Any, *, loss_fn: Callable[[Any, Any], Any], weight: Weight | None
+) -> None:
+    """A micro-batch on a step, as it is replayed."""
+    step.micro_batch(loss_fn, batch, weight)
+
+
+def _iterate(step: TrainStep, batch: Any, *, iteration: Callable[[Any, Any], Tensor]) -> None:
+    """An iteration on a step, as it is replayed."""
+    step.iterate(iteration, batch)
+
+
+def _reported(loss: Any, *, updated: bool) -> Tensor:
+    """What an iteration returned, if that is a loss to report.
+
+    Raises
+    ------
+    UsageError
+        When it is no scalar tensor, or nothing was updated.
+    """
+    if not updated:
+        raise UsageError(
+            "iteration: it returned without step.update(), so nothing was trained; call "
+            "step.backward(loss) and then step.update()"
+        )
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        given = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise UsageError(
+            f"iteration: expected it to return a scalar tensor, the loss to report, got {given}"
+        )
+    return loss
 
 
 def _detached(each: Any) -> Any:

@@ -11,7 +11,6 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -108,9 +107,9 @@ class Found:
         """The modules; the errors are those of `islands_of`."""
         if self._version != self._members.version:
             among = self._members.modules
-            named = [islands_of(each, self._patterns) for each in self._members.models]
             uncovered = [each for each in among if isinstance(each, self._uncovered)]
-            self._found = list(dict.fromkeys([*chain(*named), *uncovered]))
+            named = islands_of(self._members.whole, self._patterns)
+            self._found = list(dict.fromkeys([*named, *uncovered]))
             self._version = self._members.version
         return self._found
 
