@@ -30,25 +30,25 @@ Models = dict[str, nn.Module]
 class Discriminator(nn.Module):
     """How real an image looks, as a logit.
 
-    `sharpness` multiplies the features before they are squared: the planted fault. In float16 their
-    squares overflow beyond 256.
+    With `fault`, features are normalised by hand in a unit that makes them large: in float16 their
+    squares overflow.
     """
 
-    def __init__(self, width: int, sharpness: float = 1.0) -> None:
+    def __init__(self, width: int, fault: bool) -> None:
         super().__init__()
         self.features = nn.Sequential(
             nn.Linear(64, width), nn.LeakyReLU(0.2), nn.Linear(width, width), nn.LeakyReLU(0.2)
         )
         self.head = nn.Linear(width, 1)
-        self.sharpness = sharpness
+        self.fault = fault
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits (batch, 1) of images (batch, 64)."""
         features = self.features(images)
-        if self.sharpness != 1:
-            sharp = features * self.sharpness
-            energy = sharp * sharp
-            features = energy / (1 + energy)
+        if self.fault:
+            large = 2000 * features
+            energy = (large * large).mean(1, keepdim=True)
+            features = large / energy.sqrt()
         return self.head(features)
 
 
@@ -69,7 +69,7 @@ def generator(width: int) -> nn.Module:
 def task(
     width: int = 128, batch: int = 64, lr: float = 5e-4, penalty: bool = False, fault: bool = False
 ) -> Task:
-    """What ampwise calls; ``--set penalty=true`` adds a gradient penalty, `fault` plants a fault."""
+    """What ampwise calls; `penalty` adds a gradient penalty, `fault` breaks the discriminator."""
     images = torch.tensor(load_digits().data, dtype=torch.float32) / 8 - 1
     images = images[torch.randperm(len(images), generator=torch.Generator().manual_seed(0))]
     training, held_out = images[:-HELD_OUT], images[-HELD_OUT:]
@@ -77,7 +77,7 @@ def task(
     def models() -> Models:
         return {
             "generator": generator(width),
-            "discriminator": Discriminator(width, 2000.0 if fault else 1.0),
+            "discriminator": Discriminator(width, fault),
         }
 
     def optimizers(models: Models) -> dict[str, torch.optim.Optimizer]:

@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from ampwise.bench.arm import Arm, Settings
 from ampwise.data import to_device
-from ampwise.distributed import replicate
 from ampwise.distributed.host_group import beside, everyone
 from ampwise.distributed.launch import is_lost
 from ampwise.distributed.layout import is_up
+from ampwise.distributed.wrap import spread
 from ampwise.errors import UsageError
 from ampwise.numerics import stagnation
 from ampwise.numerics.examine import Examiner, Progress, Silent
@@ -174,13 +173,8 @@ class _Copies(Arm):
     """An arm whose model each rank has a copy of, so that each can replay its part by itself."""
 
     def __init__(self, task: Task, policy: Policy, settings: Settings) -> None:
-        self._policy = policy
-        super().__init__(task, policy, settings)
+        super().__init__(task, policy, settings, lambda given: spread(given, "ddp", policy))
         beside(self.step.group)  # while all ranks are here
-
-    def prepared(self, model: nn.Module) -> nn.Module:
-        """The model in DDP."""
-        return replicate(model, self._policy)
 
 
 def _turns(task: Task, *, whole: bool) -> Iterator[Turn]:

@@ -30,6 +30,7 @@ from ampwise.numerics.costs import costs, replayed
 from ampwise.numerics.gradients import GradientErrors, in_words
 from ampwise.numerics.result import Fix
 from ampwise.numerics.shadow import ShadowRun, shadow
+from ampwise.numerics.values import which_loss
 from ampwise.policy import PRESETS
 from ampwise.step.recorder import Stash, finite
 from ampwise.step.replayable import Replayable, Replayed
@@ -198,7 +199,9 @@ def _reference_of_changed(
     """What a step on other batches should give; None where that is not known."""
     batches = [replace(each, batch=change(each.batch)) for each in stash.micro_batches]
     wanted = reference(step, replace(stash, micro_batches=batches))
-    return wanted if len(wanted.losses) == len(batches) else None
+    if len(wanted.losses) == len(batches) or stash.before:  # an iteration may have any number
+        return wanted
+    return None
 
 
 def _with_settled_scale(
@@ -247,7 +250,8 @@ def _wrong_loss(result: Replayed, wanted: Reference) -> str:
     """How a loss differs from what it should be; empty where none does."""
     within = wanted.within or [0.0] * len(wanted.losses)
     known = zip(result.losses, wanted.losses, wanted.terms, within, strict=True)
-    for loss, ideal, terms, missed in known:
+    for index, (loss, ideal, terms, missed) in enumerate(known):
         if abs(float(loss) - ideal) > max(_LOSS_WITHIN * terms, missed):
-            return f"finite, but the loss is {float(loss):.4g} and should be {ideal:.4g}"
+            which = which_loss(index, len(wanted.losses))
+            return f"finite, but {which} is {float(loss):.4g} and should be {ideal:.4g}"
     return ""

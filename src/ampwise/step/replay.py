@@ -237,6 +237,7 @@ class _Rerun(TrainStep):
         self.recorder = self._listener = listener
         self.steps = stash.step - 1
         self._stash = stash
+        self._among_ranks = step.ranks > 1
         self._updates = iter(stash.updates)
         self._kept: dict[str, Tensor] | None = None
         self._gradients: dict[str, Tensor] = {}
@@ -280,6 +281,25 @@ class _Rerun(TrainStep):
         elif not self._iterates:
             raise _ForwardDoneError
         self._listener.resume()
+
+    def _propagate(
+        self, loss: Tensor, seed: Tensor | None, retain_graph: bool, inputs: list[Tensor] | None
+    ) -> None:
+        """Backward without DDP's hooks on parameters.
+
+        A model whose last forward had no backward to its own parameters, as a discriminator's in
+        the generator's part, would sum over ranks in the next backward, whoever makes it.
+        """
+        if not (self._among_ranks and self._iterates):
+            super()._propagate(loss, seed, retain_graph, inputs)
+            return
+        leaves = [each for each in inputs or self._members.held if each.requires_grad]
+        found = torch.autograd.grad(
+            loss, leaves, seed, retain_graph=retain_graph, allow_unused=True
+        )
+        for leaf, gradient in zip(leaves, found, strict=True):
+            if gradient is not None:
+                leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
 
     def gradients(self) -> dict[str, Tensor]:
         """True gradients so far; copies, as those that are collected stay scaled."""

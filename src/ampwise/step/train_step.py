@@ -8,8 +8,9 @@ batch -> window      its share of the accumulation window          (`window`)
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -23,10 +24,12 @@ from ampwise.data.move import changed
 from ampwise.errors import UsageError
 from ampwise.policy import Policy, Resolution
 from ampwise.step import arguments
+from ampwise.step.activity import Activity
 from ampwise.step.capture import CapturedStep
 from ampwise.step.engine import Engine, scalar
 from ampwise.step.guard import Guard
 from ampwise.step.host import HostFlag, Outcomes
+from ampwise.step.iteration import iteration_on, micro_batch_on, reported
 from ampwise.step.loss_scale import LossScale
 from ampwise.step.recorder import Recorder
 from ampwise.step.samples import samples_in
@@ -112,7 +115,7 @@ class TrainStep(Engine):
         self.recorder: Recorder | None = None if on_fault is None else Recorder()
         self.diagnosis: Any = None
         self._on_fault = on_fault
-        self._iterates = False
+        self._iterates, self._seen = False, list[Activity]()
         self._samples = samples or samples_in
         self._followers = Followers(scheduler, ema, self._members, self.optimizers)
         ranks = self._parallel
@@ -186,7 +189,7 @@ class TrainStep(Engine):
         Parameters and what is returned are as for the step itself; `update` or `flush` follows.
         """
         if self.recorder is not None:
-            again = partial(_micro_batch, loss_fn=loss_fn, weight=weight)
+            again = partial(micro_batch_on, loss_fn=loss_fn, weight=weight)
             self.recorder.micro_batch(self, again, batch)
         with self._precision:  # around forward, too: what both change is changed once
             with self.autocast():
@@ -252,14 +255,17 @@ class TrainStep(Engine):
                 f"got {self._window.accumulate}; several backward() before an update() add up"
             )
         if self.recorder is not None:
-            again = partial(_iterate, iteration=iteration)
+            again = partial(iteration_on, iteration=iteration)
             self.recorder.micro_batch(self, again, batch)
             self.recorder.began(self.named_tensors())
         self.boundary = False
-        self._iterates = True
+        self._iterates, self._seen = True, list[Activity]()
         try:
-            loss = iteration(self, batch)
-            loss = _reported(loss, updated=self._pending.has_decided)
+            with self._parallel.telling():
+                loss = iteration(self, batch)
+            loss = reported(loss, updated=self._pending.has_decided)
+            if self._seen:
+                self._note_activity(reduce(operator.add, self._seen))
         except BaseException:
             self.discard()
             raise
@@ -416,6 +422,13 @@ class TrainStep(Engine):
                 "autocast(), backward() and update()"
             )
 
+    def _see_activity(self, loss: Tensor) -> None:
+        """Of an iteration, the forwards of all its losses are one."""
+        if not self._iterates:
+            super()._see_activity(loss)
+        elif self.activity is None:
+            self._seen.append(self._activity_of(loss))
+
     def _count_nothing(self, loss_fn: Callable[[Any, Batch], Any], batch: Batch) -> None:
         """A micro-batch that sums over ranks what was collected, and counts nothing itself."""
         with self._buffers.kept():
@@ -460,39 +473,6 @@ class TrainStep(Engine):
             on_fault(found)
         else:
             warn_user(summary)
-
-
-def _micro_batch(
-    step: TrainStep, batch: Any, *, loss_fn: Callable[[Any, Any], Any], weight: Weight | None
-) -> None:
-    """A micro-batch on a step, as it is replayed."""
-    step.micro_batch(loss_fn, batch, weight)
-
-
-def _iterate(step: TrainStep, batch: Any, *, iteration: Callable[[Any, Any], Tensor]) -> None:
-    """An iteration on a step, as it is replayed."""
-    step.iterate(iteration, batch)
-
-
-def _reported(loss: Any, *, updated: bool) -> Tensor:
-    """What an iteration returned, if that is a loss to report.
-
-    Raises
-    ------
-    UsageError
-        When it is no scalar tensor, or nothing was updated.
-    """
-    if not updated:
-        raise UsageError(
-            "iteration: it returned without step.update(), so nothing was trained; call "
-            "step.backward(loss) and then step.update()"
-        )
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        given = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise UsageError(
-            f"iteration: expected it to return a scalar tensor, the loss to report, got {given}"
-        )
-    return loss
 
 
 def _detached(each: Any) -> Any:
