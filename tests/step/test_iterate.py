@@ -144,6 +144,20 @@ def test_what_an_iteration_cannot_do_is_said_in_a_line(iteration, settings, mess
     assert "\n" not in str(raised.value)
 
 
+def test_gradients_that_no_update_used_are_said():
+    """In a GAN they are the generator's loss in the critic, the wrong way round."""
+
+    def careless(step, real):
+        loss = gan(step, real)
+        with step.autocast():
+            rest = step.model["critic"](real).mean()
+        step.backward(rest)
+        return loss
+
+    with pytest.warns(UserWarning, match="no update used, for Adam at 1 of the optimizers"):
+        made().iterate(careless, REAL)
+
+
 # -- names -----------------------------------------------------------------------------------------
 
 

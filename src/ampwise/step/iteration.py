@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from ampwise.errors import UsageError
+from ampwise.step.warn import warn_user
 from ampwise.step.window import Weight
 
 
@@ -42,3 +43,13 @@ def reported(loss: Any, *, updated: bool) -> Tensor:
             f"iteration: expected it to return a scalar tensor, the loss to report, got {given}"
         )
     return loss
+
+
+def warn_of_rest(kinds: Sequence[str], positions: Sequence[int]) -> None:
+    """Warn of optimizers whose gradients an iteration leaves: the next would add to them."""
+    named = ", ".join(f"{kind} at {at}" for kind, at in zip(kinds, positions, strict=True))
+    warn_user(
+        f"iteration: it ends with gradients that no update used, for {named} of the optimizers; "
+        "they are added to the next iteration's: give backward(loss, optimizers=[...]) those that "
+        "the loss is for"
+    )

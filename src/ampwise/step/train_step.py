@@ -29,7 +29,7 @@ from ampwise.step.capture import CapturedStep
 from ampwise.step.engine import Engine, scalar
 from ampwise.step.guard import Guard
 from ampwise.step.host import HostFlag, Outcomes
-from ampwise.step.iteration import iteration_on, micro_batch_on, reported
+from ampwise.step.iteration import iteration_on, micro_batch_on, reported, warn_of_rest
 from ampwise.step.loss_scale import LossScale
 from ampwise.step.recorder import Recorder
 from ampwise.step.samples import samples_in
@@ -266,6 +266,8 @@ class TrainStep(Engine):
             loss = reported(loss, updated=self._pending.has_decided)
             if self._seen:
                 self._note_activity(reduce(operator.add, self._seen))
+            if left := self._pending.with_gradients(self._window.whose):
+                warn_of_rest([type(self.optimizers[index]).__name__ for index in left], left)
         except BaseException:
             self.discard()
             raise
