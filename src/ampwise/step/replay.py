@@ -294,7 +294,7 @@ class _Rerun(TrainStep):
             super()._propagate(loss, seed, retain_graph, inputs)
             return
         leaves = [each for each in inputs or self._members.held if each.requires_grad]
-        found: tuple[Tensor | None, ...] = torch.autograd.grad(
+        found: Any = torch.autograd.grad(
             loss, leaves, seed, retain_graph=retain_graph, allow_unused=True
         )
         for leaf, gradient in zip(leaves, found, strict=True):
