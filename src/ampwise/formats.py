@@ -131,6 +131,11 @@ FORMATS: tuple[FloatFormat, ...] = (
 _BY_SPELLING = {word: fmt for fmt in FORMATS for word in (fmt.name, *fmt.aliases)}
 
 
+def dtype_name(dtype: object) -> str:
+    """What a dtype is called in reports: ``float16`` for ``torch.float16``."""
+    return str(dtype).removeprefix("torch.")
+
+
 def lookup(spelling: object) -> FloatFormat:
     """The format of a spelling: ``fp16``, ``float16``, ``half``, ``torch.float16`` or the dtype.
 
@@ -139,7 +144,7 @@ def lookup(spelling: object) -> FloatFormat:
     PolicyError
         For anything else; the message lists the formats and the nearest spelling.
     """
-    word = str(spelling).strip().lower().removeprefix("torch.")
+    word = dtype_name(str(spelling).strip().lower())
     if word not in _BY_SPELLING:
         legal = ", ".join(fmt.name for fmt in FORMATS)
         raise PolicyError(

@@ -8,6 +8,7 @@ SCRIPT = """
 import sys, torch
 from torch import nn
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 kind = sys.argv[1]
 torch.manual_seed(0)
@@ -30,6 +31,13 @@ if kind == "load both":
 dtype = torch.bfloat16 if kind == "bf16" else torch.float16
 for i in range(12):
     bx, by = x[i * 32 : i * 32 + 32], y[i * 32 : i * 32 + 32]
+    if kind == "recomputed":
+        with torch.autocast("cpu", dtype=dtype):  # recomputed
+            loss = F.cross_entropy(checkpoint(model, bx, use_reentrant=False), by)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        continue
     if kind == "remade":
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)  # remade
     with torch.autocast("cpu", dtype=dtype):  # region
@@ -96,6 +104,7 @@ MISTAKES = {
     "evaluate": ("AMP203", "# evaluate"),
     "bf16": ("AMP204", "# made"),
     "no scaler": ("AMP205", "# region"),
+    "recomputed": ("AMP205", "# recomputed"),
     "collapse": ("AMP502", "# step"),
     "second": ("AMP503", "# second"),
 }

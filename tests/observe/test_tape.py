@@ -149,3 +149,19 @@ def test_a_call_from_a_spot_looks_as_if_it_came_from_there():
     lines = [line for *_, line in seen.f_code.co_lines() if line]
     assert (min(lines), max(lines)) == (spots[-1].first, spots[-1].last)
     assert spots[-1].line in lines
+
+
+@pytest.mark.parametrize("in_the_loss", [False, True])
+def test_random_states_are_kept_only_for_what_the_loss_draws(taped, in_the_loss):
+    """A batch that is drawn is there; noise in the loss has to be drawn again, after all before."""
+    _, y = batch()
+    taped.tape.switch(on=True)
+    x = torch.randn(6, 4)
+    out = taped(x)
+    spare = torch.rand(3)
+    loss = F.cross_entropy(out + torch.randn(3) if in_the_loss else out, y)
+    program, ended = taped.program(loss)
+    assert program.draws is in_the_loss
+    torch.rand(1)
+    assert torch.equal(taped.loss_again(program, ended), loss)
+    del spare

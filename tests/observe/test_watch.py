@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -115,3 +117,13 @@ def test_a_function_compiled_before_is_not_looked_into(monkeypatch):
     with Watch() as watch:
         assert watch._observation.faults._programs.compiles
     del compiled
+
+
+def test_all_of_it_is_free_once_it_has_ended():
+    train()  # what torch imports now, it keeps as it found it
+    with Watch() as watch:
+        model, _ = train(watch)
+        kept = [weakref.ref(model), weakref.ref(watch._observation.session)]
+    del model, watch
+    gc.collect()
+    assert [each() for each in kept] == [None, None]

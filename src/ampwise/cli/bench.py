@@ -4,79 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ampwise.cli.options import Common, Gate, check_seeds, positive, saved_in
+from ampwise.cli import scaling
+from ampwise.cli.bench_options import BUDGETS, Options
+from ampwise.cli.options import Gate, check_seeds, device_of, policies, positive, saved_in
 from ampwise.distributed.launch import launch
 from ampwise.errors import EXIT_GATE, EXIT_INTERRUPTED, EXIT_OK, RunError, UsageError
 from ampwise_lint.base.output import say, tell
 from ampwise_lint.base.results import write_json
 
 if TYPE_CHECKING:
-    import torch
-
     from ampwise.bench.result import BenchReport
-    from ampwise.policy import Policy
     from ampwise.telemetry.run import RunFolder
-
-BUDGETS = {"full": (200, 300.0, 1200.0, 30.0), "quick": (60, 45.0, 120.0, 8.0)}
-"""Rounds of the race, its seconds, the seconds of parity, and those of each lever."""
-
-
-@dataclass
-class Options(Common):
-    """Measure every precision side by side: speed, memory, held-out loss, and what to use."""
-
-    precisions: str | None = None
-    """Comma-separated precisions beside fp32; default: those that gain here, and fp16."""
-
-    steps: int | None = None
-    """Rounds at most (each precision makes one step a round); default 200, with --quick 60."""
-
-    quick: bool = False
-    """A first answer in a few minutes: fewer rounds, shorter training."""
-
-    seeds: int = 12
-    """Paired seeds for accuracy parity, at most; 5 or more decide, 0 leaves it out."""
-
-    parity_steps: int | None = None
-    """Steps of each training run for parity; default: what five seeds have time for."""
-
-    metric: str | None = None
-    """What parity compares; default: the first metric that the task's evaluate() gives."""
-
-    accumulate: int = 1
-    """Micro-batches in an accumulation window."""
-
-    max_grad_norm: float | None = None
-    """Clip the gradient norm to this."""
-
-    min_speedup: float = 1.5
-    """Requirement: at least this many times faster than fp32."""
-
-    min_memory_reduction: float = 0.40
-    """Requirement: at least this share of fp32's peak memory saved."""
-
-    max_accuracy_difference: float = 0.01
-    """Requirement: held-out metric within this of fp32's; relative to it, but for scores from 0
-    to 1, such as an accuracy."""
-
-    levers: bool = True
-    """Leave out what else helps, beside precision."""
-
-    compile: bool = False
-    """Try torch.compile as one of the levers; it takes a while and needs a compiler."""
-
-    parallel: str | None = None
-    """Under torchrun, which measures how training scales: ddp, fsdp (FSDP2) or ddp,fsdp."""
-
-    rank_timeout: float = 600.0
-    """Seconds that processes wait for one that does not come along."""
-
-    gate: Gate = "off"
-    """Exit with 1 when a requirement fails; "strict": also when one is not measured."""
 
 
 def run(options: Options) -> int:
@@ -90,8 +31,6 @@ def run(options: Options) -> int:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     me = launch()
     if me.size > 1:
-        from ampwise.cli import scaling
-
         return scaling.run(options, me)
     if options.parallel is not None:
         raise UsageError(
@@ -201,28 +140,3 @@ def gate_exit_code(report: BenchReport, gate: Gate) -> int:
     if against:
         say(f"gate: {'; '.join(against)}")
     return EXIT_GATE if against else EXIT_OK
-
-
-def policies(text: str | None) -> list[Policy] | None:
-    """Policies of a comma-separated list; None if none was given."""
-    from ampwise.policy import Policy
-
-    if text is None:
-        return None
-    names = [each for each in text.split(",") if each.strip()]
-    if not names:
-        raise UsageError("precisions: expected a comma-separated list such as bf16,fp16")
-    return [Policy.parse(each) for each in names]
-
-
-def device_of(name: str | None) -> torch.device:
-    """The device to use; an absent one becomes the CPU, and that is said."""
-    import torch
-
-    from ampwise.capability import present_devices
-    from ampwise.policy import choose_device
-
-    device, reason, moved = choose_device(name, present_devices())
-    if moved:
-        say(f"{reason}; using {device}")
-    return torch.device(device)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from ampwise.cli.options import Common, positive, saved_in
+from ampwise.cli.options import Common, device_of, positive, saved_in
 from ampwise.errors import EXIT_GATE, EXIT_OK
 from ampwise_lint.base.output import say, tell
 from ampwise_lint.base.results import check_target, write_json, write_report
@@ -69,10 +69,7 @@ def run(options: Options) -> int:
     check_target("patch", options.patch)
 
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    import torch
-
     from ampwise.bench.arm import Settings
-    from ampwise.cli.bench import device_of
     from ampwise.distributed import launch as ranks
     from ampwise.distributed.watchdog import watched
     from ampwise.numerics.diagnose import DiagnoseConfig, run_diagnosis
@@ -84,12 +81,7 @@ def run(options: Options) -> int:
     me, device = ranks.launch(), device_of(options.device)
     policy = Policy.parse(options.precision)
     with ranks.joined(me, device.type, options.rank_timeout) as met_at:
-        settings = Settings(
-            torch.device(ranks.device_of(me, str(device))),
-            options.seed,
-            options.accumulate,
-            options.max_grad_norm,
-        )
+        settings = Settings(device, options.seed, options.accumulate, options.max_grad_norm)
         source = TaskSource(options.task, options.settings())
         config = DiagnoseConfig(policy, settings, options.steps, options.budget, source)
         task = load_task(options.task, options.settings())

@@ -9,11 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from ampwise.distributed.launch import launch
 from ampwise.errors import UsageError
+from ampwise_lint.base.output import say
+
+if TYPE_CHECKING:
+    import torch
+
+    from ampwise.policy import Policy
 
 Gate = Literal["off", "fail", "strict"]
 
@@ -87,3 +94,30 @@ def check_seeds(seeds: int) -> None:
 def saved_in(error: BaseException, place: Path) -> None:
     """Note where results are that an error did not take along; `ampwise.cli.main` says it."""
     error.__ampwise_saved__ = place  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def policies(text: str | None) -> list[Policy] | None:
+    """Policies of a comma-separated list; None if none was given."""
+    from ampwise.policy import Policy
+
+    if text is None:
+        return None
+    names = [each for each in text.split(",") if each.strip()]
+    if not names:
+        raise UsageError("precisions: expected a comma-separated list such as bf16,fp16")
+    return [Policy.parse(each) for each in names]
+
+
+def device_of(name: str | None) -> torch.device:
+    """The device that this process uses; where an absent one becomes the CPU, that is said."""
+    import torch
+
+    from ampwise.capability import present_devices
+    from ampwise.distributed.launch import device_of
+    from ampwise.policy import choose_device
+
+    me = launch()
+    device, reason, moved = choose_device(name, present_devices())
+    if moved and me.leads:
+        say(f"{reason}; using {device}")
+    return torch.device(device_of(me, device))

@@ -7,16 +7,17 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ampwise.cli.bench import BUDGETS, policies
-from ampwise.cli.options import positive, saved_in
+from ampwise.cli.bench_options import BUDGETS, Options
+from ampwise.cli.options import device_of, policies, positive, saved_in
 from ampwise.errors import EXIT_OK, UsageError, nearest
 from ampwise_lint.base.output import say, tell
 from ampwise_lint.base.results import write_json
 
 if TYPE_CHECKING:
+    import torch
+
     from ampwise.bench.scaling import ScalingConfig
     from ampwise.bench.scaling_report import ScalingReport
-    from ampwise.cli.bench import Options
     from ampwise.distributed.launch import Launch
     from ampwise.distributed.wrap import Parallel
     from ampwise.policy import Policy
@@ -40,10 +41,12 @@ def run(options: Options, me: Launch) -> int:
     from ampwise.errors import kind_and_words
     from ampwise.tasks import load_task
 
-    device = _device(options.device, me)
+    device = device_of(options.device)
     quiet = options.quiet or not me.leads
-    with joined(me, device, options.rank_timeout), bench_progress(quiet=quiet) as progress:
-        chosen, left_out = everyone().first(lambda: native(policies(options.precisions), device))
+    with joined(me, device.type, options.rank_timeout), bench_progress(quiet=quiet) as progress:
+        chosen, left_out = everyone().first(
+            lambda: native(policies(options.precisions), str(device))
+        )
         task = load_task(options.task, options.settings())
         config = _config(options, device, chosen, parallel)
         with _folder(options, task.name, me) as folder:
@@ -84,31 +87,15 @@ def _ways(text: str | None) -> list[Parallel]:
     return [legal[name] for name in names]
 
 
-def _device(asked: str | None, me: Launch) -> str:
-    """The device of this process."""
-    from ampwise.capability import present_devices
-    from ampwise.distributed.launch import device_of
-    from ampwise.policy import choose_device
-
-    device, reason, moved = choose_device(asked, present_devices())
-    if moved and me.leads:
-        say(f"{reason}; using {device}")
-    return device_of(me, device)
-
-
 def _config(
-    options: Options, device: str, chosen: list[Policy], parallel: list[Parallel]
+    options: Options, device: torch.device, chosen: list[Policy], parallel: list[Parallel]
 ) -> ScalingConfig:
-    import torch
-
     from ampwise.bench.arm import Settings
     from ampwise.bench.scaling import ScalingConfig
 
     rounds, budget_s, *_ = BUDGETS["quick" if options.quick else "full"]
     return ScalingConfig(
-        settings=Settings(
-            torch.device(device), options.seed, options.accumulate, options.max_grad_norm
-        ),
+        settings=Settings(device, options.seed, options.accumulate, options.max_grad_norm),
         policies=chosen,
         parallel=parallel,
         max_rounds=options.steps or rounds,

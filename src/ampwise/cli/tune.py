@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ampwise.cli.options import Common, check_seeds, positive, saved_in
+from ampwise.cli.options import Common, check_seeds, device_of, policies, positive, saved_in
 from ampwise.errors import EXIT_GATE, EXIT_INTERRUPTED, EXIT_OK
 from ampwise_lint.base.output import tell
 from ampwise_lint.base.results import write_json
@@ -51,7 +51,6 @@ def run(options: Options) -> int:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     from ampwise.bench.arm import Settings
     from ampwise.bench.run import BenchConfig
-    from ampwise.cli.bench import device_of, policies
     from ampwise.cli.progress import bench_progress
     from ampwise.numerics.search import TuneConfig, tune
     from ampwise.report.tune import render

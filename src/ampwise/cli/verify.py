@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from ampwise.cli.options import Common, Gate, check_seeds, positive
+from ampwise.cli.options import Common, Gate, check_seeds, device_of, positive
 from ampwise.errors import EXIT_GATE, EXIT_INTERRUPTED, EXIT_OK
-from ampwise_lint.base.output import tell
+from ampwise_lint.base.output import say, tell
 from ampwise_lint.base.results import check_target, write_json
 
 if TYPE_CHECKING:
@@ -60,7 +60,6 @@ def run(options: Options) -> int:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     from ampwise.bench.arm import Settings
     from ampwise.bench.run import BenchConfig
-    from ampwise.cli.bench import device_of
     from ampwise.cli.progress import bench_progress
     from ampwise.policy import Policy
     from ampwise.report.verify import render, to_markdown
@@ -122,8 +121,6 @@ def _store(folder: RunFolder, found: Verification, text: str) -> None:
 
 def gate_exit_code(found: Verification, gate: Gate) -> int:
     """1 on BLOCK, and on what ``--gate`` asks for; UNDECIDED fails a strict gate only."""
-    from ampwise.cli.bench import say
-
     bad = {"off": set[str](), "fail": {"fail"}, "strict": {"fail", "not measured"}}[gate]
     against = [
         f"{each.requirement}: {each.status}" for each in found.findings if each.status in bad

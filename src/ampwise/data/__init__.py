@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from ampwise.data.feed import Feed
-from ampwise.data.move import leaves, to_device
+from ampwise.data.move import leaves, tensors, to_device
 
-__all__ = ["Feed", "leaves", "to_device"]
+__all__ = ["Feed", "leaves", "tensors", "to_device"]

@@ -80,6 +80,11 @@ def leaves(batch: Any, path: str = "batch") -> Iterator[tuple[str, Tensor]]:
             yield from leaves(getattr(batch, field.name), f"{path}.{field.name}")
 
 
+def tensors(batch: Any) -> list[Tensor]:
+    """Every tensor."""
+    return [batch] if isinstance(batch, Tensor) else [each for _, each in leaves(batch)]
+
+
 def changed(value: Any, change: Callable[[Any], Any]) -> Any:
     """The same nesting with every tensor (or thing that moves itself) changed."""
     if isinstance(value, Tensor):

@@ -97,3 +97,21 @@ class Observer:
             return
         self.file = file
         console.print(f"all of it: {file}")
+
+
+class Observed:
+    """What the callbacks of all trainers have; their Parameters say what they take."""
+
+    def __init__(self, name: str, on_fault: OnFault, folder: str | Path | None) -> None:
+        self._observer = Observer(name, on_fault)
+        self._folder = folder
+
+    @property
+    def diagnosis(self) -> Diagnosis | None:
+        """Of the first fault; None before."""
+        return self._observer.diagnosis
+
+    @property
+    def report(self) -> RunReport | None:
+        """What was seen, as of ``ampwise run``; None until training has ended."""
+        return self._observer.report

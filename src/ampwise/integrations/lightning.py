@@ -29,9 +29,7 @@ from ampwise.distributed.layout import unwrapped
 from ampwise.errors import UsageError
 from ampwise.integrations._clip import clip_values_
 from ampwise.integrations._extra import missing
-from ampwise.integrations._observer import Observer, OnFault, figures_of
-from ampwise.numerics.result import Diagnosis
-from ampwise.observe.result import RunReport
+from ampwise.integrations._observer import Observed, OnFault, figures_of
 from ampwise.policy import Policy
 from ampwise.step import Engine, LossScale
 from ampwise.telemetry import names
@@ -248,7 +246,7 @@ class _Figures(pl.Callback):
             _log(pl_module, figures_of(seen))
 
 
-class Callback(pl.Callback):
+class Callback(Observed, pl.Callback):
     """Logs loss scale, skips, true gradient norm and dtypes; diagnoses the first fault.
 
     ::
@@ -272,18 +270,7 @@ class Callback(pl.Callback):
     """
 
     def __init__(self, *, on_fault: OnFault = "diagnose", folder: str | Path | None = None) -> None:
-        self._observer = Observer("trainer.fit()", on_fault)
-        self._folder = folder
-
-    @property
-    def diagnosis(self) -> Diagnosis | None:
-        """Of the first fault; None before."""
-        return self._observer.diagnosis
-
-    @property
-    def report(self) -> RunReport | None:
-        """What was seen, as of ``ampwise run``; None until training has ended."""
-        return self._observer.report
+        super().__init__("trainer.fit()", on_fault, folder)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Observe from here on."""

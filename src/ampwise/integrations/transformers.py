@@ -15,9 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ampwise.integrations._extra import missing
-from ampwise.integrations._observer import Observer, OnFault
-from ampwise.numerics.result import Diagnosis
-from ampwise.observe.result import RunReport
+from ampwise.integrations._observer import Observed, OnFault
 
 try:
     from transformers import Trainer, TrainerCallback
@@ -25,7 +23,7 @@ except ImportError as error:
     raise missing(error, "transformers") from error
 
 
-class Callback(TrainerCallback):
+class Callback(Observed, TrainerCallback):
     """Logs loss scale, skips, true gradient norm and dtypes; diagnoses the first fault.
 
     ::
@@ -49,19 +47,8 @@ class Callback(TrainerCallback):
     """
 
     def __init__(self, *, on_fault: OnFault = "diagnose", folder: str | Path | None = None) -> None:
-        self._observer = Observer("trainer.train()", on_fault)
-        self._folder = folder
+        super().__init__("trainer.train()", on_fault, folder)
         _end_with_train()
-
-    @property
-    def diagnosis(self) -> Diagnosis | None:
-        """Of the first fault; None before."""
-        return self._observer.diagnosis
-
-    @property
-    def report(self) -> RunReport | None:
-        """What was seen, as of ``ampwise run``; None until training has ended."""
-        return self._observer.report
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Observe from here on."""

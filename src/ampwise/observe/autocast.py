@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.amp.autocast_mode import autocast
 
+from ampwise.formats import dtype_name
 from ampwise.lines import Line, users_line
 from ampwise.observe.patches import Patches
 from ampwise.observe.result import Asked, Region
@@ -57,7 +58,7 @@ class Autocasts:
             if region._enabled or not self._session.active:
                 return
             if kwargs.get("enabled", args[_ENABLED] if len(args) > _ENABLED else True):
-                self._refused[_name(region.fast_dtype), users_line()] = None
+                self._refused[dtype_name(region.fast_dtype), users_line()] = None
 
         patches.wrap(autocast, "__init__", made)
         patches.wrap(autocast, "__enter__", self._enter)
@@ -96,14 +97,7 @@ class Autocasts:
 
     def _enter(self, real: Any, region: Any) -> Any:
         if self._session.active:
-            node: Any = torch._C._current_autograd_node()
-            line = None
-            if node is None:  # checkpointing enters regions again in backward: nobody asks there
-                line = users_line()
-                self._entered[region.device, _name(region.fast_dtype), region._enabled, line] += 1
-            self._session.tell(
-                "autocast_entered", region.device, region.fast_dtype, line, enabled=region._enabled
-            )
+            self._note(region)
         if self.override is None or not region._enabled:
             return real(region)
         own = region.fast_dtype
@@ -116,6 +110,11 @@ class Autocasts:
         finally:
             region._enabled, region.fast_dtype = True, own
 
-
-def _name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
+    def _note(self, region: Any) -> None:
+        """Count a region, and tell; those that checkpointing enters again in backward are not."""
+        node: Any = torch._C._current_autograd_node()
+        if node is not None:
+            return
+        line, on = users_line(), region._enabled
+        self._entered[region.device, dtype_name(region.fast_dtype), on, line] += 1
+        self._session.tell("autocast_entered", region.device, region.fast_dtype, line, enabled=on)

@@ -32,12 +32,13 @@ class Backwards:
             return
         scaled = self._scalers.scaled_by(_single(tensors))
         loss = _loss(tensors) if scaled is None else scaled.loss
-        session.segment.backwards[users_line()] += 1
-        session.segment.scaled += scaled is not None
-        session.segment.plain += scaled is None
-        session.segment.by_hand |= _is_scaled_by_hand(loss, *args, **kwargs)
+        segment, line = session.segment, users_line()
+        segment.backwards[line] = segment.backwards.get(line, 0) + 1
+        segment.scaled += scaled is not None
+        segment.plain += scaled is None
+        segment.by_hand |= _is_scaled_by_hand(loss, *args, **kwargs)
         if loss is not None:
-            session.segment.losses.append(loss.detach())
+            segment.losses.append(loss.detach())
         session.tell("backward_begins", loss, None if scaled is None else scaled.scaler)
         session.in_backward = True
         try:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from ampwise.data import leaves
+from ampwise.data import leaves, tensors
 from ampwise.observe.spots import Spots, callers_spots
 from ampwise.step.attributes import Attributes
 from ampwise.step.modules import modules_of
@@ -32,8 +32,6 @@ _MOST_HELD = 1 << 30
 """Calls in a pass, and bytes of the arguments of several, that are held."""
 _MOST_BYTES = 64 << 20
 """Of gradients that are kept, and of buffers that are copied."""
-_FEW_BYTES = 64 << 10
-"""Of gradients that are kept where losses are known as functions; more would be felt."""
 
 
 class Autocast(NamedTuple):
@@ -164,7 +162,7 @@ class Calls:
     entered
         16-bit dtype of the last autocast region since the last update that was on.
     draws
-        Whether the script may draw random numbers outside of modules.
+        Whether losses may depend on random numbers drawn outside of modules.
     losses_known
         Whether how losses are computed is known: gradients that come from them are then had again.
     """
@@ -191,7 +189,7 @@ class Calls:
         self._open = None
         if not torch.is_grad_enabled() or _is_traced():
             return
-        given = [each for _, each in leaves((args, kwargs))]
+        given = [each for value in (*args, *kwargs.values()) for each in tensors(value)]
         known = self._known.get(module)
         if known is None:
             known = self._known[module] = _Known(module)
@@ -212,7 +210,7 @@ class Calls:
             call.ended = RandomState.now(self.device, host=False)
         for path, tensor in leaves(output, ""):
             call.outputs[id(tensor)] = (weakref.ref(tensor), path)
-            if tensor.requires_grad and tensor.grad_fn is not None:
+            if tensor.requires_grad and tensor.grad_fn is not None and not self.losses_known:
                 call.incoming.append(self._listen(path, tensor))
         if not self.now.calls:
             self.now.batch = self._batch
@@ -233,7 +231,9 @@ class Calls:
     def updated(self) -> None:
         """An update was made or skipped."""
         self.earlier += self.passes
-        self.passes, self.now, self._bytes, self.entered = [], self._new(), 0, None
+        self.passes, self._bytes, self.entered = [], 0, None
+        if self.draws or self.now.calls:
+            self.now = self._new()
 
     def step_ends(self) -> None:
         """All updates of an iteration are over."""
@@ -270,7 +270,7 @@ class Calls:
     def _listen(self, path: str, tensor: Tensor) -> Incoming:
         """Keep the gradient that will come into an output, if there is room."""
         kept, size = Incoming(path), tensor.numel() * tensor.element_size()
-        if self._bytes + size > (_FEW_BYTES if self.losses_known else _MOST_BYTES):
+        if self._bytes + size > _MOST_BYTES:
             return kept
         self._bytes += size
         index = tensor.output_nr

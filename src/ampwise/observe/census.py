@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ampwise.formats import dtype_name
 from ampwise.numerics.places import Place, Places
 from ampwise.observe.listener import Listener
 from ampwise.observe.modules import Modules, bare
@@ -158,6 +159,6 @@ class _Count(TorchDispatchMode):
         if name in _PRODUCTS or name.startswith("_scaled_dot_product"):
             operand = args[1 if name in _BIAS_FIRST else 0]
             if isinstance(operand, Tensor) and operand.is_floating_point():
-                dtype = str(operand.dtype).removeprefix("torch.")
+                dtype = dtype_name(operand.dtype)
                 self._products[Product(name, dtype, place)] += 1
         return result

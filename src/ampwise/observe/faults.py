@@ -161,8 +161,7 @@ class Faults(Listener):
         """The calls so far end in a loss."""
         self._scaler = scaler
         ended = self._calls.backward(loss, spots_here(sys._getframe(1)))
-        earlier = [*self._calls.earlier, *self._calls.passes[:-1]]
-        self._programs.backward_begins(ended, loss, [c for each in earlier for c in each.calls])
+        self._programs.backward_begins(ended, loss, self._calls)
 
     def backward_ends(self) -> None:
         """The next pass begins."""

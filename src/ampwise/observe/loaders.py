@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from ampwise.data import leaves
+from ampwise.data import tensors
 from ampwise.observe.patches import Patches
 from ampwise.observe.session import Session
 
@@ -46,5 +46,5 @@ class Loaders:
 
 def samples_of(batch: Any) -> int:
     """Length of the first tensor of a batch."""
-    first = next((each for _, each in leaves(batch) if each.dim()), None)
+    first = next((each for each in tensors(batch) if each.dim()), None)
     return 0 if first is None else len(first)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from ampwise.formats import dtype_name
 from ampwise.lines import NOWHERE, Line, users_line
 from ampwise.observe.listener import Listener
 from ampwise.observe.modules import bare, name_of
@@ -75,7 +76,7 @@ class Misuse(Listener):
     ) -> None:
         """Note what a call enters; and float16, in training."""
         if enabled and self._entered is not None:
-            self._entered.add(_name(dtype))
+            self._entered.add(dtype_name(dtype))
         if enabled and dtype is torch.float16 and torch.is_grad_enabled():
             self._half_at = line
 
@@ -84,7 +85,9 @@ class Misuse(Listener):
         self._entered = None
         if (id(bare(module)), torch.is_grad_enabled()) in self._calls:
             return
-        self._entered = {_name(torch.get_autocast_dtype(each)) for each in _devices(args, kwargs)}
+        self._entered = {
+            dtype_name(torch.get_autocast_dtype(each)) for each in _devices(args, kwargs)
+        }
 
     def call_ends(self, module: nn.Module, output: Any) -> None:
         """Keep what there was of the first call in training, and of the first in evaluation."""
@@ -292,7 +295,7 @@ class Misuse(Listener):
         self._looked.add(id(optimizer))
         dtypes = {each.dtype for each in held_by([optimizer])} & set(_HALF)
         if dtypes:
-            names = " and ".join(sorted(map(_name, dtypes)))
+            names = " and ".join(sorted(map(dtype_name, dtypes)))
             self._note(
                 "AMP504", "error",
                 f"the scaler works on {names} parameters: keep parameters in float32 and let "
@@ -313,10 +316,6 @@ def _devices(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
     given = (each for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
     kinds = {each.device.type for each in given} or {"cpu", "cuda"}
     return [each for each in kinds if torch.is_autocast_enabled(each)]
-
-
-def _name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _of(forward: _Forward) -> str:

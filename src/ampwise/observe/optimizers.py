@@ -76,8 +76,8 @@ class Optimizers:
 
 def gradients_of(optimizer: Optimizer) -> list[Tensor]:
     """All dense gradients; of sharded ones, this rank's part."""
-    found = (each.grad for each in held_by([optimizer]) if each.grad is not None)
-    held = (getattr(each, "_local_tensor", each) for each in found)
+    found = [each.grad for each in held_by([optimizer])]
+    held = [getattr(each, "_local_tensor", each) for each in found if each is not None]
     return [each for each in held if each.layout is torch.strided]
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from ampwise.formats import dtype_name
 from ampwise.lines import NOWHERE, Line
 from ampwise.observe.autocast import Autocasts
 from ampwise.observe.census import Census
@@ -16,11 +17,10 @@ from ampwise.observe.optimizers import gradients_of
 from ampwise.observe.result import Asked, Precision
 from ampwise.observe.scalers import Scalers
 from ampwise.observe.steps import Attempt
-from ampwise.step.accelerate import mixed_precision
+from ampwise.step.accelerate import autocast_dtype
 from ampwise.step.modules import held_by
 
 _HALF = ("float16", "bfloat16")
-_BY_NAME = {"fp16": "float16", "bf16": "bfloat16"}
 
 
 class Dtypes(Listener):
@@ -93,10 +93,10 @@ def _by_trainers(known: Iterable[str], line: Line) -> list[Asked]:
 
     On a CPU it takes float16 and does nothing about it, so there is nothing in torch to see.
     """
-    dtype = _BY_NAME.get(mixed_precision())
+    dtype = autocast_dtype()
     return [] if dtype is None or dtype in known else [Asked(dtype, *line)]
 
 
 def _counted(tensors: Iterable[Tensor]) -> Counter[str]:
     floats = (each for each in tensors if each.is_floating_point())
-    return Counter(str(each.dtype).removeprefix("torch.") for each in floats)
+    return Counter(dtype_name(each.dtype) for each in floats)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ampwise.observe.calls import Call, Pass
+from ampwise.observe.calls import Call, Calls, Pass
 from ampwise.observe.tape import NoProgramError, Program, Tape
 
 _LOOKS = 2
@@ -47,7 +47,7 @@ class Programs:
 
     @property
     def draws(self) -> bool:
-        """Whether a script may draw random numbers outside of modules."""
+        """Whether losses may depend on random numbers drawn outside of modules."""
         return self._draws or self._looks
 
     @property
@@ -69,7 +69,7 @@ class Programs:
                 self._tape.called(call)
             self._tape.switch(on=True)
 
-    def backward_begins(self, ended: Pass, loss: Tensor | None, before: Sequence[Call]) -> None:
+    def backward_begins(self, ended: Pass, loss: Tensor | None, calls: Calls) -> None:
         """A loss is there, still in its graph."""
         if self._tape is None:
             return
@@ -78,7 +78,9 @@ class Programs:
             self._why_not = "backward was called on more than one number"
         else:
             try:
-                ended.program = self._tape.program(loss, ended, before)
+                before = [*calls.earlier, *calls.passes[:-1]]
+                known = [call for each in before for call in each.calls]
+                ended.program = self._tape.program(loss, ended, known)
             except NoProgramError as error:
                 self._why_not = str(error)
         self._tape.forget()

@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
-from ampwise.data import leaves
+from ampwise.data import leaves, tensors
 from ampwise.distributed.layout import unwrapped
 from ampwise.observe.autocast import Autocasts
 from ampwise.observe.calls import Call, Pass
@@ -31,7 +31,7 @@ from ampwise.step.modules import as_one, held_by, modules_of
 from ampwise.step.recorder import MicroBatch, RandomState, Stash, finite
 from ampwise.step.replay import finite_buffers, gradients_of, let_go, undisturbed
 from ampwise.step.replayable import Replayed
-from ampwise_lint.base.words import power
+from ampwise_lint.base.words import power_in_code
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ class Observed:
 
     def how_scaled(self, scale: float) -> str:
         """What to write for a loss scale that begins with this."""
-        return f"GradScaler(init_scale={power(scale).replace('^', '.0**')})"
+        return f"GradScaler(init_scale={power_in_code(scale)})"
 
 
 class _Again:
@@ -234,8 +234,8 @@ class _Again:
         self.batch = _batch_of(of, [] if program is None else program.constants())
 
     def __call__(self, _models: Any, batch: Any) -> Tensor:
-        given = [each for _, each in leaves(self.batch)]
-        values = Values(given, [each for _, each in leaves(batch)])
+        given = tensors(self.batch)
+        values = Values(given, tensors(batch))
         if self._program is not None:
             return self._program.run(values, self._of, self._before, self._device)
         return self._fed(values)
@@ -307,7 +307,7 @@ def _batch_of(of: Pass, constants: Sequence[Tensor]) -> Any:
     for call in of.calls:
         taken |= {id(t): t for _, t in leaves((call.args, call.kwargs)) if is_given(t)}
     taken |= {id(each): each for each in constants if is_given(each)}
-    loaded = {id(each) for _, each in leaves(of.batch)}
+    loaded = set(map(id, tensors(of.batch)))
     if taken and taken.keys() <= loaded:
         return of.batch
     named = of.calls[0].kwargs if of.calls else {}

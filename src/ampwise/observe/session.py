@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 import time
 import traceback
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 from ampwise.errors import kind_and_words
 from ampwise.observe.listener import Listener
@@ -51,7 +52,7 @@ class Session:
         self._repeated = False
         self._since = time.perf_counter()
         self._aside_s = 0.0
-        os.register_at_fork(after_in_child=self._leave)
+        _sessions.add(self)
 
     def listen(self, listener: Listener) -> None:
         """Tell it what happens from now on."""
@@ -60,7 +61,9 @@ class Session:
 
     def tell(self, verb: str, *args: Any, **kwargs: Any) -> None:
         """Call a verb of every listener that has it; one that fails is told nothing more."""
-        told = self._told(verb)
+        told = self._verbs.get(verb)
+        if told is None:
+            told = self._told(verb)
         if not told:
             return
         began, aside_s = time.perf_counter(), self._aside_s
@@ -71,11 +74,10 @@ class Session:
                 self._drop(each, error)
         self.spent_s += time.perf_counter() - began - (self._aside_s - aside_s)
 
-    def _told(self, verb: str) -> Sequence[Callable[..., None]]:
-        told = self._verbs.get(verb)
-        if told is None:
-            own = [each for each in self._listeners if verb in _overridden(type(each))]
-            told = self._verbs[verb] = [getattr(each, verb) for each in own]
+    def _told(self, verb: str) -> list[Callable[..., None]]:
+        """Who has a verb; looked up once, as most verbs come in every step."""
+        own = [each for each in self._listeners if verb in _overridden(type(each))]
+        told = self._verbs[verb] = [getattr(each, verb) for each in own]
         return told
 
     @contextmanager
@@ -97,7 +99,7 @@ class Session:
         """An update was made or skipped; ends the segment, and maybe the step."""
         now = time.perf_counter()
         key = id(attempt.optimizer)
-        if any(each.optimizer is attempt.optimizer for each in self.step.attempts):
+        if self._last_seen.get(key) == self.step.number:
             self._repeated = True
             self._end_step()
         segment, self.segment = self.segment, Segment()
@@ -126,17 +128,25 @@ class Session:
 
     def _complete(self) -> bool:
         """Whether every optimizer that takes part these days has updated in the open step."""
-        oldest = self.step.number - _FORGOTTEN
-        self._last_seen = {key: seen for key, seen in self._last_seen.items() if seen >= oldest}
-        made = {id(each.optimizer) for each in self.step.attempts}
-        return self._last_seen.keys() <= made
+        number = self.step.number
+        return all(e == number or e < number - _FORGOTTEN for e in self._last_seen.values())
 
     def _end_step(self) -> None:
         ended, self.step = self.step, Step(self.step.number + 1)
         self.tell("step_ends", ended)
 
-    def _leave(self) -> None:
-        self.active = False
+
+_sessions: WeakSet[Session] = WeakSet()
+
+
+def _leave() -> None:
+    """In a forked process, where nothing is observed."""
+    for each in _sessions:
+        each.active = False
+
+
+if hasattr(os, "register_at_fork"):  # Windows has no forks
+    os.register_at_fork(after_in_child=_leave)
 
 
 def _overridden(kind: type[Listener]) -> set[str]:

@@ -6,7 +6,6 @@ update a second time, so that a GAN's two updates are one step.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -58,7 +57,7 @@ class Segment:
     """
 
     losses: list[Tensor] = field(default_factory=list[Tensor])
-    backwards: Counter[Line] = field(default_factory=Counter[Line])
+    backwards: dict[Line, int] = field(default_factory=dict[Line, int])
     samples: int = 0
     waited_s: float = 0.0
     scaled: int = 0

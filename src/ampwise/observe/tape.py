@@ -243,19 +243,15 @@ class _Slicer:
             self._nodes.append(node)
 
     def slice(self, loss: Tensor) -> Program:
-        """The nodes that the loss needs, and those that draw random numbers on the way."""
+        """The nodes that the loss needs; where some of them draw numbers, all that do."""
         wanted = self._ref(loss)
         if not isinstance(wanted, Made):
             raise NoProgramError("its loss was made before the last update")
-        needed: set[int] = set()
-        queue = [wanted.node]
-        queue += [index for index, each in enumerate(self._nodes)
-                  if isinstance(each, Operation) and each.name in _DRAWS]  # fmt: skip
-        while queue:
-            index = queue.pop()
-            if index not in needed:
-                needed.add(index)
-                queue += [each.node for each in self._nodes[index].refs()]
+        drawing = {index for index, each in enumerate(self._nodes)
+                   if isinstance(each, Operation) and each.name in _DRAWS}  # fmt: skip
+        needed = self._needed([wanted.node])
+        if drawing & needed:
+            needed = self._needed([wanted.node, *drawing])
         nodes = {index: self._nodes[index] for index in sorted(needed)}
         for each in nodes.values():
             _check(each)
@@ -263,6 +259,16 @@ class _Slicer:
         order = sorted(nodes, key=lambda index: (index not in self._early.values(), index))
         signature = tuple(id(each.module) for each in self._of.calls)
         return Program({index: nodes[index] for index in order}, wanted, signature)
+
+    def _needed(self, queue: list[int]) -> set[int]:
+        """Some nodes, and all that they are made from."""
+        needed: set[int] = set()
+        while queue:
+            index = queue.pop()
+            if index not in needed:
+                needed.add(index)
+                queue += [each.node for each in self._nodes[index].refs()]
+        return needed
 
     def _operation(self, seen: _Seen) -> Operation:
         written = _written(seen.function, seen.args, seen.kwargs)
@@ -346,7 +352,7 @@ class Program:
 
     @property
     def draws(self) -> bool:
-        """Whether random numbers are drawn outside of modules."""
+        """Whether the loss depends on random numbers drawn outside of modules."""
         return any(isinstance(e, Operation) and e.name in _DRAWS for e in self.nodes.values())
 
     def fits(self, other: Pass) -> bool:

@@ -28,6 +28,11 @@ def mixed_precision() -> str:
     return str(word).lower()
 
 
+def autocast_dtype() -> str | None:
+    """The 16-bit format that its ``mixed_precision`` asks for."""
+    return _DTYPES.get(mixed_precision())
+
+
 def check_once(
     models: Iterable[nn.Module], optimizers: Sequence[Optimizer], policy: Policy
 ) -> None:
@@ -43,7 +48,7 @@ def check_once(
     asked = mixed_precision()
     twice = f'model: Accelerate has prepared it with mixed_precision="{asked}"'
     scales = any(getattr(each, "scaler", None) is not None for each in optimizers)
-    if scales or _DTYPES.get(asked) != policy.compute_dtype:
+    if scales or autocast_dtype() != policy.compute_dtype:
         why = "and scales its loss" if scales else "and enters autocast in its forward"
         raise UsageError(f"{twice}, {why}, beside the policy {policy.text}; {_ONCE}")
     warn_user(f"{twice}, and the policy {policy.text} does the same again; {_ONCE}")

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from ampwise.errors import InactivePolicyError
+from ampwise.formats import dtype_name
 from ampwise.policy import Policy
 from ampwise.step.warn import warn_user
 
@@ -75,12 +76,12 @@ class Activity:
             name = node.name()
             if name in _PRODUCTS:
                 result = next(each for each in node._input_metadata if each is not None)
-                ran[_name(result.dtype)] += 1
+                ran[dtype_name(result.dtype)] += 1
             elif isinstance(node, BackwardCFunction):
                 hidden |= name in _WHOLE_PARTS
                 custom = True
         hidden |= custom and not ran
-        parameters = Counter(_name(each.dtype) for each in held)
+        parameters = Counter(dtype_name(each.dtype) for each in held)
         watched = bool(ran) or not hidden
         return cls(dict(ran), dict(parameters), loss_scale_live, watched, hidden)
 
@@ -147,7 +148,3 @@ def _graph(loss: Tensor) -> Iterator[Any]:
 
 def _counted(by_dtype: Mapping[str, int]) -> str:
     return ", ".join(f"{count} in {name}" for name, count in by_dtype.items())
-
-
-def _name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from ampwise.errors import UsageError
+from ampwise.formats import dtype_name
 from ampwise.policy import Policy, Resolution, resolve
 from ampwise.step import optimizers as optim
 from ampwise.step.loss_scale import LossScale, UnitLossScale
@@ -118,7 +119,7 @@ def _check_formats(names: Mapping[int, str], held: Iterable[Tensor], policy: Pol
     half = [each for each in held if each.dtype in _HALF and each.requires_grad]
     if not half:
         return
-    dtype = str(half[0].dtype).removeprefix("torch.")
+    dtype = dtype_name(half[0].dtype)
     shown = names.get(id(half[0]), "one outside the model")
     more = f" and {len(half) - 1} more" if len(half) > 1 else ""
     if policy.loss_scaling:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -35,8 +35,7 @@ class Windowed(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class RandomState:
+class RandomState(NamedTuple):
     """State of every generator that a forward may draw from; of Python and NumPy if it does."""
 
     python: tuple[Any, ...] | None

@@ -41,7 +41,7 @@ from ampwise.step.recorder import (
 from ampwise.step.replayable import Replayable, Replayed
 from ampwise.step.train_step import TrainStep
 from ampwise.step.window import Weight
-from ampwise_lint.base.words import power
+from ampwise_lint.base.words import power_in_code
 
 
 class Replay:
@@ -185,7 +185,7 @@ class Replay:
 
     def how_scaled(self, scale: float) -> str:
         """What to write for a loss scale that begins with this."""
-        written = power(scale).replace("^", ".0**")
+        written = power_in_code(scale)
         ceiling = f", ceiling={written}" if scale > CEILING else ""
         return f"TrainStep(loss_scale=LossScale(init_scale={written}{ceiling}))"
 

@@ -27,6 +27,7 @@ from ampwise.capability import present_devices
 from ampwise.data import to_device
 from ampwise.data.move import changed
 from ampwise.errors import SkippedStepsError
+from ampwise.formats import dtype_name
 from ampwise.policy import PRESETS, Policy, Resolution, resolve
 from ampwise.step import LossScale, StepRecord, TrainStep
 from ampwise.step.arguments import optimizers_of
@@ -235,7 +236,7 @@ def parameters_are_float32(subject: Subject) -> Outcome:
     """What the optimizer holds."""
     step = subject.step(subject.policy)
     held = [each for each in held_by(step.optimizers) if each.is_floating_point()]
-    dtypes = sorted({str(each.dtype).removeprefix("torch.") for each in held})
+    dtypes = sorted({dtype_name(each.dtype) for each in held})
     whole = dtypes == ["float32"]
     return ("pass" if whole else "fail"), f"{len(held)} tensors in {' and '.join(dtypes)}"
 

@@ -30,6 +30,11 @@ def power(value: float) -> str:
     return f"2^{exponent - 1}"
 
 
+def power_in_code(value: float) -> str:
+    """``2.0**24``: the same as one writes it in Python."""
+    return power(value).replace("^", ".0**")
+
+
 def figure(value: float) -> str:
     """A measured number with its sign: ``-102,400``, ``0.0316``, ``1.2e-07``."""
     return f"{value:,.0f}" if 100 <= abs(value) < 1e9 else f"{value:.4g}"
