@@ -115,7 +115,8 @@ def _parts(make: Callable[[], Arm], batches: Sequence[Any], device: torch.device
         for batch in batches:
             arm.run(batch)
         return _countable(arm)
-    cache = _autocast_cache(make(), batches[0]) + arm.step.copied_bytes
+    # A policy that keeps copies leaves autocast nothing to cast.
+    cache = arm.step.copied_bytes or _autocast_cache(make(), batches[0])
     parts["autocast cache"] = min(cache, parts["activations"])
     parts["activations"] -= parts["autocast cache"]
     return parts
