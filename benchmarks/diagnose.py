@@ -24,8 +24,8 @@ from _common import paired_ratio, save, show, take_turns
 from ampwise import Task, TrainStep, diagnose, load_task
 from ampwise.bench.memory import peak_on_cpu
 from ampwise.data import to_device
-from ampwise.numerics.shadow import shadow
-from ampwise.numerics.trace import watch
+from ampwise.numerics.observe.shadow import shadow
+from ampwise.numerics.observe.trace import watch
 from ampwise.step.recorder import Recorder
 from ampwise.step.replay import Replay
 

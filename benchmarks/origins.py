@@ -26,7 +26,7 @@ from torch import nn
 
 from _common import paired_ratio, save, show, take_turns
 from ampwise import diagnose, load_task
-from ampwise.numerics.trace import watch
+from ampwise.numerics.observe.trace import watch
 from ampwise.step import TrainStep
 from ampwise.step.replay import Replay
 

@@ -101,7 +101,7 @@ NOT_FOR_TRAINING = {
 
 @pytest.mark.parametrize(
     "statement",
-    [TRAINING, "import ampwise.bench.run, ampwise.verify.run, ampwise.numerics.search"],
+    [TRAINING, "import ampwise.bench.run, ampwise.verify.run, ampwise.tune.run"],
     ids=["steps", "bench"],
 )
 def test_what_one_part_needs_is_not_loaded_by_others(statement):

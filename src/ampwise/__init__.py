@@ -88,7 +88,7 @@ def examine_fault(step: TrainStep) -> tuple[Diagnosis | None, str]:
     None if only the loss scale was too high. The analysis lies above the step and is loaded only
     when one fails, so it is this front that knows both.
     """
-    fault = importlib.import_module("ampwise.numerics.fault")
+    fault = importlib.import_module("ampwise.numerics.on_fault")
     found = fault.examine(step)
     return found, "" if found is None else fault.summary(found)
 

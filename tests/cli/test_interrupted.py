@@ -7,8 +7,9 @@ import json
 import pytest
 
 from ampwise.cli.main import main
-from ampwise.numerics import diagnose, search
-from ampwise.numerics.search import Tried, Tuned
+from ampwise.numerics import diagnose
+from ampwise.tune import run
+from ampwise.tune.result import Tried, Tuned
 
 TASK = """
 import torch
@@ -44,7 +45,7 @@ def test_an_interrupted_tune_keeps_what_it_found(monkeypatch, tmp_path, capsys):
             raise KeyboardInterrupt
         return Tried("bf16", "bf16", reason="holds")
 
-    monkeypatch.setattr(search, "make_hold", one)
+    monkeypatch.setattr(run, "make_hold", one)
     assert main(["tune", "mine.py", "--quiet"]) == 130
     assert "what there was is in runs/tune-mine-1" in capsys.readouterr().err
     stored = json.loads((tmp_path / "runs/tune-mine-1/tune.json").read_text())

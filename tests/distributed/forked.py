@@ -21,7 +21,7 @@ _SERVER.set_forkserver_preload(
         "ampwise.cli.bench",
         "ampwise.cli.diagnose",
         "ampwise.cli.train",
-        "ampwise.numerics.fault",
+        "ampwise.numerics.on_fault",
         "ampwise.report.page",
         "ampwise.report.scaling",
         "ampwise.report.train",

@@ -20,7 +20,7 @@ from ampwise import Task
 from ampwise.bench.arm import Settings
 from ampwise.errors import TaskError
 from ampwise.numerics.diagnose import DiagnoseConfig, explore
-from ampwise.numerics.examine import Silent
+from ampwise.numerics.progress import Silent
 from ampwise.policy import PRESETS
 from tests.distributed.commands import Command
 from tests.distributed.ranks import Ranks

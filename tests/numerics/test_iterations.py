@@ -9,10 +9,10 @@ from torch.nn.functional import softplus
 from ampwise import diagnose
 from ampwise.bench.arm import Settings
 from ampwise.numerics.diagnose import DiagnoseConfig, explore
-from ampwise.numerics.examine import Silent
-from ampwise.numerics.search import TuneConfig, make_hold
+from ampwise.numerics.progress import Silent
 from ampwise.policy import PRESETS
 from ampwise.tasks import Task
+from ampwise.tune.run import TuneConfig, make_hold
 from tests.numerics.cases import line_of
 
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ampwise.errors import UsageError
 from ampwise.numerics.diagnose import diagnose
-from ampwise.numerics.examine import Silent
+from ampwise.numerics.progress import Silent
 from ampwise.step import TrainStep
 from ampwise.tasks import Task
 from tests.numerics.cases import data, line_of, square, task

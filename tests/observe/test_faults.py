@@ -237,3 +237,85 @@ def test_training_does_not_notice(script, tmp_path, monkeypatch, kind, dtype, sc
     assert a.keys() == b.keys()
     assert all(torch.equal(a[key].nan_to_num(7.0), b[key].nan_to_num(7.0)) for key in a)
     assert repr(rest) == repr(others)
+
+
+# -- patches ---------------------------------------------------------------------------------------
+
+OVERFLOWS = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 64), nn.Linear(64, 4)
+
+    def forward(self, x):
+        h = self.first(x) * 3e3
+        scores = h @ h.t() / 1e6  # scores
+        return self.last(torch.softmax(scores, -1) @ h / 3e3)
+
+
+def loss_of(out):
+    return (out * 1e4).pow(2).mean() / 1e8  # squares
+
+
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+for _ in range(3):
+    with torch.autocast("cpu", dtype=torch.float16):
+        loss = loss_of(model(torch.randn(8, 8)))
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+"""
+
+
+def patches_of(tmp_path, monkeypatch, text):
+    path = tmp_path / "overflows.py"
+    path.write_text(text)
+    monkeypatch.chdir(tmp_path)
+    (found,) = observe(path).report.faults
+    return path, found, [each for each in found.fixes if each.patch]
+
+
+def test_a_patch_of_a_script_is_run_in_place_of_its_function(tmp_path, monkeypatch):
+    path, found, patches = patches_of(tmp_path, monkeypatch, OVERFLOWS)
+    assert found.origin.line == line_of(path, "# scores")
+    best = found.fixes[0]
+    assert best.verified
+    assert best.patch_status.startswith("verified: step 1, run again with the patched function")
+    assert best.patch.startswith("--- a/overflows.py\n+++ b/overflows.py\n")
+    assert path.read_text() == OVERFLOWS
+    assert "time not measured: " in best.cost or "] the time of " in best.cost
+    assert all(each.patch_status.startswith("suggestion: tried") for each in patches[1:])
+
+
+def test_a_patch_that_no_replay_runs_is_a_suggestion(tmp_path, monkeypatch):
+    text = OVERFLOWS.replace("* 3e3\n", "\n").replace("/ 1e6  #", " #").replace("/ 3e3", "")
+    path, found, patches = patches_of(tmp_path, monkeypatch, text)
+    assert found.origin.line == line_of(path, "# squares")
+    (only,) = patches
+    assert not only.verified
+    assert only.patch_status.startswith("suggestion: not run: the step is run again without this")
+
+
+def test_the_code_of_functions_is_put_back():
+    from ampwise.numerics.remedy.live import Patched
+
+    before = b"def f(x):\n    return x + 1\n\n\ndef g(x):\n    return x\n"
+    names: dict = {}
+    exec(compile(before, "/mine.py", "exec"), names)
+    patched = Patched.of("/mine.py", before, before.replace(b"x + 1", b"x + 2"))
+    assert [each for each, _ in patched.functions] == [names["f"]]
+    code = names["f"].__code__
+    with pytest.raises(KeyError), patched.in_place():
+        assert names["f"](1) == 3
+        raise KeyError
+    assert names["f"].__code__ is code
+    assert not Patched.of("/mine.py", before, b"\n\n" + before).functions

@@ -270,3 +270,44 @@ def test_nothing_is_held_after_a_step(tmp_path):
     """Outputs and batches go with the step that they are of, also where it was looked at."""
     found_in(tmp_path, PLAIN, "memory", str(tmp_path / "held"))
     assert (tmp_path / "held").read_text() == str([False] * 8 + [True] * 2)
+
+
+AHEAD = """
+import sys, torch
+from torch import nn
+import torch.nn.functional as F
+
+torch.manual_seed(0)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.head, self.calls = nn.Linear(8, 16), nn.Linear(16, 4), 0
+
+    def forward(self, x):
+        self.calls += 1
+        h = torch.relu(self.first(x))
+        if self.calls == 6:
+            h = h + (h - h.detach()).pow(2).sum(1, keepdim=True).sqrt()  # singular
+        return self.head(h)
+
+
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+following = torch.randn(16, 8), torch.randint(0, 4, (16,))
+for i in range(8):
+    x, y = following
+    following = torch.randn(16, 8), torch.randint(0, 4, (16,))  # fetched while this one is used
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_targets_that_were_there_before_are_no_part_of_a_loss_that_is_known(tmp_path):
+    path, faults = found_in(tmp_path, AHEAD)
+    found = faults[0]
+    assert (found.status, found.cause) == ("fault", "BACKWARD_SINGULARITY"), found.explanation
+    assert (found.step, found.origin.line) == (6, line_of(path, "# singular"))

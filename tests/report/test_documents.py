@@ -20,13 +20,13 @@ from ampwise.cli.main import main
 from ampwise.document import MAX_BYTES, Document, read
 from ampwise.errors import UsageError
 from ampwise.numerics.result import Diagnosis, Finding, Fix, OpError, Origin, Values
-from ampwise.numerics.search import Tried, Tuned
 from ampwise.observe.result import RunReport
 from ampwise.report import stored
 from ampwise.report.compare import compare
 from ampwise.report.train import TrainedRun
 from ampwise.step import Activity
 from ampwise.training.config import TrainResult
+from ampwise.tune.result import Tried, Tuned
 from ampwise_lint.base.console import Console
 from tests.report.observed import observed
 from tests.report.test_report import report

@@ -19,7 +19,7 @@ from ampwise_lint.base.results import check_target, write_json, write_report
 
 if TYPE_CHECKING:
     from ampwise.distributed.watchdog import NoWatchdog
-    from ampwise.numerics.examine import Progress
+    from ampwise.numerics.progress import Progress
     from ampwise.numerics.result import Diagnosis
     from ampwise.tasks import Task
     from ampwise.telemetry.run import RunFolder
@@ -73,7 +73,7 @@ def run(options: Options) -> int:
     from ampwise.distributed import launch as ranks
     from ampwise.distributed.watchdog import watched
     from ampwise.numerics.diagnose import DiagnoseConfig, run_diagnosis
-    from ampwise.numerics.examine import Silent
+    from ampwise.numerics.progress import Silent
     from ampwise.numerics.remedy.handover import TaskSource
     from ampwise.policy import Policy
     from ampwise.tasks import load_task

@@ -97,9 +97,9 @@ def _gate(found: Run, gate: Gate) -> int:
     from ampwise.bench.result import BenchReport
     from ampwise.bench.scaling_report import ScalingReport
     from ampwise.numerics.result import Diagnosis
-    from ampwise.numerics.search import Tuned
     from ampwise.report.observed import ObservedRun
     from ampwise.report.train import TrainedRun
+    from ampwise.tune.result import Tuned
 
     if isinstance(found, BenchReport):
         from ampwise.cli.bench import gate_exit_code

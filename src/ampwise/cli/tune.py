@@ -13,8 +13,8 @@ from ampwise_lint.base.output import tell
 from ampwise_lint.base.results import write_json
 
 if TYPE_CHECKING:
-    from ampwise.numerics.search import Tuned
     from ampwise.telemetry.run import RunFolder
+    from ampwise.tune.result import Tuned
 
 _RACE_S, _PARITY_S = 30.0, 90.0
 
@@ -52,10 +52,10 @@ def run(options: Options) -> int:
     from ampwise.bench.arm import Settings
     from ampwise.bench.run import BenchConfig
     from ampwise.cli.progress import bench_progress
-    from ampwise.numerics.search import TuneConfig, tune
     from ampwise.report.tune import render
     from ampwise.tasks import load_task
     from ampwise.telemetry.run import RunFolder
+    from ampwise.tune.run import TuneConfig, tune
     from ampwise_lint.base.console import Console
 
     settings = Settings(device_of(options.device), options.seed)

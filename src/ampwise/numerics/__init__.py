@@ -1,1 +1,1 @@
-"""Where and why a precision fails, and what mends it: replay, origin, cause, fix, search."""
+"""Where and why a precision fails, and what mends it: observe, explain, remedy."""

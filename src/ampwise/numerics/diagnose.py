@@ -21,9 +21,10 @@ from ampwise.distributed.launch import is_lost
 from ampwise.distributed.layout import is_up
 from ampwise.distributed.wrap import spread
 from ampwise.errors import UsageError
-from ampwise.numerics import stagnation
-from ampwise.numerics.examine import Examiner, Progress, Silent
-from ampwise.numerics.ranks import all_raised, examined, first_at_fault, talks
+from ampwise.numerics.across_ranks import all_raised, examined, first_at_fault, talks
+from ampwise.numerics.examine import Examiner
+from ampwise.numerics.observe import stagnation
+from ampwise.numerics.progress import Progress, Silent
 from ampwise.numerics.remedy.handover import Failing, TaskSource
 from ampwise.numerics.result import Diagnosis
 from ampwise.numerics.update import in_update

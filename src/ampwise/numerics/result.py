@@ -9,6 +9,13 @@ from ampwise.document import Document
 
 Status = Literal["fault", "clean", "benign", "not_reproduced"]
 Phase = Literal["data", "forward", "backward", "optimizer"]
+CauseName = Literal[
+    "BAD_INPUT", "BAD_PARAMETER", "BAD_BUFFER", "RANGE_OVERFLOW", "MASK_CONSTANT",
+    "FULLY_MASKED_ROW", "EPS_UNDERFLOW", "UNDERFLOW", "CANCELLATION", "DOMAIN_ERROR",
+    "BACKWARD_SINGULARITY", "EMPTY_REDUCTION", "SCALE_TOO_HIGH", "STAGNATION", "PRECISION_LOSS",
+    "DTYPE_ERROR", "NONDETERMINISTIC",
+]  # fmt: skip
+"""What a fault may come from; `explain.causes` says of each how it is told, and what mends it."""
 
 
 def percent(share: float, digits: int = 0) -> str:
@@ -178,7 +185,7 @@ class Fix:
 class Finding:
     """A further problem, silent or smaller."""
 
-    cause: str
+    cause: CauseName
     explanation: str
     phase: Phase = "forward"
     origin: Origin | None = None
@@ -236,7 +243,7 @@ class Diagnosis(Document):
     step: int
     phase: Phase | None = None
     origin: Origin | None = None
-    cause: str | None = None
+    cause: CauseName | None = None
     explanation: str = ""
     fixes: list[Fix] = field(default_factory=list[Fix])
     findings: list[Finding] = field(default_factory=list[Finding])

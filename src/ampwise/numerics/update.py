@@ -19,14 +19,15 @@ from torch import Tensor, nn
 from ampwise import formats
 from ampwise.bench.arm import Arm, Settings
 from ampwise.data import to_device
-from ampwise.numerics.ancestry import Ancestor, back_from
-from ampwise.numerics.cause import Finding as Cause
-from ampwise.numerics.cause import damaged, of_itself
-from ampwise.numerics.places import placing
+from ampwise.numerics.explain.cause import Explanation
+from ampwise.numerics.explain.causes import damaged, of_itself
+from ampwise.numerics.observe.ancestry import Ancestor, back_from
+from ampwise.numerics.observe.places import placing
+from ampwise.numerics.observe.roots import Root
+from ampwise.numerics.observe.shadow import Shadow, ShadowRun, shadowed
+from ampwise.numerics.observe.trace import watch_update
+from ampwise.numerics.observe.values import broken, origin_of, passed
 from ampwise.numerics.result import Diagnosis, Fix
-from ampwise.numerics.shadow import Shadow, ShadowRun, shadowed
-from ampwise.numerics.trace import Root, watch_update
-from ampwise.numerics.values import broken, origin_of, passed
 from ampwise.policy import Policy
 from ampwise.step.recorder import finite
 from ampwise.step.replay import Replay
@@ -69,7 +70,7 @@ def in_update(task: Task, policy: Policy, settings: Settings, steps: int, found:
     found.extent, found.history, found.measured_scale = broken(root), passed(root.history), None
     found.cause = cause.cause
     found.explanation = (
-        f"{cause.explanation} The update of step {steps} made it so: {root.name} turned finite "
+        f"{cause.words} The update of step {steps} made it so: {root.name} turned finite "
         f"gradients and state into values of {name} that are not."
     )
     found.fixes = _fixes(before, task, root)
@@ -87,17 +88,17 @@ def _before(task: Task, policy: Policy, settings: Settings, steps: int) -> Arm:
     return arm
 
 
-def _by_shadow(arm: Arm, root: Root) -> Cause:
+def _by_shadow(arm: Arm, root: Root) -> Explanation:
     """The cause, from what the operation's inputs would be if the update rounded nothing."""
     place = replace(root.place, phase="forward")
     with placing(Replay(arm.step).models) as places:
         mode = Shadow(places, errors=False, at=(root.name, place, root.occurrence))
         shadowed(mode, arm.step.update)
-    run = ShadowRun(Replayed(), inputs=mode.inputs, actual=mode.actual, makers=mode.makers)
+    run = mode.seen(Replayed())
     return _lost_eps(root, run) or damaged(root, run)
 
 
-def _lost_eps(root: Root, run: ShadowRun) -> Cause | None:
+def _lost_eps(root: Root, run: ShadowRun) -> Explanation | None:
     """A denominator of 0, whose eps is 0 in its format."""
     lost = next(
         (pair for maker in run.makers for each in back_from(maker) for pair in _added(each)), None
@@ -108,7 +109,7 @@ def _lost_eps(root: Root, run: ShadowRun) -> Cause | None:
     fmt = formats.lookup(by.dtype)
     zeros = sum(int((each == 0).sum()) for each in _floats(root)[-1:])
     state = f" The state that it is added to is kept in {fmt}, too." if fmt.bits < 32 else ""
-    return Cause(
+    return Explanation(
         "EPS_UNDERFLOW",
         f"{zeros} denominators of the optimizer are 0: its eps of {eps:g} is lost in {fmt}, whose "
         f"smallest number is {fmt.min_subnormal:.2g}.{state}",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -27,6 +28,8 @@ from ampwise.step.recorder import RandomState
 
 _LEARNING = 3
 """Calls of a module in which it is learned what forward changes."""
+_AHEAD = 2
+"""Batches that are held: loaders may have fetched the next before one is used (Accelerate's)."""
 _MOST_CALLS = 512
 _MOST_HELD = 1 << 30
 """Calls in a pass, and bytes of the arguments of several, that are held."""
@@ -175,14 +178,14 @@ class Calls:
         self.entered: torch.dtype | None = None
         self.draws = True
         self.losses_known = False
-        self._batch: Any = None
+        self._batches: deque[Any] = deque([None], maxlen=_AHEAD)
         self._bytes = 0
         self._known: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
         self._open: tuple[Call, Callable[[], None] | None] | None = None
 
     def batch(self, batch: Any) -> None:
         """A loader gave a batch."""
-        self._batch = batch
+        self._batches.append(batch)
 
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A module is called."""
@@ -213,9 +216,15 @@ class Calls:
             if tensor.requires_grad and tensor.grad_fn is not None and not self.losses_known:
                 call.incoming.append(self._listen(path, tensor))
         if not self.now.calls:
-            self.now.batch = self._batch
+            self.now.batch = self._batch_of(call)
         self.now.add(call)
         return call
+
+    def _batch_of(self, call: Call) -> Any:
+        """The batch that it was given tensors of; else the last. Loaders may be one ahead."""
+        given = {id(each) for each, _ in call.versions}
+        held = (e for e in reversed(self._batches) if any(id(t) in given for t in tensors(e)))
+        return next(held, self._batches[-1])
 
     def backward(self, loss: Tensor | None, spots: Spots) -> Pass:
         """Backward is called: the pass that it ends."""

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampwise.formats import dtype_name
-from ampwise.numerics.places import Place, Places
+from ampwise.numerics.observe.places import Place, Places
 from ampwise.observe.listener import Listener
 from ampwise.observe.modules import Modules, bare
 from ampwise.observe.result import OddProduct, Ran

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -28,10 +29,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ampwise.distributed.layout import is_up
 from ampwise.lines import Line
-from ampwise.numerics.examine import Examiner, Silent
-from ampwise.numerics.ranks import would_talk
+from ampwise.numerics.across_ranks import would_talk
+from ampwise.numerics.examine import Examiner
+from ampwise.numerics.observe.trace import watch
+from ampwise.numerics.progress import Silent
 from ampwise.numerics.result import Diagnosis
-from ampwise.numerics.trace import watch
 from ampwise.observe.autocast import Autocasts
 from ampwise.observe.calls import Calls
 from ampwise.observe.listener import Listener
@@ -283,7 +285,21 @@ class Faults(Listener):
             diagnosis.notes.append(
                 f"No fix was tried: finding the cause took more than {_LIMIT_S:g} s."
             )
+        if diagnosis.status == "fault":
+            self._patch(diagnosis, reproduced, patience)
         return None if diagnosis.status == "benign" else self._as_known(Fault(diagnosis))
+
+    def _patch(self, diagnosis: Diagnosis, step: Observed, patience: _Patience) -> None:
+        """Add patches of the script's own source, as far as there is time for them."""
+        from ampwise.numerics.remedy import live  # loads libcst
+
+        roots = [Path.cwd(), Path(self._script).resolve().parent]
+        try:
+            live.add_patches(diagnosis, step, step.closed, roots, patience)
+        except _OutOfTimeError:
+            diagnosis.notes.append(
+                f"Not every patch was tried: this fault has taken more than {_LIMIT_S:g} s."
+            )
 
     def _as_known(self, fault: Fault) -> Fault | None:
         """A fault, unless it is one of those that were met before."""

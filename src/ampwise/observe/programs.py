@@ -52,7 +52,7 @@ class Programs:
 
     @property
     def known(self) -> bool:
-        """Whether all losses that were looked at are known, and no more are looked at."""
+        """Whether all losses that were looked at are known and alike, and no more are looked at."""
         return bool(self._known) and not self._missed and not self._looks
 
     def call_begins(self) -> None:
@@ -96,6 +96,8 @@ class Programs:
         for position, each in enumerate(passes):
             self._missed |= self._tape is not None and each.program is None
             if each.program is not None:
+                before = self._known.get((id(optimizer), position))
+                self._missed |= before is not None and before.differs(each.program)
                 self._known[id(optimizer), position] = each.program
                 self._draws |= each.program.draws
         if self._tape is None:

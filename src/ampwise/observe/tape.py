@@ -374,6 +374,11 @@ class Program:
         return list({id(each): each for each in found
                      if not isinstance(each, nn.Parameter)}.values())  # fmt: skip
 
+    def differs(self, other: Program) -> bool:
+        """Whether it takes other tensors of no call and no batch: they change with the step."""
+        mine, theirs = set(map(id, self.constants())), set(map(id, other.constants()))
+        return mine != theirs
+
     def run(self, values: Values, of: Pass, before: Sequence[Call], device: torch.device) -> Tensor:
         """The loss, computed anew."""
         return _Run(values, of, before, device).of(self)

@@ -10,7 +10,7 @@ from typing import Any
 from rich.text import Text
 
 from ampwise import formats
-from ampwise.numerics.extent import in_words
+from ampwise.numerics.observe.extent import in_words
 from ampwise.numerics.result import Diagnosis, Fix, Origin, Passed, Values, percent
 from ampwise.policy import Policy
 from ampwise.report import page as pages

@@ -12,11 +12,11 @@ from ampwise.document import Document, read
 from ampwise.document import load as load_file
 from ampwise.errors import UsageError
 from ampwise.numerics.result import Diagnosis
-from ampwise.numerics.search import Tuned
 from ampwise.observe.result import RunReport
 from ampwise.report import bench, diagnosis, html, markdown, run, scaling, train, tune, verify
 from ampwise.report.observed import ObservedRun
 from ampwise.report.train import TrainedRun
+from ampwise.tune.result import Tuned
 from ampwise.verify.result import Verification
 from ampwise_lint.base.console import Console
 from ampwise_lint.base.words import counted

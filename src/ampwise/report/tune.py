@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from rich.text import Text
 
-from ampwise.numerics.search import Tried, Tuned
 from ampwise.report.page import cell, number, page, prose, table
 from ampwise.report.table import new_table
+from ampwise.tune.result import Tried, Tuned
 from ampwise_lint.base.console import Console
 
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
-from ampwise.numerics import fix
 from ampwise.numerics.diagnose import DiagnoseConfig, run_diagnosis
-from ampwise.numerics.examine import Silent
+from ampwise.numerics.progress import Silent
+from ampwise.numerics.remedy import fix
 from ampwise.numerics.remedy.handover import TaskSource
 from ampwise.numerics.result import Diagnosis
 from ampwise.policy import Policy

@@ -16,9 +16,9 @@ import ampwise
 from ampwise.bench.arm import Settings
 from ampwise.cli.main import main
 from ampwise.errors import UsageError
-from ampwise.numerics import fix
 from ampwise.numerics.diagnose import DiagnoseConfig, explore
-from ampwise.numerics.examine import Silent
+from ampwise.numerics.observe.reference import reference
+from ampwise.numerics.progress import Silent
 from ampwise.numerics.remedy import apply, handover
 from ampwise.numerics.remedy.handover import Failing, TaskSource
 from ampwise.numerics.remedy.verify import Outcome, Trials
@@ -70,7 +70,7 @@ def trials(gain, tmp_path):
     arm, _, stash = explore(load_task("gain.py"), config, Silent())
     folder = tmp_path / "trials"
     folder.mkdir()
-    wanted = fix.reference(Replay(arm.step), stash)
+    wanted = reference(Replay(arm.step), stash)
     handover.save(folder / "step.pt", Failing(source, arm, settings, stash), wanted)
     return Trials(folder, gain)
 
@@ -118,7 +118,7 @@ def test_what_is_no_tensor_and_no_plain_value_is_said_to_be_in_the_way(gain, tmp
     config = DiagnoseConfig(Policy.parse("fp16"), steps=2)
     arm, _, stash = explore(load_task("gain.py"), config, Silent())
     stash.micro_batches[0].batch[1].add(open)
-    wanted = fix.reference(Replay(arm.step), stash)
+    wanted = reference(Replay(arm.step), stash)
     with pytest.raises(UsageError, match="cannot be handed over"):
         handover.save(
             tmp_path / "s.pt", Failing(TaskSource("gain.py"), arm, config.settings, stash), wanted
@@ -295,16 +295,32 @@ def test_a_suggestion_is_never_applied(gain, capsys, monkeypatch):
 
 
 def test_a_library_is_never_edited():
-    from ampwise.numerics.remedy.patch import _own_file
+    from ampwise.numerics.remedy.own_source import own_file
     from ampwise.numerics.result import Origin
 
     def of(file):
         origin = Origin("mul", "", str(file), 3, "", "float16")
         found = Diagnosis("fault", "t", "fp16", "cpu", 1, origin=origin, cause="RANGE_OVERFLOW")
-        return _own_file(found, TaskSource(str(FAULTS / "gain.py")))
+        return own_file(found, [FAULTS])
 
     assert of(FAULTS / "gain.py") == FAULTS / "gain.py"
     assert of(Path(torch.nn.functional.__file__)) is None
     assert of(Path(json.__file__)) is None
     assert of(Path(handover.__file__)) is None
     assert of("/elsewhere/x.py") is None
+
+
+def test_what_a_patch_costs_is_its_step_beside_the_original(trials):
+    wide = GAIN.replace("self.project(x) *", "self.project(x).float() *")
+    slow = wide.replace("        return h /", "        import time\n\n        time.sleep(0.01)\n"
+                        "        return h /")  # fmt: skip
+    assert trials.control() == ""
+    assert trials.of(2, GAIN.replace("1e5", "2e5").encode()).cost is None
+    cost = trials.of(1, slow.encode()).cost
+    assert cost is not None
+    if cost.time is None:
+        assert cost.words.startswith("time not measured: ")
+    else:
+        assert cost.time.low > 2
+        assert "] the time of " in cost.words
+    assert cost.activation_bytes is None or cost.activation_bytes > 0

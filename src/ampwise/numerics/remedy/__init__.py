@@ -1,1 +1,1 @@
-"""What mends a fault in the user's own source: patches, and their trial in a fresh process."""
+"""What mends a fault: changes that a replay tries, and patches that a fresh process tries."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ampwise.bench.arm import Arm, Settings
 from ampwise.errors import UsageError, in_one_line
-from ampwise.numerics.fix import Reference
+from ampwise.numerics.observe.reference import Reference
 from ampwise.policy import Policy
 from ampwise.step.recorder import MicroBatch, RandomState, Stash
 from ampwise.step.replay import Replay, undisturbed

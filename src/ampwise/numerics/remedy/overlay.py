@@ -13,7 +13,7 @@ from typing import Any
 
 
 class Overlay:
-    """Installed for the rest of the process.
+    """Installed until it is removed.
 
     Attributes
     ----------
@@ -33,6 +33,11 @@ class Overlay:
         SourceFileLoader.get_code = get_code
         text = data.decode(errors="replace")
         linecache.cache[str(file)] = (len(data), None, text.splitlines(keepends=True), str(file))
+
+    def remove(self) -> None:
+        """Read the file itself again; modules that are loaded stay as they are."""
+        SourceFileLoader.get_code = self._of_loader
+        linecache.checkcache(str(self._file))
 
     def code(self, loader: Any, fullname: str) -> CodeType | None:
         """What a loader is to execute; never a cached ``.pyc`` of the path."""

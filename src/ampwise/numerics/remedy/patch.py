@@ -8,77 +8,36 @@ trains on. All that were tried are in the diagnosis, with what came of it.
 from __future__ import annotations
 
 import math
-import os
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
-import ampwise
 from ampwise.errors import UsageError, in_one_line
-from ampwise.numerics import fix
-from ampwise.numerics.candidates import Candidate
-from ampwise.numerics.examine import Progress
-from ampwise.numerics.places import kind_of
-from ampwise.numerics.remedy import handover
+from ampwise.numerics.observe.reference import reference
+from ampwise.numerics.progress import Progress
+from ampwise.numerics.remedy import fix, handover
+from ampwise.numerics.remedy.candidate import AS_IT_IS
 from ampwise.numerics.remedy.handover import Failing, TaskSource
-from ampwise.numerics.remedy.patches import Proposal, proposals
-from ampwise.numerics.remedy.patches.site import Site
-from ampwise.numerics.remedy.patches.source import UNREADABLE, SourceFile, dotted, unified
-from ampwise.numerics.remedy.probe import formats_at
+from ampwise.numerics.remedy.own_source import Tried, add_to, own_source
+from ampwise.numerics.remedy.patches import Proposal
 from ampwise.numerics.remedy.verify import Trials
-from ampwise.numerics.result import Diagnosis, Fix
-
-_NO_CODE = ("BAD_INPUT", "BAD_PARAMETER", "BAD_BUFFER", "SCALE_TOO_HIGH", "STAGNATION",
-            "NONDETERMINISTIC")  # fmt: skip
-"""Causes that no change of a line mends."""
-_MOST = 12
-"""Patches that are tried."""
+from ampwise.numerics.result import Diagnosis
 
 
 def add_patches(found: Diagnosis, failing: Failing, progress: Progress) -> None:
     """Try patches of a fault's source, and add them to its fixes: a verified one in front."""
-    file = _own_file(found, failing.source)
-    if file is None or failing.arm.step.ranks > 1:
+    if failing.arm.step.ranks > 1:
         return
-    site = _site(found, file, failing)
-    if site is None:
-        return
-    name, before = _shown_name(file, failing.source), site.source
-    fixes: list[Fix] = []
-    for each, status in _tried(proposals(site)[:_MOST], file, failing, progress):
-        diff = unified(before.data, each.data, name, before.encoding)
-        verified = status.startswith("verified")
-        cost = "cost not measured" if verified else status
-        fixes.append(Fix(each.what, each.why, verified, cost, patch=diff, patch_status=status))
-    found.fixes = [
-        *(each for each in fixes if each.verified),
-        *found.fixes,
-        *(each for each in fixes if not each.verified),
-    ]
-
-
-def _site(found: Diagnosis, file: Path, failing: Failing) -> Site | None:
-    """The place of the fault in its source; None where that cannot be read."""
-    assert found.origin is not None
-    origin = found.origin
-    try:
-        source = SourceFile.of(file, file.read_bytes(), origin.line)
-    except (OSError, *UNREADABLE):
-        return None
-    site = Site(
-        source, origin.line, origin.op, found.cause or "", origin.dtype,
-        failing.step.policy.compute_dtype,
-    )  # fmt: skip
-    names = {dotted(each) for each in site.roots} - {""}
-    seen = formats_at(failing.step, failing.stash, origin.file, origin.line, names)
-    return replace(site, dtypes=seen)
+    source = own_source(found, failing.step, failing.stash, _roots(failing.source))
+    if source is not None:
+        tried = _tried(source.proposals, source.file, failing, progress)
+        add_to(found, source, tried)
 
 
 def _tried(
     found: Sequence[Proposal], file: Path, failing: Failing, progress: Progress
-) -> Iterator[tuple[Proposal, str]]:
-    """Each proposal with its status, up to the first that is verified."""
+) -> Iterator[Tried]:
+    """Each proposal with its status and its cost, up to the first that is verified."""
     if not found:
         return
     with tempfile.TemporaryDirectory(prefix="ampwise-patches-") as folder:
@@ -86,14 +45,14 @@ def _tried(
         try:
             trials = _trials(Path(folder), file, failing)
         except UsageError as error:
-            yield found[0], f"suggestion: not run: {in_one_line(error)}"
+            yield Tried(found[0], f"suggestion: not run: {in_one_line(error)}")
             return
         for number, each in enumerate(found, 1):
             if trials.over:
                 return
             progress.stage(f"patch {number} of at most {len(found)}: {each.what}")
             outcome = trials.of(number, each.data)
-            yield each, outcome.in_words(failing.stash.step)
+            yield Tried(each, outcome.in_words(failing.stash.step), outcome.cost)
             if outcome.verified:
                 return
 
@@ -106,28 +65,13 @@ def _trials(folder: Path, file: Path, failing: Failing) -> Trials:
     UsageError
         When trials would say nothing of this step.
     """
-    wanted = fix.reference(failing.step, failing.stash)
-    as_it_is = fix.complaint(failing.step, failing.stash, Candidate("", ""), wanted, -math.inf)
+    wanted = reference(failing.step, failing.stash)
+    as_it_is = fix.complaint(failing.step, failing.stash, AS_IT_IS, wanted, -math.inf)
     handover.save(folder / "step.pt", failing, wanted)
     trials = Trials(folder, file, silent=not as_it_is)
     if why := trials.control():
         raise UsageError(why)
     return trials
-
-
-# -- whose file -----------------------------------------------------------------------------------
-
-
-def _own_file(found: Diagnosis, source: TaskSource) -> Path | None:
-    """The file of the fault, if it is one of the task's own; no library's, nor one of ours."""
-    origin = found.origin
-    if found.status != "fault" or found.cause in _NO_CODE or origin is None or not origin.line:
-        return None
-    file = Path(origin.file).resolve()
-    ours = Path(ampwise.__file__).parent
-    if kind_of(str(file)) != "user" or file.is_relative_to(ours) or not file.is_file():
-        return None
-    return file if any(file.is_relative_to(each) for each in _roots(source)) else None
 
 
 def _roots(source: TaskSource) -> list[Path]:
@@ -140,9 +84,3 @@ def _roots(source: TaskSource) -> list[Path]:
             folder = folder.parent
         roots.append(folder)
     return roots
-
-
-def _shown_name(file: Path, source: TaskSource) -> str:
-    """The path in a diff: from the working directory, or else from the task's folder."""
-    root = next(each for each in _roots(source) if file.is_relative_to(each))
-    return os.fspath(file.relative_to(root).as_posix())

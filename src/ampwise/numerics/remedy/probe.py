@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ampwise.formats import dtype_name
 from ampwise.numerics.remedy.patches.site import OTHER
 from ampwise.step.compiled import eager
 from ampwise.step.recorder import Stash
@@ -75,7 +76,7 @@ def _kind(frame: FrameType, name: str) -> str | None:
             return None
         value = stored[part]
     if isinstance(value, Tensor):
-        return str(value.dtype).removeprefix("torch.")
+        return dtype_name(value.dtype)
     return OTHER
 
 

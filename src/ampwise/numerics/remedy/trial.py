@@ -9,7 +9,8 @@ where it was before the failing step, and asked:
 2. Does training go on: the step itself and the next ones, with finite losses and parameters, and
    skipped only as long as a loss scale settles?
 
-Without a patch, `NAME` ``control``, the same step must fail: else the trial says nothing.
+Without a patch, `NAME` ``control``, the same step must fail: else the trial says nothing. What a
+patch costs that holds is measured at last (`patch_cost`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -25,10 +27,11 @@ from typing import Any
 from ampwise.bench.arm import Arm
 from ampwise.data import to_device
 from ampwise.errors import kind_and_words
-from ampwise.numerics import fix
-from ampwise.numerics.candidates import Candidate
-from ampwise.numerics.remedy import handover
+from ampwise.numerics.observe.reference import reference
+from ampwise.numerics.remedy import fix, handover
+from ampwise.numerics.remedy.candidate import AS_IT_IS
 from ampwise.numerics.remedy.overlay import Overlay
+from ampwise.numerics.remedy.patch_cost import cost_beside_original
 from ampwise.numerics.remedy.verify import CONTROL, NEXT_STEPS, Outcome
 from ampwise.step.recorder import Stash, finite
 from ampwise.step.replay import Replay
@@ -41,27 +44,39 @@ _SETTLING = 32
 
 def main(folder: Path, name: str) -> None:
     """Try one source; write the outcome beside it."""
+
+    def tell(outcome: Outcome) -> None:
+        (folder / f"{name}.json").write_text(json.dumps(asdict(outcome)))
+
     try:
-        outcome = tried(folder, name)
+        tried(folder, name, tell)
     except Exception as error:  # noqa: BLE001 - whatever the patched source does is an outcome
         what = f"raises {kind_and_words(error)}"
-        outcome = Outcome(f"no outcome: the task {what}" if name == CONTROL else what)
-    (folder / f"{name}.json").write_text(json.dumps(outcome.to_json()))
+        tell(Outcome(f"no outcome: the task {what}" if name == CONTROL else what))
 
 
-def tried(folder: Path, name: str) -> Outcome:
-    """The outcome of a source; see this module's docstring."""
-    overlay = None
+def tried(folder: Path, name: str, tell: Callable[[Outcome], object]) -> None:
+    """Tell the outcome of a source, see this module's docstring; then that with its cost."""
+    overlay, before = None, set(sys.modules)
     if name != CONTROL:
         file = Path((folder / "file.txt").read_text())
         overlay = Overlay(file, (folder / f"{name}.py").read_bytes())
     content = handover.load(folder / "step.pt")
     task = load_task(content["spec"], content["settings"])
     if overlay is not None and not overlay.loads:
-        return Outcome("the task does not import the file by itself")
+        tell(Outcome("the task does not import the file by itself"))
+        return
+    outcome = _outcome(task, content, control=overlay is None)
+    tell(outcome)
+    if outcome.verified and overlay is not None:
+        cost = cost_beside_original(task, overlay, content, before)
+        tell(replace(outcome, cost=cost))
+
+
+def _outcome(task: Task, content: Mapping[str, Any], *, control: bool) -> Outcome:
     arm, stash = handover.restored(task, content)
     outcome = _judged(arm, stash, content)
-    if outcome.complaint or name == CONTROL:
+    if outcome.complaint or control:
         return outcome
     batches = _windows(task, arm, stash, content)
     return outcome.followed_by(_trained(arm, batches))
@@ -71,24 +86,11 @@ def _judged(arm: Arm, stash: Stash, content: Mapping[str, Any]) -> Outcome:
     """The failing step, held against its reference."""
     step = Replay(arm.step)
     own = not content["wanted"]["finite"]
-    wanted = fix.reference(step, stash) if own else handover.reference(content)
-    complaint = fix.complaint(step, stash, Candidate("", ""), wanted, -math.inf)
+    wanted = reference(step, stash) if own else handover.reference(content)
+    complaint = fix.complaint(step, stash, AS_IT_IS, wanted, -math.inf)
     if complaint:
         return Outcome(complaint)
-    return Outcome("", own, _sqnr_db(step, stash, wanted))
-
-
-def _sqnr_db(step: Replay, stash: Stash, wanted: fix.Reference) -> float | None:
-    """SQNR of the gradients, under a loss scale that has settled."""
-    scale = float(stash.scale)
-    result = step.replay(stash)
-    while not result.clean and scale > 1:
-        scale = max(1.0, scale / 16)
-        result = step.replay(stash, scale=scale)
-    if not (wanted.finite and result.clean):
-        return None
-    sqnr_db = fix.gradient_errors(result, wanted, scale).sqnr_db
-    return sqnr_db if math.isfinite(sqnr_db) else None
+    return Outcome("", own, fix.quality_db(step, stash, AS_IT_IS, wanted))
 
 
 def _windows(task: Task, arm: Arm, stash: Stash, content: Mapping[str, Any]) -> Iterator[list[Any]]:

@@ -9,10 +9,10 @@ import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import ampwise
 from ampwise.document import read
+from ampwise.numerics.remedy.costs import Cost
 from ampwise_lint.base.words import counted
 
 CONTROL = "control"
@@ -42,6 +42,8 @@ class Outcome:
         Steps that trained after it.
     next_complaint
         What was wrong with the one after these; empty if all trained.
+    cost
+        What the patch costs beside the original; None where that was not measured.
     """
 
     complaint: str
@@ -49,6 +51,7 @@ class Outcome:
     sqnr_db: float | None = None
     next_steps: int = 0
     next_complaint: str = ""
+    cost: Cost | None = None
 
     @property
     def verified(self) -> bool:
@@ -58,10 +61,6 @@ class Outcome:
     def followed_by(self, trained: tuple[int, str]) -> Outcome:
         """The same, with what came after the step."""
         return replace(self, next_steps=trained[0], next_complaint=trained[1])
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain values."""
-        return vars(self)
 
     def in_words(self, step: int) -> str:
         """The outcome, as a status of a patch."""
@@ -134,9 +133,15 @@ class Trials:
                 stdin=subprocess.DEVNULL, timeout=TIMEOUT_S, text=True, errors="replace",
             )  # fmt: skip
         except subprocess.TimeoutExpired:
-            return Outcome(f"no outcome after {TIMEOUT_S:.0f} s")
+            return self._told(name) or Outcome(f"no outcome after {TIMEOUT_S:.0f} s")
+        if (outcome := self._told(name)) is not None:
+            return outcome
+        last = done.stderr.strip().rpartition("\n")[2]
+        return Outcome(f"no outcome: the process ended with {done.returncode}: {last}")
+
+    def _told(self, name: str) -> Outcome | None:
+        """What a process has written, if it came so far."""
         try:
             return read(Outcome, json.loads((self._folder / f"{name}.json").read_text()))
         except (OSError, ValueError):
-            last = done.stderr.strip().rpartition("\n")[2]
-            return Outcome(f"no outcome: the process ended with {done.returncode}: {last}")
+            return None

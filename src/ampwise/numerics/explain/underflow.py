@@ -1,0 +1,45 @@
+"""UNDERFLOW: an argument that is 0 and should be a number, too small for the format."""
+
+from __future__ import annotations
+
+from ampwise.numerics.explain.cause import Argument, Cause, Explanation, Fault
+from ampwise.numerics.explain.eps_underflow import zeros
+from ampwise.numerics.observe.ancestry import back_from
+
+_FEW = 4
+"""Times the smallest number of a format below which a value counts as flushed."""
+
+
+def _by_argument(argument: Argument) -> Explanation | None:
+    if argument.what != "zero":
+        return None
+    fmt, is_and_should = argument.fmt, zeros_and_wanted(argument)
+    if are_tiny(argument):
+        return Explanation(
+            "UNDERFLOW",
+            f"{is_and_should}. The smallest number of {fmt} is {fmt.min_subnormal:.2g}.",
+        )
+    lost = next((each for each in back_from(argument.maker) if each.cancels or each.flushed), None)
+    where = "" if lost is None else f", in {lost.name} on line {lost.place.line}"
+    return Explanation(
+        "UNDERFLOW",
+        f"{is_and_should}. On the way to them something fell below the smallest number of {fmt}, "
+        f"{fmt.min_subnormal:.2g}{where}.",
+        lost,
+    )
+
+
+def zeros_and_wanted(argument: Argument) -> str:
+    """Zeros, and what they should be."""
+    wanted = argument.wanted.abs()
+    least, most = float(wanted.min()), float(wanted.max())
+    span = f"{least:.3g}" if most <= 1.001 * least else f"{least:.3g} to {most:.3g}"
+    return f"{zeros(argument)} and should be {span}"
+
+
+def are_tiny(argument: Argument) -> bool:
+    """Whether zeros should be numbers that the format cannot tell from 0 anyway."""
+    return float(argument.wanted.abs().max()) <= _FEW * argument.fmt.min_subnormal
+
+
+CAUSE = Cause("UNDERFLOW", Fault.in_another_precision, by_argument=_by_argument, of_precision=True)

@@ -1,0 +1,168 @@
+"""What a value was made of: operations, followed back from an argument that went wrong."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ampwise.numerics.observe.places import Place
+
+DIFFERENCES = frozenset(["sub", "sub_", "rsub", "add", "add_", "sum", "mean"])
+"""Operations whose result may be small beside what they add and subtract."""
+
+_CANCELLED_DB = 10.0
+"""Loss of SQNR from the inputs to a difference above which its digits cancelled."""
+
+_NARROW = ("float16", "bfloat16")
+_ELEMENTWISE = frozenset(["sub", "sub_", "rsub", "add", "add_"])
+_SUMS = frozenset(["add", "add_"])
+_BOUNDS = frozenset(["clamp", "clamp_", "clamp_min", "clamp_min_", "clamp_max", "clamp_max_"])
+_RIGHT, _WRONG = 0.1, 0.3
+"""Relative errors up to which an element is right, and from which on it is lost."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ancestor:
+    """An operation that took part in making a value.
+
+    Attributes
+    ----------
+    dtype
+        Format of its result.
+    inputs_db, propagated_db
+        SQNR of its worst input, and of its result, against the float64 shadow.
+    lost
+        Its constants that had no effect: too small beside the other term, or for the format.
+    parents
+        What its arguments were made by.
+    cancelled
+        Elements of its result whose digits cancelled: wrong, though the terms are right.
+    rounded_to
+        The constant that it was taken from, or added to, and that those terms had rounded to.
+    flushed
+        Elements of its result that are 0 and too small for the format.
+    extreme
+        The value of the largest magnitude in its result, with its sign.
+    """
+
+    name: str
+    place: Place
+    dtype: str
+    inputs_db: float
+    propagated_db: float
+    lost: tuple[float, ...]
+    parents: tuple[Ancestor, ...]
+    cancelled: int = 0
+    rounded_to: float | None = None
+    flushed: int = 0
+    extreme: float = 0.0
+
+    @property
+    def cancels(self) -> bool:
+        """Whether it is a difference that lost its digits, as a whole or in some elements."""
+        if self.name not in DIFFERENCES:
+            return False
+        return self.cancelled > 0 or self.inputs_db - self.propagated_db > _CANCELLED_DB
+
+
+def back_from(start: Ancestor | None) -> Iterator[Ancestor]:
+    """An operation and those it was made from, the nearest first."""
+    queue = deque([] if start is None else [start])
+    met = set(queue)
+    while queue:
+        yield (each := queue.popleft())
+        queue += [parent for parent in each.parents if parent not in met]
+        met.update(each.parents)
+
+
+def largest_before(start: Ancestor, most: int) -> list[Ancestor]:
+    """An operation and the last ones before it that made the largest of what they had, in order."""
+    found: list[Ancestor] = [start]
+    while found[-1].parents and len(found) < most:
+        found.append(max(found[-1].parents, key=lambda each: abs(each.extreme)))
+    return found[::-1]
+
+
+def narrow_before(start: Ancestor | None) -> Ancestor | None:
+    """The nearest operation, from `start` on, that rounded to 16 bits."""
+    return next((each for each in back_from(start) if each.dtype in _NARROW), None)
+
+
+def lost_constants(name: str, args: Any, ideal: Any, result: Tensor) -> tuple[float, ...]:
+    """The constants that a sum or a bound was called with, where they changed nothing.
+
+    Parameters
+    ----------
+    args, ideal
+        Arguments by position, as they are and without rounding: a small tensor of no dimensions
+        may be 0 already.
+    """
+    wide = result.double()
+    if name in _SUMS and len(ideal) > 1 and isinstance(args[0], Tensor):
+        constant = number_of(ideal[1])
+        kept = constant is not None and constant > 0 and bool((wide == args[0].double()).any())
+        return (constant,) if kept and constant is not None else ()
+    if name not in _BOUNDS:
+        return ()
+    least = None if "max" in name else number_of(ideal[1]) if len(ideal) > 1 else None
+    at = 1 if "max" in name else 2
+    most = number_of(ideal[at]) if len(ideal) > at else None
+    found: list[float] = []
+    if least is not None and bool((wide < least).any()):
+        found.append(least)
+    if most is not None and bool((wide > most).any()):
+        found.append(most)
+    return tuple(found)
+
+
+def number_of(value: Any) -> float | None:
+    """A Python float, or a tensor of no dimensions, as a number; None for anything else."""
+    if isinstance(value, Tensor):
+        return float(value) if not value.dim() and value.is_floating_point() else None
+    return value if isinstance(value, float) else None
+
+
+def cancelled(
+    name: str, args: Any, ideal: Any, result: Tensor, wanted: Tensor
+) -> tuple[int, float | None]:
+    """Elements of a difference that are lost though its terms are right, and what they rounded to.
+
+    Parameters
+    ----------
+    args, ideal
+        Arguments by position, as they are and without rounding.
+    """
+    if name not in _ELEMENTWISE or len(args) < 2 or result.shape != wanted.shape:
+        return 0, None
+    actual = result.detach().double()
+    lost = (actual - wanted).abs() > _WRONG * wanted.abs()
+    if not bool(lost.any()):
+        return 0, None
+    pairs = [(a.detach().double(), b) for a, b in zip(args[:2], ideal[:2], strict=True)
+             if isinstance(a, Tensor) and a.is_floating_point()]  # fmt: skip
+    for given, ideally in pairs:
+        lost = lost & ((given - ideally).abs() <= _RIGHT * ideally.abs())
+    count = int(lost.sum())
+    constant = next((abs(float(each)) for each in args[:2] if isinstance(each, int | float)), None)
+    if not count or constant is None or len(pairs) != 1:
+        return count, None
+    terms = pairs[0][0].expand(lost.shape)[lost].abs()
+    return count, constant if bool((terms == constant).any()) else None
+
+
+def flushed(result: Tensor, wanted: Tensor, least: float) -> int:
+    """Elements that are 0 and should be numbers too small for the format.
+
+    Parameters
+    ----------
+    least
+        Its smallest number.
+    """
+    if result.shape != wanted.shape:
+        return 0
+    size = wanted.abs()
+    return int(((result == 0) & (size > 0) & (size <= least)).sum())

@@ -1,0 +1,263 @@
+"""A float64 shadow beside a replay: what every value would be without rounding.
+
+Each operation runs three times: as it is, in float64 on the shadows of its inputs (the *propagated*
+result, as if nothing had been rounded since the batch), and in float64 on the actual inputs (the
+*local* result: what this operation alone rounds away). Shadows are kept by storage (`twins`).
+Integers, masks and random draws follow the actual run, so the two never take different branches. An
+operation that has no float64 form is taken as exact from there on.
+
+Memory: 8 bytes for every element that the run keeps alive, so 2 to 4 times that of the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from ampwise import formats
+from ampwise.formats import dtype_name
+from ampwise.numerics.observe.ancestry import Ancestor, cancelled, flushed, lost_constants
+from ampwise.numerics.observe.exact import FLOATS, UnsupportedError, exact
+from ampwise.numerics.observe.operation_errors import (
+    Made,
+    OperationError,
+    OperationErrors,
+    Qualities,
+)
+from ampwise.numerics.observe.operations import (
+    copied,
+    is_hollow,
+    operation,
+    tensors,
+    written,
+)
+from ampwise.numerics.observe.places import Place, Places, placing
+from ampwise.numerics.observe.terms import Terms
+from ampwise.numerics.observe.trace import sources
+from ampwise.numerics.observe.twins import Key, Twins, key_of
+from ampwise.policy import Policy
+from ampwise.step.recorder import Stash
+from ampwise.step.replayable import Replayable, Replayed
+
+_PRUNE_EVERY = 256
+
+
+@dataclass(slots=True)
+class ShadowRun:
+    """What a shadow replay showed.
+
+    Attributes
+    ----------
+    errors
+        Of every operation that computes in floating point, in order.
+    gradients
+        Float64 gradients by parameter name, scaled like the actual ones.
+    losses
+        Float64 losses.
+    terms
+        Size of the terms that each loss is the sum of: how small an error of it can be asked for.
+    inputs, actual
+        Shadows of the inputs of the operation that was asked for, as arguments for it; and these
+        inputs as they are.
+    makers
+        What made each tensor among them; None where it comes from outside.
+    """
+
+    replayed: Replayed
+    errors: list[OperationError] = field(default_factory=list[OperationError])
+    gradients: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    losses: list[Tensor] = field(default_factory=list[Tensor])
+    terms: list[float] = field(default_factory=list[float])
+    inputs: tuple[Any, Any] | None = None
+    actual: tuple[Any, Any] | None = None
+    makers: list[Ancestor | None] = field(default_factory=list["Ancestor | None"])
+
+
+def shadow(
+    step: Replayable,
+    stash: Stash,
+    *,
+    errors: bool = True,
+    at: tuple[str, Place, int] | None = None,
+    policy: Policy | None = None,
+    scale: float | None = None,
+) -> ShadowRun:
+    """Replay a window with a float64 shadow.
+
+    Parameters
+    ----------
+    errors
+        Measure every operation's errors (twice the work).
+    at
+        Name, place and occurrence of an operation: keep the shadows of its inputs and what they
+        were made of, and stop there.
+    policy, scale
+        As for `Replayable.replay`.
+    """
+    with placing(step.models) as places:
+        mode = Shadow(places, errors=errors, at=at)
+        for _, tensor, _ in sources(step.models, stash):
+            mode.source(tensor)
+        replayed = step.replay(stash, around=lambda: mode, policy=policy, scale=scale)
+    run = mode.seen(replayed)
+    if at is None:
+        run.losses = [_or_actual(mode.of(each), each) for each in replayed.losses]
+        run.terms = [mode.terms.of(each) for each in replayed.losses]
+        run.gradients = {
+            name: _or_actual(mode.of(each), each)
+            for name, each in replayed.gradients.items()
+            if not each.is_sparse
+        }
+    return run
+
+
+def _or_actual(reference: Tensor | None, actual: Tensor) -> Tensor:
+    return actual.double() if reference is None else reference.clone()
+
+
+class _ReachedError(Exception):
+    """The operation that was asked for."""
+
+
+def shadowed(mode: Shadow, act: Callable[[], object]) -> None:
+    """Do something beside a shadow, as far as the operation that is asked for."""
+    with mode, suppress(_ReachedError):
+        act()
+
+
+class Shadow(TorchDispatchMode):
+    """The dispatch mode of `shadow`.
+
+    Attributes
+    ----------
+    terms
+        Of the numbers that are sums.
+    """
+
+    def __init__(self, places: Places, *, errors: bool, at: tuple[str, Place, int] | None) -> None:
+        super().__init__()
+        self._twins = Twins()
+        self.terms = Terms(self._twins)
+        self._errors = OperationErrors(self._twins)
+        self._qualities = Qualities()
+        self._inputs: tuple[Any, Any] | None = None
+        self._actual: tuple[Any, Any] | None = None
+        self._makers: list[Ancestor | None] = []
+        self._seen: dict[tuple[str, Place], int] = {}
+        self._places = places
+        self._measure = errors
+        self._at = at
+        self._count = 0
+        self._made: dict[Key, Ancestor] = {}
+
+    def source(self, tensor: Tensor) -> None:
+        """A tensor from outside is exact."""
+        if tensor.dtype in FLOATS and not tensor.is_sparse:
+            self._twins.write(tensor, tensor.detach().double())
+
+    def of(self, tensor: Tensor) -> Tensor | None:
+        """The shadow of a tensor; None where there is none."""
+        return self._twins.of(tensor)
+
+    def seen(self, replayed: Replayed) -> ShadowRun:
+        """What it saw of operations."""
+        return ShadowRun(replayed, self._errors.found, inputs=self._inputs, actual=self._actual,
+                         makers=self._makers)  # fmt: skip
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        op = operation(func)
+        place = self._places.here()
+        index, self._count = self._count, self._count + 1
+        if self._count % _PRUNE_EVERY == 0:
+            self._prune()
+        occurrence = self._seen.get((op.name, place), 0)
+        self._seen[op.name, place] = occurrence + 1
+        if self._at == (op.name, place, occurrence):
+            self._stop(args, kwargs)
+        floating = [each for each in tensors((args, kwargs)) if each.dtype in FLOATS]
+        given = copied((args, kwargs)) if op.mutates else (args, kwargs)
+        raised = tree_map(self._twins.raised, args), tree_map(self._twins.raised, kwargs)
+        result = func(*args, **kwargs)
+        results = [] if op.empty else [
+            each for each in written(op, args, kwargs, result)
+            if each.dtype in FLOATS and not is_hollow(each)
+        ]  # fmt: skip
+        rounded = self._errors.follow(floating, results)
+        if not results:
+            if rounded and op.name == "_to_copy":
+                self._errors.index(index, place, args[0], result)
+            return result
+        inputs_db = self._qualities.worst(floating)
+        references = self._shadowed(func, raised, result, results)
+        if references is not None and place.phase == "forward":
+            self.terms.note(op, args, kwargs, results)
+        if self._measure or self._at is not None:
+            self._look(Made(index, occurrence, op, place, given[0], given[1], raised, floating,
+                            result, results, references, inputs_db))  # fmt: skip
+        return result
+
+    def _look(self, made: Made) -> None:
+        """Measure what was made, and note what it was made of, as far as that is asked for."""
+        propagated_db = self._qualities.measure(made.written, made.references)
+        if self._measure:
+            self._errors.note(made, propagated_db)
+        if self._at is not None:
+            self._remember(made, propagated_db)
+
+    def _prune(self) -> None:
+        """Forget what is known of memory that is gone."""
+        alive = self._twins.prune()
+        self._qualities.keep(alive)
+        self._errors.keep(alive)
+        self.terms.keep(alive)
+        self._made = {key: each for key, each in self._made.items() if key in alive}
+
+    def _remember(self, made: Made, propagated_db: float) -> None:
+        """Note which operation made what was written, and from what."""
+        keys = map(key_of, made.floating)
+        parents = tuple(self._made[key] for key in keys if key in self._made)
+        result, name, ideal = made.written[0], made.operation.name, made.raised[0]
+        wanted = made.references[0] if made.references else result.double()
+        count, rounded_to = cancelled(name, made.args, ideal, result, wanted)
+        gone = flushed(result, wanted, formats.lookup(result.dtype).min_subnormal)
+        ends = torch.aminmax(result.detach()) if result.numel() else ()
+        extreme = max(map(float, ends), key=abs, default=0.0)
+        lost = lost_constants(name, made.args, ideal, result)
+        maker = Ancestor(
+            name, made.place, dtype_name(result.dtype), made.inputs_db, propagated_db, lost,
+            parents, count, rounded_to, gone, extreme,
+        )  # fmt: skip
+        self._made.update(dict.fromkeys(map(key_of, made.written), maker))
+
+    def _stop(self, args: Any, kwargs: Any) -> None:
+        """Keep what the operation that was asked for is given, and go no further."""
+        self._inputs = (tree_map(self._twins.raised, args), tree_map(self._twins.raised, kwargs))
+        self._actual = copied((args, kwargs))
+        self._makers = [self._made.get(key_of(each)) for each in tensors(args)]
+        raise _ReachedError
+
+    def _shadowed(
+        self, func: Any, raised: tuple[Any, Any], result: Any, results: list[Tensor]
+    ) -> list[Tensor] | None:
+        """Write the shadows of what an operation wrote; None where it has no float64 form."""
+        try:
+            references = exact(func, raised[0], raised[1], result)
+        except UnsupportedError:
+            for tensor in results:
+                self._twins.write(tensor, tensor.detach().double())
+            self._qualities.forget(results)
+            return None
+        for tensor, reference in zip(results, references, strict=False):
+            if reference.shape == tensor.shape:
+                self._twins.write(tensor, reference)
+        return references

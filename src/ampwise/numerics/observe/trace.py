@@ -1,0 +1,144 @@
+"""A watched replay: which operation first turned clean values into inf or NaN.
+
+Every operation of forward and backward passes a dispatch mode (`watcher`). An operation whose
+inputs are clean and whose output is not is a **root**. From a non-finite loss or gradient the bad
+values are followed back through their producers to the roots they come from; the earliest is the
+origin.
+
+Not every infinity is a fault. One that the code writes on purpose (a fill or mask with inf) is
+deliberate, and stays so while operations carry it along without making NaN of it; softmax turns it
+into zeros and all is well. Uninitialised memory says nothing. Roots whose infinity some later
+operation swallowed (``1 / inf``) are kept too: values may be silently wrong there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from ampwise.data import leaves
+from ampwise.numerics.observe.bits import bad_bits
+from ampwise.numerics.observe.places import Place, placing
+from ampwise.numerics.observe.roots import Root
+from ampwise.numerics.observe.watcher import Watcher
+from ampwise.step.recorder import Stash
+from ampwise.step.replayable import Replayable, Replayed
+
+
+@dataclass(slots=True)
+class Trace:
+    """What a watched replay showed.
+
+    Attributes
+    ----------
+    replayed
+        Losses and gradients.
+    operations
+        Number of operations.
+    roots
+        By index, in order.
+    origin
+        The earliest root that the non-finite loss or gradient comes from; None without one.
+    path
+        Modules (or lines) that the first bad value went through.
+    target
+        What is not finite in the end: ``loss`` or a parameter's name; empty when all is.
+    failed
+        The operation that raised, with its place.
+    before_error
+        Of a replay that raised: the root that it seems to be about, if there is one.
+    spans
+        Where the operations of forward were, in order; each run of the same place once.
+    """
+
+    replayed: Replayed
+    operations: int = 0
+    roots: dict[int, Root] = field(default_factory=dict[int, Root])
+    origin: Root | None = None
+    path: list[str] = field(default_factory=list[str])
+    target: str = ""
+    failed: Root | None = None
+    before_error: Root | None = None
+    spans: list[Place] = field(default_factory=list[Place])
+
+
+def watch(
+    step: Replayable,
+    stash: Stash,
+    *,
+    scale: float | None = None,
+    capture: int | None = None,
+    backward: bool = True,
+    once: bool = False,
+) -> Trace:
+    """Replay a window under watch.
+
+    Parameters
+    ----------
+    capture
+        Index of a root whose inputs must be kept, beside the first ones.
+    scale, backward
+        As for `Replayable.replay`.
+    once
+        Do not replay again for the inputs of an origin that were not kept.
+    """
+    with placing(step.models) as places:
+        watcher = Watcher(places, capture)
+        for name, tensor, kind in sources(step.models, stash):
+            watcher.source(name, tensor, kind)
+        replayed = step.replay(stash, around=lambda: watcher, scale=scale, backward=backward)
+    trace = _concluded(watcher, replayed)
+    if once or trace.origin is None or trace.origin.func is not None or trace.origin.source:
+        return trace
+    return watch(step, stash, scale=scale, capture=trace.origin.index, backward=backward)
+
+
+def watch_update(step: Replayable, update: Callable[[], object]) -> tuple[Root | None, str]:
+    """Make the update of a window whose backward is done, under watch.
+
+    Returns
+    -------
+    tuple
+        The operation that first made a parameter non-finite (None if none did), and which one.
+    """
+    with placing(step.models) as places:
+        watcher = Watcher(places, phase="optimizer")
+        with watcher:
+            update()
+    for name, parameter in step.named_tensors().items():
+        roots = watcher.roots_of(parameter)
+        if roots:
+            return min(roots, key=lambda root: root.index), name
+    return None, ""
+
+
+def sources(models: Sequence[nn.Module], stash: Stash) -> Iterator[tuple[str, Tensor, str]]:
+    """Tensors that come from outside, with their names and kinds."""
+    for each in stash.micro_batches:
+        for path, tensor in leaves(each.batch):
+            yield path, tensor, "batch"
+    for values in (stash.before, *stash.updates):
+        for name, tensor in values.items():
+            yield name, tensor, "parameter"
+    for model in models:
+        for name, tensor in model.named_parameters():
+            yield name, tensor.detach(), "parameter"
+        for name, tensor in model.named_buffers():
+            yield name, tensor, "buffer"
+
+
+def _concluded(watcher: Watcher, replayed: Replayed) -> Trace:
+    """What was seen: from what is not finite in the end, back to the earliest root."""
+    trace = Trace(replayed, watcher.count, watcher.values.roots, failed=watcher.failed,
+                  spans=watcher.spans)  # fmt: skip
+    if replayed.error is not None:
+        trace.before_error = watcher.before_error()
+    ends = [*(("loss", each) for each in replayed.losses), *replayed.gradients.items()]
+    bad = [(name, watcher.maker_of(tensor)) for name, tensor in ends if bad_bits(tensor)]
+    if bad:
+        trace.target = bad[0][0]
+        makers = [maker for name, maker in bad if name == "loss" or trace.target != "loss"]
+        trace.origin, trace.path = watcher.values.earliest(makers)
+    return trace

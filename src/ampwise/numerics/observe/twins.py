@@ -1,0 +1,68 @@
+"""Float64 twins of memory: where the shadow of a tensor is kept.
+
+For each piece of memory a flat float64 twin; a tensor's shadow is the twin under the tensor's own
+strides. So views, in-place operations and saved tensors find their shadow without bookkeeping.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampwise.numerics.observe.exact import FLOATS
+from ampwise.numerics.observe.operations import is_hollow, memory
+
+Key = tuple[int, torch.dtype]
+
+
+def key_of(tensor: Tensor) -> Key:
+    """Where a tensor's shadow is kept, and all else that is known of its values."""
+    return memory(tensor), tensor.dtype
+
+
+class Twins:
+    """The shadows of a run."""
+
+    def __init__(self) -> None:
+        self._twins: dict[Key, tuple[Any, Tensor]] = {}
+
+    def of(self, tensor: Tensor) -> Tensor | None:
+        """The shadow of a tensor; None where there is none."""
+        if tensor.dtype not in FLOATS or tensor.is_sparse or is_hollow(tensor):
+            return None
+        found = self._twins.get(key_of(tensor))
+        if found is None:
+            return None
+        return found[1].as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+
+    def write(self, tensor: Tensor, values: Tensor) -> None:
+        """Let a tensor have these values as its shadow."""
+        key = key_of(tensor)
+        if key not in self._twins:
+            size = tensor.untyped_storage().nbytes() // tensor.element_size()
+            twin = torch.zeros(size, dtype=torch.float64, device=tensor.device)
+            whole: Any = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            storage: Any = tensor.untyped_storage()
+            whole.set_(storage, 0, (size,))
+            twin.copy_(whole)  # what is not written now is as it actually is
+            weak = torch.multiprocessing.reductions.StorageWeakRef(tensor.untyped_storage())
+            self._twins[key] = (weak, twin)
+        place = self._twins[key][1].as_strided(
+            tensor.size(), tensor.stride(), tensor.storage_offset()
+        )
+        place.copy_(values)
+
+    def raised(self, value: Any) -> Any:
+        """An argument as it would be without rounding; what is no such tensor stays as it is."""
+        if not isinstance(value, Tensor) or value.dtype not in FLOATS or value.is_sparse:
+            return value
+        twin = self.of(value)
+        return value.detach().double() if twin is None else twin.clone()
+
+    def prune(self) -> Container[Key]:
+        """Let go of the twins of memory that is gone; the keys of those that are left."""
+        self._twins = {key: each for key, each in self._twins.items() if not each[0].expired()}
+        return self._twins.keys()

@@ -1,0 +1,183 @@
+"""What mends a fault: candidates for its cause, each tried on the failing step itself.
+
+A fix is *verified* when the step, replayed with it, ran to its end with every loss and gradient
+finite, and stayed close to the reference: a cosine of at least 0.9 between the true gradients, none
+of them missing, no weight matrix that trains on noise, and a loss within 5 % of the terms it is the
+sum of, or gradients of at least 20 dB. Where the loss is scaled, the scale may settle first, as it
+would in training.
+
+The reference (`observe.reference`) is the float64 shadow of the step; where a fix changes the
+batch, that of the changed one. A reference that is not finite itself asks only for a clean replay:
+a fix then changes what is computed, and says so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ampwise.errors import kind_and_words
+from ampwise.numerics.observe.gradient_errors import in_words
+from ampwise.numerics.observe.reference import Reference, gradient_errors, reference
+from ampwise.numerics.observe.values import which_loss
+from ampwise.numerics.remedy.candidate import Candidate
+from ampwise.numerics.remedy.costs import costs, replayed
+from ampwise.numerics.result import Fix
+from ampwise.step.recorder import Stash, finite
+from ampwise.step.replayable import Replayable, Replayed
+from ampwise_lint.base.words import power
+
+_LOSS_WITHIN = 0.05
+_LEAST_COSINE = 0.9
+_SOUND_DB = 20.0
+
+
+def tried(
+    step: Replayable,
+    stash: Stash,
+    found: Sequence[Candidate],
+    wanted: Reference | None,
+) -> list[Fix]:
+    """Each candidate as a fix, tried on the step; the verified first, in the order given.
+
+    Parameters
+    ----------
+    wanted
+        What a fix must stay close to; None to ask only for a clean replay.
+    """
+    fixes: list[Fix] = []
+    held: dict[int, Candidate] = {}
+    for each in found:
+        if each.otherwise and held:
+            continue
+        if not each.tried:
+            fixes.append(Fix(each.what, each.how, verified=False, cost="not tried automatically"))
+            continue
+        settled, wrong = _try(step, stash, each, wanted)
+        if not each.effective():
+            continue
+        if not wrong:
+            held[len(fixes)] = settled
+        fixes.append(Fix(each.what, each.how, verified=not wrong, cost=wrong))
+    measured = costs(step, stash, list(held.values()))
+    for (index, settled), cost in zip(held.items(), measured, strict=True):
+        fixes[index] = cost.of(fixes[index], _lowered(stash, settled))
+    return sorted(fixes, key=lambda fix: not fix.verified)
+
+
+def _lowered(stash: Stash, settled: Candidate) -> str:
+    """That the loss scale had to settle, where it had."""
+    if settled.scale is None or settled.policy or settled.scale >= float(stash.scale):
+        return ""
+    return f", under a loss scale of {power(settled.scale)}"
+
+
+def complaint(
+    step: Replayable, stash: Stash, candidate: Candidate, wanted: Reference, least_db: float
+) -> str:
+    """Why a step replayed with a candidate is not right; empty if it is.
+
+    Parameters
+    ----------
+    least_db
+        SQNR that the gradients must keep against the reference.
+    """
+    settled, result = _with_settled_scale(step, stash, candidate, replayed(step, stash, candidate))
+    if wrong := _complaint(stash, settled, result, wanted):
+        return wrong
+    scale = float(stash.scale) if settled.scale is None else settled.scale
+    kept = gradient_errors(result, wanted, scale).sqnr_db
+    return "" if kept >= least_db else f"its gradients keep {kept:.0f} dB, of {least_db:g} asked"
+
+
+def quality_db(
+    step: Replayable, stash: Stash, candidate: Candidate, wanted: Reference
+) -> float | None:
+    """SQNR of the gradients under a loss scale that has settled; None where exact, or unknown."""
+    settled, result = _with_settled_scale(step, stash, candidate, replayed(step, stash, candidate))
+    if not (wanted.finite and result.clean):
+        return None
+    scale = float(stash.scale) if settled.scale is None else settled.scale
+    sqnr_db = gradient_errors(result, wanted, scale).sqnr_db
+    return sqnr_db if math.isfinite(sqnr_db) else None
+
+
+def _try(
+    step: Replayable, stash: Stash, candidate: Candidate, wanted: Reference | None
+) -> tuple[Candidate, str]:
+    """A candidate under the scale that it needs, and why it does not count; empty if it does."""
+    if candidate.change is not None and wanted is not None:
+        wanted = _reference_of_changed(step, stash, candidate.change)
+    settled, result = _with_settled_scale(step, stash, candidate, replayed(step, stash, candidate))
+    if result.error is not None:
+        said, plain = kind_and_words(result.error), step.replay(stash).error
+        same = plain is not None and kind_and_words(plain) == said
+        return settled, f"tried: still raises {said}" if same else f"could not be tried: {said}"
+    wrong = _complaint(stash, settled, result, wanted)
+    return settled, f"tried: {wrong}" if wrong else ""
+
+
+def _reference_of_changed(
+    step: Replayable, stash: Stash, change: Callable[[Any], Any]
+) -> Reference | None:
+    """What a step on other batches should give; None where that is not known."""
+    batches = [replace(each, batch=change(each.batch)) for each in stash.micro_batches]
+    wanted = reference(step, replace(stash, micro_batches=batches))
+    if len(wanted.losses) == len(batches) or stash.before:  # an iteration may have any number
+        return wanted
+    return None
+
+
+def _with_settled_scale(
+    step: Replayable, stash: Stash, candidate: Candidate, result: Replayed
+) -> tuple[Candidate, Replayed]:
+    """The same candidate under the loss scale that training would come to."""
+    settles = step.scales_loss and candidate.scale is None
+    scale = float(stash.scale)
+    while settles and scale > 1 and not result.clean and result.error is None:
+        if not all(map(finite, result.losses)):
+            break
+        scale = max(1.0, scale / 16)
+        candidate = replace(candidate, scale=scale)
+        result = replayed(step, stash, candidate)
+    return candidate, result
+
+
+def _complaint(
+    stash: Stash, candidate: Candidate, result: Replayed, wanted: Reference | None
+) -> str:
+    """Why a replay with a fix does not count as mended; empty if it does."""
+    if result.error is not None:
+        return f"raises {kind_and_words(result.error)}"
+    if not result.clean:
+        return "still not finite"
+    if wanted is None or not wanted.finite:
+        return ""
+    errors = gradient_errors(
+        result, wanted, float(stash.scale) if candidate.scale is None else candidate.scale
+    )
+    if errors.sqnr_db < _SOUND_DB and (wrong := _wrong_loss(result, wanted)):
+        return wrong
+    if wanted.is_zero(errors.norm):
+        return ""
+    wrong = list(errors.missing())
+    if wrong:
+        more = f" and {len(wrong) - 2} more" if len(wrong) > 2 else ""
+        return f"finite, but most of the gradient of {', '.join(wrong[:2])}{more} is missing"
+    if errors.cosine < _LEAST_COSINE:
+        return f"finite, but its gradients are off (cosine {errors.cosine:.2f})"
+    noisy = errors.noisy()
+    return f"finite, but a fault is left: {in_words(noisy)}" if noisy else ""
+
+
+def _wrong_loss(result: Replayed, wanted: Reference) -> str:
+    """How a loss differs from what it should be; empty where none does."""
+    within = wanted.within or [0.0] * len(wanted.losses)
+    known = zip(result.losses, wanted.losses, wanted.terms, within, strict=True)
+    for index, (loss, ideal, terms, missed) in enumerate(known):
+        if abs(float(loss) - ideal) > max(_LOSS_WITHIN * terms, missed):
+            which = which_loss(index, len(wanted.losses))
+            return f"finite, but {which} is {float(loss):.4g} and should be {ideal:.4g}"
+    return ""

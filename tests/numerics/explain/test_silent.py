@@ -1,0 +1,142 @@
+"""What a wrong loss or gradient without NaN means, and what it does not."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ampwise.numerics.diagnose import diagnose
+from ampwise.numerics.observe.shadow import shadow
+from ampwise.numerics.result import percent
+from ampwise.report.diagnosis import render, to_html
+from ampwise.step import TrainStep
+from ampwise.step.replay import Replay
+from ampwise.tasks import Task
+from ampwise_lint.base.console import Console
+from tests.numerics.cases import (
+    CASES,
+    LOOK_ALIKES,
+    VARIANTS,
+    BranchAndOverflow,
+    ChannelNorm,
+    data,
+    fourth,
+    line_of,
+    task,
+)
+
+
+def regression() -> Task:
+    x, truth = data(64, 8), data(8, 1, seed=1)
+    return Task(
+        model=lambda: nn.Linear(8, 1),
+        batches=lambda: [(x, x @ truth)],
+        loss=lambda model, batch: F.mse_loss(model(batch[0]).float(), batch[1]),
+        optimizer=lambda model: torch.optim.Adam(model.parameters(), 5e-2),
+        name="regression",
+    )
+
+
+def test_training_that_has_converged_is_no_fault_of_the_precision():
+    torch.manual_seed(0)
+    found = diagnose(regression(), "bf16", steps=400)
+    assert (found.status, found.findings) == ("clean", []), found.explanation
+    assert any("converged to the floor of bfloat16" in note for note in found.notes)
+    torch.manual_seed(0)
+    early = diagnose(regression(), "bf16", steps=10)
+    assert not any("floor" in note for note in early.notes)
+
+
+@pytest.mark.parametrize(
+    ("loss", "terms"),
+    [
+        (lambda out: out.mean(), 2.0),
+        (lambda out: -3 * out.sum() / 2, 12.0),
+        (lambda out: out[:2].mean() - out[2:].mean(), 4.0),
+        (lambda out: 1.5 - out.mean(), 3.5),
+        (lambda out: out.square().mean(), 5.0),
+    ],
+)
+def test_the_terms_of_a_loss_are_what_it_is_the_sum_of(loss, terms):
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    step = Replay(TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), policy="fp32"))
+    batch = torch.tensor([[1.0], [-3.0], [3.0], [-1.0]])
+
+    def again(step: TrainStep, batch: torch.Tensor) -> None:
+        step.micro_batch(lambda model, batch: loss(model(batch)), batch)
+
+    run = shadow(step, step.rehearsal(again, [batch]))
+    assert run.terms == pytest.approx([terms])
+
+
+def test_a_fix_that_leaves_a_matrix_on_noise_is_not_verified():
+    torch.manual_seed(0)
+    found = diagnose(task(BranchAndOverflow, fourth, data(64, 8)), "fp16", steps=3)
+    assert found.cause == "RANGE_OVERFLOW"
+    assert found.origin is not None
+    assert found.origin.line == line_of(BranchAndOverflow)
+    line = next(each for each in found.fixes if each.what.startswith("line"))
+    assert not line.verified
+    assert "a fault is left: the gradient of branch.weight is noise" in line.cost
+
+
+def test_where_float32_fails_too_it_is_said_and_not_offered():
+    torch.manual_seed(0)
+    found = diagnose(VARIANTS["variance becomes zero in float32"].make(), "fp32", steps=2)
+    assert [each.what for each in found.fixes] == [
+        f"the function around line {line_of(ChannelNorm)} in float64"
+    ]
+    assert any("float32 itself fails on this step" in note for note in found.notes)
+
+
+def test_what_is_wrong_in_any_precision_is_not_sent_to_tune():
+    for name in ("loss stays NaN", "bad data", "log of zero in the data"):
+        torch.manual_seed(0)
+        found = diagnose((CASES | VARIANTS)[name].make(), "fp16", steps=2)
+        assert found.notes == []
+        assert not any("bfloat16" in each.what for each in found.fixes)
+    assert found.explanation.startswith(
+        "batch holds -inf before the model sees it, and convolution"
+    )
+
+
+def masked_then_mixed(model, batch):
+    hidden = model(batch).float().masked_fill(torch.eye(8).bool(), float("-inf"))
+    return F.linear(hidden, torch.tensor([[1.0, -1.0] * 4])).sum()
+
+
+def test_a_domain_error_shows_the_argument_that_is_not_finite():
+    torch.manual_seed(0)
+    found = diagnose(task(lambda: nn.Linear(8, 8), masked_then_mixed, data(8, 8)), "bf16", steps=2)
+    assert found.cause == "DOMAIN_ERROR"
+    assert "(from -inf to " in found.explanation
+
+
+def test_a_share_that_is_not_nothing_is_not_shown_as_nothing(capsys):
+    shares = (0.0, 1e-6, 0.004, 0.006, 0.5, 0.994, 0.999999, 1.0)
+    assert [percent(each) for each in shares] == [
+        "0%", "<1%", "<1%", "1%", "50%", "99%", ">99%", "100%"
+    ]  # fmt: skip
+    assert (percent(1e-4, 1), percent(0.001, 1), percent(0.0, 1)) == ("<0.1%", "0.1%", "0.0%")
+    found = diagnose(VARIANTS["gain"].make(), "fp16", steps=1)
+    assert found.origin is not None
+    found.origin.inputs[0] = dataclasses.replace(found.origin.inputs[0], non_finite=1 / 32768)
+    render(found, Console(width=200))
+    assert "<1%" in capsys.readouterr().out
+    assert "&lt;0.1%" in to_html(found)
+
+
+@pytest.mark.parametrize("make", [LOOK_ALIKES["causal mask"], VARIANTS["gain"].make])
+def test_the_snippet_of_the_docs_runs_on_sound_and_on_broken_tasks(make, capsys):
+    text = (Path(__file__).parents[3] / "docs" / "diagnose.md").read_text()
+    snippet = text.partition("```python\n")[2].partition("```")[0]
+    torch.manual_seed(0)
+    exec(snippet, {"task": make()})
+    said = capsys.readouterr().out
+    assert said.startswith(("clean None", "fault RANGE_OVERFLOW"))
