@@ -568,7 +568,8 @@ def test_a_hopelessly_slow_precision_is_not_taught_unless_asked_for(asked, taugh
         name: PrecisionResult(name, step_ms=Interval(ms, ms, ms)) for name, ms in steps.items()
     }
     parity = ParityReport()
-    kept = _taught(BenchConfig(CPU, **asked), [PRESETS[name] for name in steps], results, parity)
+    config, policies = BenchConfig(CPU, **asked), [PRESETS[name] for name in steps]
+    kept = _taught(small_task(), config, policies, results, parity)
     assert [each.text for each in kept] == taught
     assert set(parity.left_out) == set(steps) - set(taught)
     judged = judge(results["fp16"], Thresholds(), parity)

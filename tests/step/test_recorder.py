@@ -55,9 +55,11 @@ class Refusing(nn.Module):
 def test_a_replay_that_raises_in_a_checkpointed_forward_leaves_no_hooks():
     model = Refusing()
     step = Replay(TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.0), policy="fp32"))
-    stash = step.rehearsal(
-        lambda m, x: checkpoint(m, x, use_reentrant=False).sum(), [torch.randn(2, 4)]
-    )
+
+    def loss(model, x):
+        return checkpoint(model, x, use_reentrant=False).sum()
+
+    stash = step.rehearsal(lambda again, x: again.micro_batch(loss, x), [torch.randn(2, 4)])
     result = step.replay(stash)
     assert isinstance(result.error, RuntimeError)  # alive, and its frames with it
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None

@@ -15,13 +15,13 @@ from ampwise.step import TrainStep
 from ampwise.tasks import Task
 from ampwise.tasks.checks import (
     build,
-    checked_loss,
     first_batch,
     higher_is_better,
     metrics_of,
     samples_in,
     trained_on,
 )
+from ampwise.tasks.iteration import Iteration
 
 CPU = torch.device("cpu")
 BATCH = torch.ones(4, 2)
@@ -169,12 +169,16 @@ def test_a_loss_that_is_none_is_told_from_the_first_step(loss, message):
     model, optimizer = build(wrong, CPU, 0)
     step = TrainStep(model, optimizer, policy="fp32")
     with pytest.raises(UsageError) as raised:
-        step(checked_loss(wrong), BATCH)
+        Iteration(wrong)(step, BATCH)
     assert message in str(raised.value)
 
 
 def fails(*arguments):
     raise ZeroDivisionError("theirs")
+
+
+def stepped(made):
+    return TrainStep(*build(made, CPU, 0), policy="fp32")
 
 
 @pytest.mark.parametrize(
@@ -183,14 +187,15 @@ def fails(*arguments):
         ("model", lambda t: build(t, CPU, 0)),
         ("optimizer", lambda t: build(t, CPU, 0)),
         ("batches", first_batch),
-        ("loss", lambda t: checked_loss(t)(nn.Linear(2, 1), BATCH)),
+        ("loss", lambda t: Iteration(t)(stepped(t), BATCH)),
+        ("iteration", lambda t: Iteration(t)(stepped(t), BATCH)),
         ("samples", lambda t: samples_in(t, BATCH)),
         ("evaluate", lambda t: metrics_of(t, nn.Linear(2, 1))),
     ],
 )
 def test_an_error_of_the_tasks_own_is_marked_and_keeps_its_traceback(part, call):
     with pytest.raises(ZeroDivisionError, match="theirs") as raised:
-        call(task(**{part: fails}))
+        call(task(**{part: fails}, **({"loss": None} if part == "iteration" else {})))
     assert raised.value.__ampwise_user__ == f"the task's {part}()"
     assert traceback.extract_tb(raised.value.__traceback__)[-1].name == "fails"
 

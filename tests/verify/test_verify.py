@@ -95,7 +95,7 @@ def test_a_scale_that_never_moves_fails(monkeypatch):
 def test_a_forward_outside_autocast_fails(monkeypatch):
     import contextlib
 
-    made = checks.TrainStep
+    made = checks.Spoiled
 
     class Off(made):
         def autocast(self):
@@ -104,7 +104,7 @@ def test_a_forward_outside_autocast_fails(monkeypatch):
             stack.enter_context(torch.autocast("cpu", enabled=False))
             return stack
 
-    monkeypatch.setattr(checks, "TrainStep", Off)
+    monkeypatch.setattr(checks, "Spoiled", Off)
     assert outcome("forward_runs_in_autocast")[0] == "fail"
 
 

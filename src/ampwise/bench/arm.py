@@ -14,9 +14,12 @@ from ampwise.data import to_device
 from ampwise.policy import Policy
 from ampwise.step import TrainStep
 from ampwise.step.compiled import eager
+from ampwise.step.modules import as_one, in_form
+from ampwise.step.together import as_one_optimizer
 from ampwise.tasks import Task
-from ampwise.tasks.checks import build, checked_loss
+from ampwise.tasks.checks import build
 from ampwise.tasks.evaluation import held_out
+from ampwise.tasks.iteration import Iteration
 
 
 @dataclass(frozen=True)
@@ -30,12 +33,19 @@ class Settings:
 
 
 class Arm:
-    """A model, its optimizer and a `TrainStep` under one policy.
+    """What a task trains, and a `TrainStep` under one policy.
 
     Parameters
     ----------
     spread
-        Puts the model on several ranks.
+        Puts what it trains on several ranks.
+
+    Attributes
+    ----------
+    model, optimizer
+        What is trained, and what trains it; several as one.
+    iteration
+        Iterations of the task.
     """
 
     def __init__(
@@ -43,15 +53,16 @@ class Arm:
         task: Task,
         policy: Policy,
         settings: Settings,
-        spread: Callable[[nn.Module], nn.Module] | None = None,
+        spread: Callable[[Any], Any] | None = None,
     ) -> None:
         self.name = policy.text
-        model, self.optimizer = build(task, settings.device, settings.seed, spread)
-        self.model = self.prepared(model)
-        self.loss = checked_loss(task)
+        model, optimizer = build(task, settings.device, settings.seed, spread)
+        model = in_form(model, self.prepared)
+        self.model, self.optimizer = as_one(model), as_one_optimizer(optimizer)
+        self.iteration = Iteration(task, settings.accumulate)
         self.step = TrainStep(
-            self.model,
-            self.optimizer,
+            model,
+            optimizer,
             policy=policy,
             accumulate=settings.accumulate,
             max_grad_norm=settings.max_grad_norm,
@@ -61,16 +72,16 @@ class Arm:
         self._task = task
 
     def prepared(self, model: nn.Module) -> nn.Module:
-        """The model as it is trained; for arms that wrap it."""
+        """A model as it is trained; for arms that wrap it."""
         return model
 
     def run(self, batch: Any) -> None:
         """A whole step: data to the device, forward, backward, guard, optimizer."""
-        self.step(self.loss, to_device(batch, self.step.device))
+        self.iteration(self.step, to_device(batch, self.step.device))
 
     def held_out(self) -> dict[str, float]:
         """The task's metrics on held-out data, under the arm's autocast."""
-        return held_out(self._task, self.model, self.step)
+        return held_out(self._task, self.step)
 
     def count_host_syncs(self, batch: Any) -> int:
         """Values read back to the host in one more step."""

@@ -27,6 +27,7 @@ from ampwise.data.move import changed, joined
 from ampwise.errors import kind_and_words
 from ampwise.policy import Policy
 from ampwise.stats import Interval, paired_speedup
+from ampwise.step.modules import in_form
 from ampwise.tasks import Task
 from ampwise.tasks.checks import samples_in
 
@@ -209,7 +210,7 @@ def _levers(
     """Those that apply to the task, by name."""
     found: dict[str, Callable[[], Arm]] = {}
     probe = Arm(task, policy, settings)
-    if _could_be_fused(probe.optimizer):
+    if any(map(_could_be_fused, probe.step.optimizers)):
         fused = dataclasses.replace(task, optimizer=_fused(task))
         found["fused optimizer"] = lambda: Arm(fused, policy, settings)
     images = any(tensor.dim() == 4 for _, tensor in leaves(batch))
@@ -277,12 +278,12 @@ def _could_be_fused(optimizer: Optimizer) -> bool:
     return type(optimizer) in _FUSED and not any(each["fused"] for each in optimizer.param_groups)
 
 
-def _fused(task: Task) -> Callable[[nn.Module], Optimizer]:
-    """The task's optimizer with the same settings, fused."""
+def _fused(task: Task) -> Callable[[Any], Any]:
+    """The task's optimizer, or several, with the same settings, fused."""
 
-    def make(model: nn.Module) -> Optimizer:
-        assert task.optimizer is not None  # the default one is fused
-        plain = task.optimizer(model)
+    def fused(plain: Optimizer) -> Optimizer:
+        if not _could_be_fused(plain):
+            return plain
         switched = {"fused": True, "foreach": None}
         groups = [{**group, **switched} for group in plain.param_groups]
         kind: Any = type(plain)
@@ -291,6 +292,10 @@ def _fused(task: Task) -> Callable[[nn.Module], Optimizer]:
         ).parameters  # defaults hold more than the constructor takes
         settings = {k: v for k, v in {**plain.defaults, **switched}.items() if k in accepted}
         return kind(groups, **settings)
+
+    def make(model: Any) -> Any:
+        assert task.optimizer is not None  # the default one is fused
+        return in_form(task.optimizer(model), fused)
 
     return make
 

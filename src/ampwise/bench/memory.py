@@ -27,7 +27,6 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampwise.bench.arm import Arm
-from ampwise.data import to_device
 from ampwise.distributed.layout import is_up, local
 from ampwise.step.compiled import eager
 
@@ -116,7 +115,8 @@ def _parts(make: Callable[[], Arm], batches: Sequence[Any], device: torch.device
         for batch in batches:
             arm.run(batch)
         return _countable(arm)
-    cache = _autocast_cache(make(), batches[0]) + arm.step.copied_bytes
+    # A policy that keeps copies leaves autocast nothing to cast.
+    cache = arm.step.copied_bytes or _autocast_cache(make(), batches[0])
     parts["autocast cache"] = min(cache, parts["activations"])
     parts["activations"] -= parts["autocast cache"]
     return parts
@@ -126,7 +126,15 @@ def _tracked(arm: Arm, batches: Sequence[Any], device: torch.device) -> dict[str
     from torch.distributed._tools.mem_tracker import MemTracker
 
     class Tracker(MemTracker):
-        """Looks at parameters themselves, not at copies that stand for them during forward."""
+        """Looks at parameters themselves, not at copies that stand for them during forward.
+
+        A model may be called several times in a step: statistics of modules are not wanted.
+        """
+
+        def _pre_fw_hook(self, module: nn.Module, inputs: Any) -> None:
+            if module in self.memory_tracking and not self._mod_tracker.is_bw:
+                del self.memory_tracking[module]
+            super()._pre_fw_hook(module, inputs)
 
         def _track_module_params_and_buffers(
             self, module: nn.Module, install_grad_hooks: bool = True
@@ -136,7 +144,7 @@ def _tracked(arm: Arm, batches: Sequence[Any], device: torch.device) -> dict[str
             return super()._track_module_params_and_buffers(module, install_grad_hooks)
 
     tracker = Tracker()
-    tracker.track_external(arm.model, arm.optimizer)
+    tracker.track_external(arm.model, *arm.step.optimizers)
     tracker._track_module_params_and_buffers(arm.model)  # with hooks on their gradients
     with eager([arm.model]), tracker:
         for index, batch in enumerate(batches):
@@ -205,11 +213,11 @@ class _Settled(TorchDispatchMode):
 
 
 class _WeightCasts(TorchDispatchMode):
-    """Adds up the half-precision copies of parameters that one forward makes."""
+    """Adds up the half-precision copies of parameters that a step makes, each weight's once."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self._storages = {each.untyped_storage().data_ptr() for each in model.parameters()}
+        self._left = {each.untyped_storage().data_ptr() for each in model.parameters()}
         self.bytes = 0
 
     def __torch_dispatch__(
@@ -219,14 +227,15 @@ class _WeightCasts(TorchDispatchMode):
         if (
             func._overloadpacket.__name__ == "_to_copy"
             and result.element_size() < args[0].element_size()
-            and args[0].untyped_storage().data_ptr() in self._storages
+            and (place := args[0].untyped_storage().data_ptr()) in self._left
         ):
+            self._left.remove(place)
             self.bytes += result.numel() * result.element_size()
         return result
 
 
 def _autocast_cache(arm: Arm, batch: Any) -> int:
-    """16-bit copies of weights that autocast makes in a forward."""
-    with eager([arm.model]), _WeightCasts(arm.model) as casts, arm.step.autocast():
-        arm.loss(arm.model, to_device(batch, arm.step.device))
-        return casts.bytes
+    """16-bit copies of weights that autocast makes in a step."""
+    with eager([arm.model]), _WeightCasts(arm.model) as casts:
+        arm.run(batch)
+    return casts.bytes

@@ -299,6 +299,14 @@ def _set_rates(arm: Arm, rates: Sequence[float], factor: float) -> None:
             group["lr"] = rate * factor
 
 
+def has_quality(task: Task) -> bool:
+    """Whether there is anything to compare: metrics, or a loss that training makes smaller.
+
+    What an iteration reports need not be one: the losses of a GAN's two sides rise and fall.
+    """
+    return task.evaluate is not None or task.loss is not None
+
+
 def check_metric(asked: str | None, metrics: Mapping[str, float]) -> None:
     """Refuse what cannot be compared: a metric the task does not give, or one that is no number.
 
@@ -353,7 +361,10 @@ def _fill(
     report.resolution = _resolution(report.metric, report.finals, untrained)
     found = _judged(runs, untrained, report.metric, plan, relative=report.relative)
     report.arms = found | decided
-    known = all(math.isfinite(_final(run, "loss")) for run in runs[names[0]])
+    held_out = "loss" in runs[names[0]][-1].metrics
+    known = (held_out or task.loss is not None) and all(
+        math.isfinite(_final(run, "loss")) for run in runs[names[0]]
+    )
     report.losses = _judged(runs, untrained, "loss", plan, relative=True) if known else {}
     report.needed = {
         name: needed

@@ -25,7 +25,13 @@ from ampwise.bench.contamination import Watch
 from ampwise.bench.equivalence import FIRST_LOOK, MAX_SEEDS
 from ampwise.bench.levers import Levers, measure_levers, refit
 from ampwise.bench.memory import measure
-from ampwise.bench.parity import ParityPlan, ParityReport, check_metric, run_parity
+from ampwise.bench.parity import (
+    ParityPlan,
+    ParityReport,
+    check_metric,
+    has_quality,
+    run_parity,
+)
 from ampwise.bench.race import (
     FAILURES,
     Race,
@@ -265,7 +271,7 @@ def _measure(
     if config.max_seeds:
         progress.stage("parity")
         report.parity = ParityReport()
-        taught = _taught(config, running, results, report.parity)
+        taught = _taught(task, config, running, results, report.parity)
         plan = _plan(config, [results[policy.text] for policy in taught])
         run_parity(task, taught, settings, plan, report.parity, progress.seed)
     if config.levers_s:
@@ -350,6 +356,7 @@ HOPELESS = 5
 
 
 def _taught(
+    task: Task,
     config: BenchConfig,
     policies: Sequence[Policy],
     results: Mapping[str, PrecisionResult],
@@ -361,7 +368,12 @@ def _taught(
     for policy in policies:
         step = results[policy.text].step_ms
         times = step.median / baseline.median if step and baseline else 1.0
-        if config.precisions is None and config.parity_steps is None and times > HOPELESS:
+        if policy is not policies[0] and not has_quality(task):
+            parity.left_out[policy.text] = (
+                "the loss that an iteration reports is no measure of quality; give the task "
+                "evaluate()"
+            )
+        elif config.precisions is None and config.parity_steps is None and times > HOPELESS:
             parity.left_out[policy.text] = (
                 f"a step takes {times:.0f} times as long as in {BASELINE}: training in it would "
                 f"take the time of all others; --precisions {policy.text} compares it"

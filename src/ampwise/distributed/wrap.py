@@ -19,6 +19,7 @@ the figures). float16 is refused as a dtype of sums: at the loss scales in use s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -29,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ampwise.errors import PolicyError, UsageError
 from ampwise.policy import Policy
+from ampwise.step.modules import as_one, in_form
 from ampwise.step.precision import islands_in, islands_of, lower
 
 if TYPE_CHECKING:
@@ -55,8 +57,14 @@ def replicate(
         For a policy that sums gradients in float16.
     """
     policy = _checked(policy)
+    return _replicated(model, policy, _islands(model, policy), arguments)
+
+
+def _replicated(
+    model: nn.Module, policy: Policy, islands: Sequence[nn.Module], arguments: dict[str, Any]
+) -> DistributedDataParallel:
+    """A model in DDP; the islands may be several models'."""
     device = next(model.parameters()).device
-    islands = islands_in(model, policy.islands, device.type, policy.compute_dtype)
     if policy.pure:
         lower([model], islands)
     if device.type == "cuda":
@@ -83,9 +91,16 @@ def shard(
     UsageError
         For parameters that FSDP2 cannot split.
     """
+    policy = _checked(policy)
+    return _sharded(model, policy, islands_of(model, policy.islands), mesh)
+
+
+def _sharded(
+    model: nn.Module, policy: Policy, islands: Sequence[nn.Module], mesh: DeviceMesh | None
+) -> nn.Module:
+    """A model in FSDP2; of the islands, which may be several models', its own are kept."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    policy = _checked(policy)
     if policy.pure:
         raise PolicyError(
             f"precision {policy.text} is for one process or DDP; FSDP2's shards have not been "
@@ -97,7 +112,8 @@ def shard(
         param_dtype=param_dtype, reduce_dtype=getattr(torch, policy.reduce_dtype)
     )
     settings: dict[str, Any] = {} if mesh is None else {"mesh": mesh}
-    kept = [*islands_of(model, policy.islands)]
+    own = set(model.modules())
+    kept = [each for each in islands if each in own]
     if policy.master_weights:
         kept += [each for each in _with_statistics(model) if each not in kept]
     for each in kept:
@@ -108,9 +124,20 @@ def shard(
     return model
 
 
-def spread(model: nn.Module, parallel: Parallel, policy: Policy) -> nn.Module:
-    """`replicate` or `shard` it, by their names."""
-    return replicate(model, policy) if parallel == "ddp" else shard(model, policy)
+def spread(given: Any, parallel: Parallel, policy: Policy) -> Any:
+    """`replicate` or `shard` a model, or each of several, by their names."""
+    policy, whole = _checked(policy), as_one(given)
+    if parallel == "ddp":
+        kept = _islands(whole, policy)
+        return in_form(given, lambda model: _replicated(model, policy, kept, {}))
+    kept = islands_of(whole, policy.islands)
+    return in_form(given, lambda model: _sharded(model, policy, kept, None))
+
+
+def _islands(model: nn.Module, policy: Policy) -> list[nn.Module]:
+    """What stays in float32 where others are computed in the policy's format."""
+    device = next(model.parameters()).device
+    return islands_in(model, policy.islands, device.type, policy.compute_dtype)
 
 
 def _checked(policy: str | Policy) -> Policy:

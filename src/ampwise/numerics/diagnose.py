@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from ampwise.bench.arm import Arm, Settings
 from ampwise.data import to_device
-from ampwise.distributed import replicate
 from ampwise.distributed.host_group import beside, everyone
 from ampwise.distributed.launch import is_lost
 from ampwise.distributed.layout import is_up
+from ampwise.distributed.wrap import spread
 from ampwise.errors import UsageError
 from ampwise.numerics.across_ranks import all_raised, examined, first_at_fault, talks
 from ampwise.numerics.examine import Examiner
@@ -35,7 +34,7 @@ from ampwise.step.replay import Replay
 from ampwise.tasks import Task
 from ampwise.tasks.checks import endless
 from ampwise.telemetry.ring import StepRecord
-from ampwise.training.share import DataRandom, Turn, turns
+from ampwise.training.share import DataRandom, Turn, turns, whole_turns
 
 STEPS = 50
 BUDGET_S = 60.0
@@ -115,7 +114,7 @@ def explore(task: Task, config: DiagnoseConfig, progress: Progress) -> tuple[Arm
     step = Replay(arm.step)
     examiner = Examiner(step, task.name or "task", progress)
     deadline = time.monotonic() + config.budget_s
-    mine = _turns(task)
+    mine = _turns(task, whole=arm.iteration.makes_updates)
     found: Diagnosis | None = None
     begun: StepRecord | None = None
     while True:
@@ -141,7 +140,7 @@ def explore(task: Task, config: DiagnoseConfig, progress: Progress) -> tuple[Arm
         if last:
             break
     progress.stage("no step failed; comparing the last one with float64")
-    stash = step.rehearsal(arm.loss, window)
+    stash = step.rehearsal(arm.iteration.again, window)
 
     def alone() -> Diagnosis:
         still = stagnation.stagnant(step, weights, arm.step.history[-1])
@@ -175,22 +174,18 @@ class _Copies(Arm):
     """An arm whose model each rank has a copy of, so that each can replay its part by itself."""
 
     def __init__(self, task: Task, policy: Policy, settings: Settings) -> None:
-        self._policy = policy
-        super().__init__(task, policy, settings)
+        super().__init__(task, policy, settings, lambda given: spread(given, "ddp", policy))
         beside(self.step.group)  # while all ranks are here
 
-    def prepared(self, model: nn.Module) -> nn.Module:
-        """The model in DDP."""
-        return replicate(model, self._policy)
 
-
-def _turns(task: Task) -> Iterator[Turn]:
+def _turns(task: Task, *, whole: bool) -> Iterator[Turn]:
     """Batches of epoch after epoch; with several processes, those of this one."""
     if not is_up():
         yield from (Turn(batch, counts=True, last=False) for batch in endless(task))
     source = DataRandom()
     while True:
-        yield from turns(task.batches, dist.get_rank(), dist.get_world_size(), source)
+        dealt = turns(task.batches, dist.get_rank(), dist.get_world_size(), source)
+        yield from whole_turns(dealt, begins=True) if whole else dealt
 
 
 def _one_step(
@@ -202,7 +197,7 @@ def _one_step(
         turn = next(mine)
         window.append(to_device(turn.batch, arm.step.device))
         try:
-            arm.step(arm.loss, window[-1], weight=None if turn.counts else 0)
+            arm.iteration(arm.step, window[-1], counts=turn.counts)
         except NonFiniteLossError:
             return examiner.failed(), window
         except Exception as error:

@@ -26,7 +26,7 @@ def examine(step: TrainStep) -> Diagnosis | None:
     if stash is None:
         raise AmpwiseError(
             "on_fault: the skipped step cannot be replayed; it needs steps of the form "
-            "step(loss_fn, batch)"
+            "step(loss_fn, batch) or step.iterate(iteration, batch)"
         )
     examiner = Examiner(replay, "training")
     found = across_ranks.examined(

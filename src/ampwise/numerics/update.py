@@ -50,7 +50,14 @@ def in_update(task: Task, policy: Policy, settings: Settings, steps: int, found:
         Number of that update.
     """
 
-    def before(model: Callable[[], nn.Module] = task.model) -> Arm:
+    if task.loss is None:
+        found.notes.append(
+            "The task's iteration makes its own updates: which of them made the parameter so was "
+            "not looked for."
+        )
+        return
+
+    def before(model: Callable[[], Any] = task.model) -> Arm:
         return _before(replace(task, model=model), policy, settings, steps)
 
     arm = before()
@@ -77,7 +84,7 @@ def _before(task: Task, policy: Policy, settings: Settings, steps: int) -> Arm:
         arm.run(next(batches))
     while arm.step.position < settings.accumulate:
         batch = to_device(next(batches), arm.step.device)
-        arm.step.micro_batch(arm.loss, batch)
+        arm.iteration.again(arm.step, batch)
     return arm
 
 

@@ -27,7 +27,7 @@ from ampwise.observe.calls import Call, Pass
 from ampwise.observe.tape import Program, Values, run_call
 from ampwise.policy import PRESETS, Policy
 from ampwise.step.engine import scalar
-from ampwise.step.modules import held_by, modules_of, parameters_by_name
+from ampwise.step.modules import as_one, held_by, modules_of
 from ampwise.step.recorder import MicroBatch, RandomState, Stash, finite
 from ampwise.step.replay import finite_buffers, gradients_of, let_go, undisturbed
 from ampwise.step.replayable import Replayed
@@ -105,14 +105,14 @@ class Observed:
             before = self._recorded.before(index)
             again = _Again(each, before, program, float(scale), self.device, self._of_outputs)
             random_state = each.calls[0].began if each.calls else RandomState.now(self.device)
-            stash.micro_batches.append(MicroBatch(again, again.batch, None, random_state))
+            stash.micro_batches.append(MicroBatch(again, again.batch, random_state))
             if each.loss is not None and not self._of_outputs:
                 stash.losses.append(scalar_of(each.loss))
         return stash
 
     def parameters(self) -> Mapping[str, nn.Parameter]:
         """The models' parameters by FQN."""
-        return parameters_by_name(self.models)
+        return dict(as_one(self.models).named_parameters())
 
     def named_tensors(self) -> Mapping[str, Tensor]:
         """The same, and those that only the optimizer knows."""
@@ -144,7 +144,7 @@ class Observed:
                     for each in stash.micro_batches:
                         batch = each.batch if change is None else change(each.batch)
                         began = time.perf_counter()
-                        loss = _scalar_with_grad(each.loss_fn(self.models, batch))
+                        loss = _scalar_with_grad(each.run(self.models, batch))
                         if loss.device.type != "cpu":
                             torch.accelerator.synchronize(loss.device)
                         result.forward_s += time.perf_counter() - began
@@ -187,7 +187,7 @@ class Observed:
     @property
     def outputs_finite(self) -> bool:
         """Whether what modules returned in the last replay was finite; True where none fed them."""
-        again = [each.loss_fn for each in self.closed.micro_batches]
+        again = [each.run for each in self.closed.micro_batches]
         return all(
             finite(one) for each in again if isinstance(each, _Again) for one in each.outputs
         )

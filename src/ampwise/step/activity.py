@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -84,6 +84,16 @@ class Activity:
         parameters = Counter(dtype_name(each.dtype) for each in held)
         watched = bool(ran) or not hidden
         return cls(dict(ran), dict(parameters), loss_scale_live, watched, hidden)
+
+    def __add__(self, other: Activity) -> Activity:
+        """What two forwards of one step did."""
+        ran = Counter(self.matmul_dtypes) + Counter(other.matmul_dtypes)
+        return replace(
+            self,
+            matmul_dtypes=dict(ran),
+            watched=self.watched or other.watched,
+            hidden=self.hidden or other.hidden,
+        )
 
     def mismatch(self, policy: Policy) -> str:
         """How what ran differs from what was asked; empty where it does not, or may not."""

@@ -260,12 +260,17 @@ def check_schedule(scheduler: Any, optimizers: Sequence[Optimizer]) -> None:
             "epoch, say)"
         )
     owner = getattr(scheduler, "optimizer", None)
-    known = [*optimizers, *(getattr(each, "optimizer", None) for each in optimizers)]
-    if isinstance(owner, Optimizer) and not any(owner is each for each in known):
+    if isinstance(owner, Optimizer) and not _shares_groups(owner, optimizers):
         raise UsageError(
             f"scheduler: {kind} belongs to another optimizer ({type(owner).__name__}), so it would "
             "change nothing here; make it over an optimizer of this step"
         )
+
+
+def _shares_groups(owner: Optimizer, optimizers: Sequence[Optimizer]) -> bool:
+    """Whether some group of an optimizer is one of others': it is one of them, or wraps them."""
+    groups = {id(group) for each in optimizers for group in each.param_groups}
+    return any(id(group) in groups for group in owner.param_groups)
 
 
 def goes_by_updates(scheduler: Any) -> bool:

@@ -28,7 +28,6 @@ from torch.nn.parameter import is_lazy
 
 from ampwise.step.host import HostFlag
 from ampwise.step.members import Members
-from ampwise.step.modules import modules_by_name
 
 _Place = tuple[nn.Module, str]
 """A module, and a name among its buffers."""
@@ -247,7 +246,7 @@ class BufferGuard:
         return missed
 
     def _name(self, missed: Sequence[_Place]) -> None:
-        names = {id(module): name for name, module in modules_by_name(self._members.models).items()}
+        names = {id(module): name for name, module in self._members.modules_by_name().items()}
         self.missed = [
             ".".join(part for part in (names.get(id(owner), ""), name) if part)
             for owner, name in missed
@@ -259,7 +258,7 @@ class BufferGuard:
         """The copies of an open window, by the buffer's FQN."""
         if self._window is None:
             return {}
-        names = {id(module): name for name, module in modules_by_name(self._members.models).items()}
+        names = {id(module): name for name, module in self._members.modules_by_name().items()}
         return {
             ".".join(part for part in (names[id(each.owner)], each.name) if part): each.copy
             for each in self._window.kept
@@ -268,7 +267,7 @@ class BufferGuard:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Continue a window whose buffers were these when it began."""
-        modules = modules_by_name(self._members.models)
+        modules = self._members.modules_by_name()
         before = {
             (id(modules[path]), name): copy
             for path, name, copy in ((*_split(fqn), copy) for fqn, copy in state.items())

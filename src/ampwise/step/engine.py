@@ -112,7 +112,7 @@ class Engine:
     loss_scale
         The loss scale, its state on the device.
     activity
-        What the first forward really ran in; None before its backward.
+        What the first forward (all those of a first iteration) really ran in; None before that.
     grad_norm
         Global L2 norm of the true gradients of the last step, before clipping; a scalar on the
         device, NaN before the first.
@@ -152,8 +152,7 @@ class Engine:
 
         if self.resolution is not None:
             # A typo is one also where this device fell back to a policy without islands.
-            for each in members.models:
-                islands_of(each, self.resolution.asked_islands)
+            islands_of(members.whole, self.resolution.asked_islands)
         self.skip: Literal["all", "each"] = skip
         self._strict = strict
         self._parallel = self._find_parallel(watch_every)
@@ -259,7 +258,7 @@ class Engine:
         return arguments.optimizers_of(self._members.optimizer)
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """The models' parameters by FQN; with several models the position comes first."""
+        """The models' parameters by FQN, which with several models begins with key or position."""
         return self._members.parameters()
 
     def named_tensors(self) -> dict[str, Tensor]:
@@ -605,9 +604,15 @@ class Engine:
                     counting(leaves, counts),
                     self._only(None if optimizers is None else leaves) as inputs,
                 ):
-                    loss.backward(seed, retain_graph=retain_graph, inputs=inputs)
+                    self._propagate(loss, seed, retain_graph, inputs)
                 attempt.end_backward()
         self._parallel.end_backward()
+
+    def _propagate(
+        self, loss: Tensor, seed: Tensor | None, retain_graph: bool, inputs: list[Tensor] | None
+    ) -> None:
+        """Backward itself."""
+        loss.backward(seed, retain_graph=retain_graph, inputs=inputs)
 
     def _drop_earlier_gradients(self) -> None:
         """Have a window begin without gradients: those of before are of no known scale."""
@@ -636,10 +641,15 @@ class Engine:
     def _see_activity(self, loss: Tensor) -> None:
         """Learn from the first loss what its forward really ran in."""
         if self.activity is None:
-            live = self.loss_scale.enabled
-            seen = Activity.of(loss, self._members.held, loss_scale_live=live)
-            seen.demand(self.policy, strict=self._strict)
-            self.activity = seen
+            self._note_activity(self._activity_of(loss))
+
+    def _activity_of(self, loss: Tensor) -> Activity:
+        live = self.loss_scale.enabled
+        return Activity.of(loss, self._members.held, loss_scale_live=live)
+
+    def _note_activity(self, seen: Activity) -> None:
+        seen.demand(self.policy, strict=self._strict)
+        self.activity = seen
 
     def _refuse_nesting(self, what: str) -> None:
         """Refuse a step inside a forward that trains the same parameters."""
@@ -661,7 +671,9 @@ class Engine:
         if parameters is None or not self._parallel.shards:
             return nullcontext(parameters)
         wanted = set(map(id, parameters))
-        return grads.put_back(e for e in self.parameters().values() if id(e) not in wanted)
+        # Of a model that is gathered just now, modules hold others than its optimizer does.
+        all_of_them = (*self.parameters().values(), *self._members.held)
+        return grads.put_back(each for each in all_of_them if id(each) not in wanted)
 
     def _decide(self, optimizers: Sequence[Optimizer] | None, *, last: bool) -> None:
         """Guard, and step or skip, for each set of optimizers; their gradients are used up."""

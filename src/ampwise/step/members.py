@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from ampwise.distributed.layout import unwrapped
 from ampwise.errors import UsageError
 from ampwise.step import arguments
-from ampwise.step.modules import held_by, modules_of, parameters_by_name, several
+from ampwise.step.modules import as_one, held_by, in_form, modules_of, several
 
 
 class Members:
@@ -68,9 +68,18 @@ class Members:
             return (unwrapped(self.model),)
         return tuple(map(unwrapped, self.wrapped))
 
+    @property
+    def whole(self) -> nn.Module:
+        """The models, out of DDP, as one module: for what goes by names."""
+        return as_one(in_form(self.model, unwrapped))
+
     def parameters(self) -> dict[str, nn.Parameter]:
         """The models' parameters by name."""
-        return parameters_by_name(self.models)
+        return dict(self.whole.named_parameters())
+
+    def modules_by_name(self) -> dict[str, nn.Module]:
+        """The models' modules by name; "" for a single model itself."""
+        return dict(self.whole.named_modules())
 
     def look(
         self, check: Callable[[Mapping[str, nn.Parameter], Sequence[Optimizer]], None]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -22,22 +22,46 @@ def modules_of(models: Iterable[nn.Module]) -> list[nn.Module]:
     return list(found)  # pyright: ignore[reportReturnType]
 
 
-def parameters_by_name(models: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
-    """Parameters by FQN; with several models the model's position comes first (``0.weight``)."""
-    return {
-        _prefixed(models, index, name): parameter
-        for index, model in enumerate(models)
-        for name, parameter in model.named_parameters()
-    }
+class Several(nn.Module):
+    """Several models as one module, to go through: names begin with the model's own.
+
+    Parameters
+    ----------
+    models
+        By name: the key in a mapping, or the position in a sequence.
+    """
+
+    def __init__(self, models: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self._modules.update(models)  # a key may be what a module has as an attribute: `train`
 
 
-def modules_by_name(models: Sequence[nn.Module]) -> dict[str, nn.Module]:
-    """Modules by FQN in the same way; "" for the only model itself."""
-    return {
-        _prefixed(models, index, name): module
-        for index, model in enumerate(models)
-        for name, module in model.named_modules()
-    }
+def as_one(given: Any) -> nn.Module:
+    """The model that was given; of several, what holds them, which is made anew each time.
+
+    So parameters, modules and states have one name everywhere: ``generator.0.weight`` of a mapping,
+    ``1.0.weight`` of a sequence.
+    """
+    if isinstance(given, nn.Module):
+        return given
+    models = several(given)
+    if len(models) == 1:
+        return models[0]
+    names = given if isinstance(given, Mapping) else range(len(models))
+    return Several(dict(zip(map(str, names), models, strict=True)))
+
+
+def in_form(given: Any, change: Callable[[Any], Any]) -> Any:
+    """What was given as one, as a mapping or as a sequence, in that form, each thing changed."""
+    if isinstance(given, nn.Module) or not isinstance(given, Iterable):
+        return change(given)
+    if isinstance(given, Mapping):
+        return {name: change(each) for name, each in given.items()}
+    values = [change(each) for each in given]
+    if isinstance(given, list):
+        return values
+    kind: Any = type(given)
+    return kind(*values) if hasattr(given, "_fields") else tuple(values)
 
 
 def held_by(optimizers: Iterable[Optimizer]) -> list[Any]:
@@ -55,9 +79,3 @@ def several(one_or_more: Any) -> tuple[Any, ...]:
     if isinstance(one_or_more, Mapping):
         return tuple(one_or_more.values())
     return tuple(one_or_more) if isinstance(one_or_more, Iterable) else (one_or_more,)
-
-
-def _prefixed(models: Sequence[nn.Module], index: int, name: str) -> str:
-    if len(models) == 1:
-        return name
-    return f"{index}.{name}" if name else str(index)

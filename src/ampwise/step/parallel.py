@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ampwise.distributed.checksum import Compared
@@ -107,6 +107,10 @@ class OneRank:
 
     def agree(self, guard: Guard, window: Window) -> None:
         """Have all ranks decide by the same norm, shares and losses."""
+
+    def mean(self, value: Tensor) -> Tensor:
+        """The mean over ranks of a scalar."""
+        return value
 
     def close(self, steps: int, loss_scale: LossScale) -> None:
         """The window is over, and its step made or skipped."""
@@ -218,6 +222,10 @@ class Ranks(OneRank):
         guard.agree(torch.where((bad > 0) | ~(shares > 0), torch.inf, norm.sqrt()))
         window.agree((shares / self.size).float(), (losses / self.size).float())
         self._stop_flag = HostFlag((stops > 0).float())
+
+    def mean(self, value: Tensor) -> Tensor:
+        """The mean over ranks of a scalar."""
+        return self._consensus.mean(value).float()
 
     def close(self, steps: int, loss_scale: LossScale) -> None:
         """Compare ranks now and then, and say once which keeps the others waiting."""

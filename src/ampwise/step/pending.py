@@ -78,6 +78,11 @@ class Pending:
         """Whether there are true gradients, or decisions that the step's end waits for."""
         return bool(self.unscaled or self.carried or self.found or self.empty)
 
+    @property
+    def has_decided(self) -> bool:
+        """Whether any decision of this step was taken."""
+        return bool(self.found or self.empty)
+
     def forget_guards(self) -> None:
         """Have decisions be about other optimizers from now on."""
         self._guards.clear()

@@ -29,13 +29,13 @@ import math
 import random
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ampwise import capability
 from ampwise.capability import cache
@@ -48,8 +48,8 @@ from ampwise.stats import Interval, paired_speedup
 from ampwise.step import gradients as grads
 from ampwise.step.compiled import eager
 from ampwise.step.loss_scale import INIT_SCALE
-from ampwise.step.modules import modules_by_name
-from ampwise.step.recorder import MicroBatch, RandomState, finite
+from ampwise.step.modules import as_one
+from ampwise.step.recorder import RandomState, finite
 from ampwise.step.replay import Replay, Rerun, let_go, undisturbed
 from ampwise.step.train_step import TrainStep
 from ampwise.step.window import Weight
@@ -99,7 +99,7 @@ def race(
     assert guess is not None
     if not Replay(step).can_replay:
         return _not_raced(guess, "FSDP2 has set the dtype of its weights already")
-    run = MicroBatch(loss_fn, batch, weight, RandomState.now(step.device))
+    run = _Run(loss_fn, batch, weight, RandomState.now(step.device))
     supported = capability.probe(step.device)
     names = host.first(lambda: [each.name for each in candidates(supported)[0]])
     key = {**cache.key(supported.hardware), "step": _fingerprint(step, run, names)}
@@ -132,10 +132,20 @@ class _UnfitError(Exception):
     """Why a candidate does not hold."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What is run: the first micro-batch, and the random state it begins with."""
+
+    loss_fn: Callable[[Any, Any], Any]
+    batch: Any
+    weight: Weight | None
+    random_state: RandomState
+
+
 class _Arm:
     """The micro-batch in one precision."""
 
-    def __init__(self, step: TrainStep, policy: Policy, run: MicroBatch, scale: float) -> None:
+    def __init__(self, step: TrainStep, policy: Policy, run: _Run, scale: float) -> None:
         self._run = run
         self._rerun = Rerun(step, policy, scale)
 
@@ -191,7 +201,7 @@ class _Field:
         How long they raced.
     """
 
-    def __init__(self, step: TrainStep, run: MicroBatch, host: HostGroup) -> None:
+    def __init__(self, step: TrainStep, run: _Run, host: HostGroup) -> None:
         self.out: dict[str, str] = {}
         self.words = ""
         self._step, self._run, self._host = step, run, host
@@ -364,10 +374,11 @@ def _of_guess(guess: Resolution) -> tuple[str, ...]:
 # -- what is kept ----------------------------------------------------------------------------------
 
 
-def _fingerprint(step: TrainStep, run: MicroBatch, names: Sequence[str]) -> str:
+def _fingerprint(step: TrainStep, run: _Run, names: Sequence[str]) -> str:
     """What the times of a run depend on, beside the machine."""
+    modules = as_one(step.model).named_modules()
     facts = {
-        "modules": [(name, type(each).__qualname__) for name, each in _modules(step)],
+        "modules": [(name, type(each).__qualname__) for name, each in modules],
         "parameters": [
             (name, str(each.dtype), tuple(each.shape), each.requires_grad)
             for name, each in step.named_tensors().items()
@@ -379,10 +390,6 @@ def _fingerprint(step: TrainStep, run: MicroBatch, names: Sequence[str]) -> str:
         "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-
-
-def _modules(step: TrainStep) -> Iterable[tuple[str, nn.Module]]:
-    return modules_by_name(step.models).items()
 
 
 def _speedups(stored: Mapping[str, Any]) -> Speedups:

@@ -2,14 +2,16 @@
 
 A skipped step leaves parameters and buffers as they were, so a window is replayed from its
 micro-batches (kept by reference), the random state before each of them, and the loss scale. That
-costs no copy of data or weights, and no host sync. Batches whose memory the loader uses again, or a
-loss that depends on anything else, show as a replay that does not reproduce.
+costs no copy of data or weights, and no host sync. An iteration with updates of its own
+(`TrainStep.iterate`) has changed parameters before it fails: they are copied as it begins, and
+after each update. Batches whose memory the loader uses again, or a loss that depends on anything
+else, show as a replay that does not reproduce.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -18,7 +20,6 @@ import torch
 from torch import Tensor
 
 from ampwise.step.loss_scale import LossScale
-from ampwise.step.window import Weight
 
 
 class Windowed(Protocol):
@@ -70,11 +71,16 @@ class RandomState(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """One micro-batch, and the random state its forward began with."""
+    """One micro-batch, or the batch of an iteration, and the random state it began with.
 
-    loss_fn: Callable[[Any, Any], Any]
+    Attributes
+    ----------
+    run
+        Runs it: ``run(step, batch)`` of a `TrainStep`, ``run(models, batch)`` of a script's step.
+    """
+
+    run: Callable[[Any, Any], Any]
     batch: Any
-    weight: Weight | None
     random_state: RandomState
 
 
@@ -91,10 +97,14 @@ class Stash:
     micro_batches
         What it consists of, in order.
     losses
-        Loss of each, detached; empty for a window that has not run yet.
+        Loss of each, detached; empty for a window that has not run yet. An iteration has as many as
+        it makes backwards.
     norms
         What the guard read off its gradients (`Guard.norms`): with the losses, what a replay has to
         give again to the bit. Empty until it did, and where it went by what all ranks agreed on.
+    before, updates
+        Of an iteration, whose updates change parameters in its middle: all of them as it began, and
+        those of each update after it, by name.
     """
 
     step: int
@@ -102,6 +112,8 @@ class Stash:
     micro_batches: list[MicroBatch] = field(default_factory=list[MicroBatch])
     losses: list[Tensor] = field(default_factory=list[Tensor])
     norms: list[Tensor] = field(default_factory=list[Tensor])
+    before: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    updates: list[dict[str, Tensor]] = field(default_factory=list[dict[str, Tensor]])
 
     def cut(self, count: int) -> None:
         """Keep so many micro-batches at most."""
@@ -125,16 +137,22 @@ class Recorder:
         self.open: Stash | None = None
         self.closed: Stash | None = None
 
-    def micro_batch(
-        self, step: Windowed, loss_fn: Callable[..., Any], batch: Any, weight: Weight | None
-    ) -> None:
-        """A forward is about to begin."""
+    def micro_batch(self, step: Windowed, run: Callable[[Any, Any], Any], batch: Any) -> None:
+        """A forward, or a whole iteration, is about to begin."""
         if self.open is None or not step.position:
             self.open = stash_for(step)
         self.open.cut(step.position)  # one that raised left the step as before, but not this
-        self.open.micro_batches.append(
-            MicroBatch(loss_fn, batch, weight, RandomState.now(step.device))
-        )
+        self.open.micro_batches.append(MicroBatch(run, batch, RandomState.now(step.device)))
+
+    def began(self, parameters: Mapping[str, Tensor]) -> None:
+        """An iteration begins with these."""
+        if self.open is not None:
+            self.open.before = copies_of(parameters)
+
+    def updated(self, parameters: Mapping[str, Tensor]) -> None:
+        """An update in the middle of an iteration left these."""
+        if self.open is not None:
+            self.open.updates.append(copies_of(parameters))
 
     def loss(self, loss: Tensor) -> None:
         """The forward of the last micro-batch gave this (detached)."""
@@ -149,6 +167,11 @@ class Recorder:
     def close(self) -> None:
         """The window's step was made or skipped."""
         self.closed, self.open = self.open, None
+
+
+def copies_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The values of tensors as they are now."""
+    return {name: each.detach().clone() for name, each in tensors.items()}
 
 
 class NonFiniteLossError(Exception):

@@ -1,8 +1,9 @@
 """Running a window of a `TrainStep` again, exactly, as often as an analysis wants.
 
 A replay is a step of its own over the same models (`Rerun`), under the recorded loss scale or
-another, on this process alone. It goes forward and backward and never updates. Afterwards
-parameters, gradients, buffers, modules' attributes and random state are as before.
+another, on this process alone. It goes forward and backward and never updates: an iteration with
+updates in its middle goes on from what they made when it was recorded. Afterwards parameters,
+gradients, buffers, modules' attributes and random state are as before.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from ampwise.distributed.layout import is_sharded
+from ampwise.distributed.layout import is_sharded, unwrapped
 from ampwise.policy import Policy
 from ampwise.step.activity import Activity
 from ampwise.step.attributes import Attributes
 from ampwise.step.buffers import Snapshot
 from ampwise.step.loss_scale import CEILING, LossScale, UnitLossScale
-from ampwise.step.modules import modules_of
+from ampwise.step.modules import in_form, modules_of
 from ampwise.step.parallel import OneRank
 from ampwise.step.recorder import (
     MicroBatch,
@@ -40,6 +41,7 @@ from ampwise.step.recorder import (
     Recorder,
     Stash,
     Windowed,
+    copies_of,
     finite,
     stash_for,
 )
@@ -75,8 +77,8 @@ class Replay:
 
     @property
     def models(self) -> Sequence[nn.Module]:
-        """The models, out of DDP."""
-        return self._step.models
+        """The models, out of DDP, as one."""
+        return (self._step._members.whole,)
 
     @property
     def optimizers(self) -> Sequence[Optimizer]:
@@ -140,11 +142,18 @@ class Replay:
         """Put buffers back to where an open window began, and leave it open."""
         self._step.rewind_buffers()
 
-    def rehearsal(self, loss_fn: Callable[[Any, Any], Tensor], batches: Sequence[Any]) -> Stash:
-        """A window that has not run: to look at a step without making it."""
+    def rehearsal(self, run: Callable[[Any, Any], Any], batches: Sequence[Any]) -> Stash:
+        """A window that has not run: to look at a step without making it.
+
+        Parameters
+        ----------
+        run
+            Runs a batch on a step: a micro-batch of it, or an iteration (whose updates then leave
+            parameters as they are).
+        """
         stash = stash_for(self._step)
         state = RandomState.now(self.device)
-        stash.micro_batches = [MicroBatch(loss_fn, batch, None, state) for batch in batches]
+        stash.micro_batches = [MicroBatch(run, batch, state) for batch in batches]
         return stash
 
     def replay(
@@ -161,22 +170,24 @@ class Replay:
         result, listener = Replayed(), _Listener(backward=backward)
         scale = float(stash.scale) if scale is None else scale
         with undisturbed(self), self._step.apart():
-            rerun = Rerun(self._step, policy, scale, listener)
-            good = finite_buffers(rerun.models)
+            rerun = _Replaying(self._step, stash, policy, scale, listener)
+            good = finite_buffers(self.models)
             try:
                 with around():
                     for each in stash.micro_batches:
                         each.random_state.restore(self.device)
                         batch = each.batch if change is None else change(each.batch)
                         with suppress(_ForwardDoneError):
-                            rerun.micro_batch(each.loss_fn, batch, each.weight)
+                            each.run(rerun, batch)
             except Exception as error:  # noqa: BLE001 - the caller wants to know what it is
                 let_go(error)
                 result.error = error
+            else:
+                result.norms = rerun.norms() if backward else []
+            finally:
+                rerun.put_back()
             result.losses, result.forward_s = listener.losses, listener.forward_s
-            result.gradients = gradients_of(rerun.parameters())
-            if backward and result.error is None:
-                result.norms = rerun.gradient_norms()
+            result.gradients = rerun.collected()
             result.poisoned = [name for name, buffer in good if not finite(buffer)]
             rerun.close()
         return result
@@ -240,11 +251,8 @@ class Rerun(TrainStep):
         scale: float = 1.0,
         recorder: Recorder | None = None,
     ) -> None:
-        alone = step.model if step.ranks == 1 else step.models
-        if isinstance(step.model, nn.Module) and not isinstance(alone, nn.Module):
-            alone = alone[0]
         super().__init__(
-            alone,
+            step.model if step.ranks == 1 else in_form(step.model, unwrapped),
             step.optimizer,
             policy=policy or step.policy,
             samples=step._samples,
@@ -272,10 +280,122 @@ class Rerun(TrainStep):
     ) -> None:
         """Nothing, either: they are trained in the step's own precision."""
 
-    def gradient_norms(self) -> list[Tensor]:
-        """Norms of the gradients, as guards read them."""
-        sets = self._pending.sets(self._members.indices(None))
+    def gradient_norms(self, optimizers: Sequence[Optimizer] | None = None) -> list[Tensor]:
+        """Norms of the gradients of some optimizers (default: all), as guards read them."""
+        sets = self._pending.sets(self._members.indices(optimizers))
         return [norm for each in sets for norm in self._pending.guard(each).read()]
+
+
+class _Replaying(Rerun):
+    """One window, run again.
+
+    Its `update` steps nothing. In an iteration it takes the gradients that are there, and puts
+    parameters to what the recorded update made of them: so what comes after it goes on from there,
+    whatever the precision and its gradients.
+    """
+
+    def __init__(
+        self,
+        step: TrainStep,
+        stash: Stash,
+        policy: Policy | None,
+        scale: float,
+        listener: _Listener,
+    ) -> None:
+        super().__init__(step, policy, scale, listener)
+        self.steps = stash.step - 1
+        self._listener, self._stash = listener, stash
+        self._among_ranks = step.ranks > 1
+        self._updates = iter(stash.updates)
+        self._kept: dict[str, Tensor] | None = None
+        self._gradients: dict[str, Tensor] = {}
+        self._norms: list[Tensor] = []
+
+    def iterate(self, iteration: Callable[[Any, Any], Tensor], batch: Any) -> Tensor:
+        """An iteration from where the recorded one began, without its end."""
+        self._listener.resume()
+        self._kept = self._kept or copies_of(self.named_tensors())
+        self._put(self._stash.before)
+        self._iterates = True
+        try:
+            return iteration(self, batch)
+        finally:
+            self._iterates = False
+
+    def _backward(
+        self,
+        loss: Tensor,
+        optimizers: Sequence[Optimizer] | None,
+        weight: Weight | None,
+        *,
+        retain_graph: bool,
+    ) -> None:
+        if self._listener.backward:
+            super()._backward(loss, optimizers, weight, retain_graph=retain_graph)
+        elif not self._iterates:
+            raise _ForwardDoneError
+        self._listener.resume()
+
+    def _propagate(
+        self, loss: Tensor, seed: Tensor | None, retain_graph: bool, inputs: list[Tensor] | None
+    ) -> None:
+        """Backward without DDP's hooks on parameters.
+
+        A model whose last forward had no backward to its own parameters, as a discriminator's in
+        the generator's part, would sum over ranks in the next backward, whoever makes it.
+        """
+        if not (self._among_ranks and self._iterates):
+            super()._propagate(loss, seed, retain_graph, inputs)
+            return
+        leaves = [each for each in inputs or self._members.held if each.requires_grad]
+        found: Any = torch.autograd.grad(
+            loss, leaves, seed, retain_graph=retain_graph, allow_unused=True
+        )
+        for leaf, gradient in zip(leaves, found, strict=True):
+            if gradient is not None:
+                leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
+
+    def gradients(self) -> dict[str, Tensor]:
+        """True gradients so far; copies, as those that are collected stay scaled."""
+        scale, named = self.loss_scale.scale, self.named_tensors()
+        return {name: each.grad / scale for name, each in named.items() if each.grad is not None}
+
+    def update(
+        self,
+        optimizers: Sequence[Optimizer] | None = None,
+        *,
+        update_scale: bool = True,  # noqa: ARG002 - the scale stays
+    ) -> None:
+        """Take the gradients, and go on from what the recorded update left."""
+        self._norms += self.gradient_norms(optimizers)
+        held = set(map(id, self._members.held_by(optimizers)))
+        for name, each in self.named_tensors().items():
+            if id(each) in held and each.grad is not None:
+                before = sum(key.partition(" ")[0] == name for key in self._gradients)
+                key = f"{name} (update {before + 1})" if before else name
+                self._gradients[key], each.grad = each.grad, None
+        self._put(next(self._updates, {}))
+        self._window.use_up(self._members.indices(optimizers))
+        self._listener.resume()
+
+    def collected(self) -> dict[str, Tensor]:
+        """Gradients by name: of an iteration those that its updates were given."""
+        return gradients_of(self.parameters()) if self._kept is None else self._gradients
+
+    def norms(self) -> list[Tensor]:
+        """Norms of the same, as guards read them."""
+        return self.gradient_norms() if self._kept is None else self._norms
+
+    def put_back(self) -> None:
+        """Have the parameters be as before."""
+        self._put(self._kept or {})
+
+    @torch.no_grad()
+    def _put(self, values: Mapping[str, Tensor]) -> None:
+        named = self.named_tensors() if values else {}
+        for name, value in values.items():
+            named[name].copy_(value)
+        self._precision.moved([named[name] for name in values])
 
 
 class _ForwardDoneError(Exception):
@@ -283,24 +403,33 @@ class _ForwardDoneError(Exception):
 
 
 class _Listener(Recorder):
-    """Keeps losses and times of a replay's forwards, and ends it there if they are all."""
+    """Keeps losses and times of a replay's forwards.
+
+    Attributes
+    ----------
+    backward
+        Whether backwards are wanted, too.
+    """
 
     def __init__(self, *, backward: bool) -> None:
         super().__init__()
         self.losses: list[Tensor] = []
         self.forward_s = 0.0
-        self._backward = backward
+        self.backward = backward
         self._began = 0.0
+
+    def resume(self) -> None:
+        """A forward may begin now."""
+        self._began = time.perf_counter()
 
     def micro_batch(
         self,
         step: Windowed,  # noqa: ARG002
-        loss_fn: Callable[..., Any],  # noqa: ARG002
+        run: Callable[[Any, Any], Any],  # noqa: ARG002
         batch: Any,  # noqa: ARG002
-        weight: Weight | None,  # noqa: ARG002
     ) -> None:
         """A forward is about to begin."""
-        self._began = time.perf_counter()
+        self.resume()
 
     def loss(self, loss: Tensor) -> None:
         """It is done."""
@@ -308,8 +437,6 @@ class _Listener(Recorder):
             torch.accelerator.synchronize(loss.device)
         self.forward_s += time.perf_counter() - self._began
         self.losses.append(loss)
-        if not self._backward:
-            raise _ForwardDoneError
 
 
 @contextmanager

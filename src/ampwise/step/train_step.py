@@ -8,9 +8,10 @@ batch -> window      its share of the accumulation window          (`window`)
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -24,10 +25,12 @@ from ampwise.data.move import changed
 from ampwise.errors import UsageError
 from ampwise.policy import Policy, Resolution
 from ampwise.step import arguments
+from ampwise.step.activity import Activity
 from ampwise.step.capture import CapturedStep
 from ampwise.step.engine import Engine, scalar
 from ampwise.step.guard import Guard
 from ampwise.step.host import HostFlag, Outcomes
+from ampwise.step.iteration import iteration_on, micro_batch_on, reported, warn_of_rest
 from ampwise.step.loss_scale import LossScale
 from ampwise.step.recorder import Recorder
 from ampwise.step.samples import samples_in
@@ -71,7 +74,7 @@ class TrainStep(Engine):
         At the first skipped step that a lower loss scale would not mend: ``diagnose`` finds out
         why, warns, and keeps the result in `diagnosis`; a function is given the `Diagnosis`
         instead of the warning, and stops training by raising. Training goes on otherwise. Needs
-        steps of the form ``step(loss_fn, batch)``.
+        steps of the form ``step(loss_fn, batch)`` or ``step.iterate(iteration, batch)``.
 
     Attributes
     ----------
@@ -120,6 +123,7 @@ class TrainStep(Engine):
         self.recorder: Recorder | None = None if on_fault is None else Recorder()
         self.diagnosis: Any = None
         self._on_fault = on_fault
+        self._iterates, self._seen = False, list[Activity]()
         self._samples = samples or samples_in
         self._followers = Followers(scheduler, ema, self._members, self.optimizers)
         ranks = self._parallel
@@ -170,6 +174,7 @@ class TrainStep(Engine):
                 f"loss_fn: expected a function of (model, batch), got {type(loss_fn).__name__}; "
                 "the call is step(loss_fn, batch)"
             )
+        self._refuse_iterating("step()")
         self._refuse_nesting("step()")
         last = last or self._window.fills
         with self._parallel.telling():
@@ -194,7 +199,8 @@ class TrainStep(Engine):
         Parameters and what is returned are as for the step itself; `update` or `flush` follows.
         """
         if self.recorder is not None:
-            self.recorder.micro_batch(self, loss_fn, batch, weight)
+            again = partial(micro_batch_on, loss_fn=loss_fn, weight=weight)
+            self.recorder.micro_batch(self, again, batch)
         with self._precision:  # around forward, too: what both change is changed once
             with self.autocast():
                 returned = loss_fn(self.model, batch)
@@ -206,6 +212,83 @@ class TrainStep(Engine):
             self._backward(loss, None, weight, retain_graph=False)
         self._undecided = False
         return changed(returned, _detached)
+
+    def iterate(self, iteration: Callable[[Any, Batch], Tensor], batch: Batch) -> Tensor:
+        """One iteration of a loop with several models, losses or optimizers, by the step's parts.
+
+        ::
+
+            def iteration(step, real):
+                g, d = step.model["generator"], step.model["discriminator"]
+                of_g, of_d = step.optimizer["generator"], step.optimizer["discriminator"]
+                with step.autocast():
+                    fake = g(torch.randn(len(real), 64, device=real.device))
+                    loss = softplus(d(fake.detach())).mean() + softplus(-d(real)).mean()
+                step.backward(loss, optimizers=[of_d])
+                step.update([of_d])
+                with step.autocast():
+                    loss = softplus(-d(fake)).mean()
+                step.backward(loss, optimizers=[of_g])
+                step.update([of_g])
+                return loss
+
+            step.iterate(iteration, batch)
+
+        However many updates it makes, it is one step: one record, with the loss that it returns;
+        the loss scale stays the same in it and adapts at its end (`update_scale` says nothing
+        here). It can be replayed (`on_fault`), where it depends on nothing but its arguments,
+        random numbers, and what models and optimizers hold.
+
+        Parameters
+        ----------
+        iteration
+            ``iteration(step, batch)`` calls `backward` and `update` at least once, and returns the
+            loss to report, a scalar.
+        batch
+            Anything that `iteration` takes, on the models' device.
+
+        Returns
+        -------
+        Tensor
+            The loss to report, detached; over several ranks their mean.
+
+        Raises
+        ------
+        UsageError
+            When it makes no update, returns no scalar, or the step accumulates. An error inside
+            drops what is open; updates that came before it stay.
+        """
+        self._refuse_iterating("iterate()")
+        self._refuse_nesting("iterate()")
+        if self._window.accumulate > 1:
+            raise UsageError(
+                f"iterate: an iteration updates by itself, so expected a step with accumulate=1, "
+                f"got {self._window.accumulate}; several backward() before an update() add up"
+            )
+        if self.recorder is not None:
+            again = partial(iteration_on, iteration=iteration)
+            self.recorder.micro_batch(self, again, batch)
+            self.recorder.began(self.named_tensors())
+        self.boundary = False
+        self._iterates, self._seen = True, list[Activity]()
+        try:
+            with self._parallel.telling():
+                loss = iteration(self, batch)
+            loss = reported(loss, updated=self._pending.has_decided)
+            if self._seen:
+                self._note_activity(reduce(operator.add, self._seen))
+            if left := self._pending.with_gradients(self._window.whose):
+                warn_of_rest([type(self.optimizers[index]).__name__ for index in left], left)
+        except BaseException:
+            self.discard()
+            raise
+        finally:
+            self._iterates = False
+        with self._parallel.telling():
+            loss = self._parallel.mean(loss.detach().to(self.device, torch.float32).reshape(()))
+            self._window.report(loss)
+            self._close()
+        return loss
 
     def flush(self) -> None:
         """Close a window that is only partly filled, as at the end of an epoch; else do nothing.
@@ -287,8 +370,20 @@ class TrainStep(Engine):
             different optimizers would be mixed.
         """
         with self._parallel.telling():
+            if self._iterates and self.recorder is not None:
+                self.recorder.loss(scalar(loss).detach())
             self._backward(loss, optimizers, weight, retain_graph=retain_graph)
         self.boundary = self._undecided = False
+
+    def update(
+        self, optimizers: Sequence[Optimizer] | None = None, *, update_scale: bool = True
+    ) -> None:
+        """Guard, then step or skip; see `Engine.update`. In `iterate` the step ends with that."""
+        super().update(optimizers, update_scale=update_scale and not self._iterates)
+        if self._iterates and self.recorder is not None:
+            held = set(map(id, self._members.held_by(optimizers)))
+            named = self.named_tensors()
+            self.recorder.updated({n: each for n, each in named.items() if id(each) in held})
 
     def discard(self) -> None:
         """Drop an open window: its gradients go, buffers are as before its first forward."""
@@ -372,6 +467,21 @@ class TrainStep(Engine):
     def _check(self, named: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]) -> None:
         super()._check(named, optimizers)
         self._followers.check(optimizers)
+
+    def _refuse_iterating(self, what: str) -> None:
+        """Refuse what is a step of its own within an iteration."""
+        if self._iterates:
+            raise UsageError(
+                f"{what} inside an iteration, which is one step already; expected its parts there: "
+                "autocast(), backward() and update()"
+            )
+
+    def _see_activity(self, loss: Tensor) -> None:
+        """Of an iteration, the forwards of all its losses are one."""
+        if not self._iterates:
+            super()._see_activity(loss)
+        elif self.activity is None:
+            self._seen.append(self._activity_of(loss))
 
     def _count_nothing(self, loss_fn: Callable[[Any, Batch], Any], batch: Batch) -> None:
         """A micro-batch that sums over ranks what was collected, and counts nothing itself."""

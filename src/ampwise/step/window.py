@@ -173,9 +173,15 @@ class Window:
         """The optimizers whose gradients are not used yet."""
         return self._whose
 
+    def report(self, loss: Tensor) -> None:
+        """Take this for the window's loss, whatever the losses were."""
+        self._reported = loss
+
     @property
     def loss(self) -> Tensor | None:
         """Weighted mean of the losses so far, summed over updates; None before the first."""
+        if self._reported is not None:
+            return self._reported
         if self._loss is None:
             return self._before
         mean = divide(self._loss, self.divisor) if self._weighed else self._loss
@@ -233,6 +239,7 @@ class Window:
             self._unit, self._next = self._next, None
         self._whose: frozenset[int] = frozenset()
         self._before: Tensor | None = None
+        self._reported: Tensor | None = None
         self._begin_shares()
 
     def _begin_shares(self) -> None:

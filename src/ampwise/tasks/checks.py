@@ -9,11 +9,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from ampwise.data import leaves
 from ampwise.errors import AmpwiseError, TaskError
+from ampwise.step.modules import as_one, held_by, in_form, several
 from ampwise.step.samples import samples_in as leading_dimension
 from ampwise.tasks.seeding import seed_all
 from ampwise.tasks.task import Task
@@ -53,12 +54,13 @@ def build(
     task: Task,
     device: torch.device,
     seed: int,
-    spread: Callable[[nn.Module], nn.Module] | None = None,
-) -> tuple[nn.Module, Optimizer]:
+    spread: Callable[[Any], Any] | None = None,
+) -> tuple[Any, Any]:
     """A fresh model on `device`, initialised under `seed` on the CPU, and its optimizer.
 
-    All generators are seeded, so that what is drawn next, such as an order of data, is the same in
-    every process. `spread` puts the model on several ranks before the optimizer is built.
+    Each may be several, in the form the task gives them. All generators are seeded, so that what is
+    drawn next, such as an order of data, is the same in every process. `spread` puts the model on
+    several ranks before the optimizer is built.
 
     Raises
     ------
@@ -68,21 +70,28 @@ def build(
     seed_all(seed)
     with user_code("the task's model()"):
         model = task.model()
-    _check_model(model, device)
-    model.to(device)
+    whole = _checked_model(model, device)
+    whole.to(device)
     built = model if spread is None else spread(model)
     if task.optimizer is None:
-        optimizer = _default_optimizer(model)
+        optimizer = in_form(model, _default_optimizer)
     else:
         with user_code("the task's optimizer()"):
             optimizer = task.optimizer(model)
-    _check_optimizer(model, optimizer)
+    _check_optimizer(whole, optimizer)
     return built, optimizer
 
 
-def _check_model(model: Any, device: torch.device) -> None:
-    if not isinstance(model, nn.Module):
-        raise TaskError(f"task model() returned {type(model).__name__}: expected an nn.Module")
+def _checked_model(given: Any, device: torch.device) -> nn.Module:
+    """What a task's `model` gave as one module, if it can be trained."""
+    models = (given,) if isinstance(given, nn.Module) else several(given) or (given,)
+    for each in models:
+        if not isinstance(each, nn.Module):
+            raise TaskError(
+                f"task model() returned {_in_words(given, each)}: expected an nn.Module, or a "
+                "mapping or sequence of several"
+            )
+    model = as_one(given)
     if not any(each.requires_grad for each in model.parameters()):
         raise TaskError(
             "task model() has no parameters that require grad, so there is nothing to train"
@@ -102,21 +111,35 @@ def _check_model(model: Any, device: torch.device) -> None:
             "weights; build a fresh model in every call"
         )
     _built.update(owners)
+    return model
 
 
 def _default_optimizer(model: nn.Module) -> Optimizer:
     trained = [each for each in model.parameters() if each.requires_grad]
+    if not trained:
+        raise TaskError(
+            f"one of the task's models, {type(model).__name__}, has no parameters that require "
+            "grad: expected optimizer=lambda model: ..., which says what is trained by what"
+        )
     return torch.optim.AdamW(trained, lr=1e-3, fused=all(e.is_floating_point() for e in trained))
 
 
-def _check_optimizer(model: nn.Module, optimizer: Any) -> None:
-    if not isinstance(optimizer, Optimizer):
-        raise TaskError(
-            f"task optimizer() returned {type(optimizer).__name__}: expected a "
-            "torch.optim.Optimizer"
-        )
+def _in_words(given: Any, wrong: Any) -> str:
+    """A thing of a wrong type, among others or by itself."""
+    among = "" if wrong is given else f" with {type(wrong).__name__} in it"
+    return f"{type(given).__name__}{among}"
+
+
+def _check_optimizer(model: nn.Module, given: Any) -> None:
+    optimizers = several(given)
+    for each in optimizers or (given,):
+        if not isinstance(each, Optimizer):
+            raise TaskError(
+                f"task optimizer() returned {_in_words(given, each)}: expected a "
+                "torch.optim.Optimizer, or a mapping or sequence of several"
+            )
     own = {id(each) for each in model.parameters()}
-    held = [each for group in optimizer.param_groups for each in group["params"]]
+    held = held_by(optimizers)
     foreign = sum(id(each) not in own for each in held)
     if foreign:
         raise TaskError(
@@ -168,20 +191,6 @@ def check_finite(batch: Any) -> None:
                 )
 
 
-def checked_loss(task: Task) -> Callable[[nn.Module, Any], Tensor]:
-    """The task's loss, with its errors marked as its own; `TrainStep` checks what it returns."""
-    loss_of = task.loss
-
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        try:  # not `user_code`: this runs every step, and try costs nothing
-            return loss_of(model, batch)
-        except Exception as error:
-            mark(error, "the task's loss()")
-            raise
-
-    return loss
-
-
 def samples_in(task: Task, batch: Any) -> int:
     """Samples (or tokens) in a batch, as the task counts them."""
     if task.samples is None:
@@ -193,7 +202,7 @@ def samples_in(task: Task, batch: Any) -> int:
         raise
 
 
-def metrics_of(task: Task, model: nn.Module) -> dict[str, float]:
+def metrics_of(task: Task, model: Any) -> dict[str, float]:
     """What the task's `evaluate` says about a model; the caller sets mode and autocast.
 
     Raises

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 
+from ampwise.distributed.layout import unwrapped
 from ampwise.step import TrainStep
+from ampwise.step.modules import as_one, in_form
 from ampwise.tasks.checks import metrics_of
 from ampwise.tasks.task import Task
 
 
-def held_out(task: Task, model: nn.Module, step: TrainStep) -> dict[str, float]:
-    """The task's metrics under the step's autocast, in evaluation mode, without gradients.
+def held_out(task: Task, step: TrainStep) -> dict[str, float]:
+    """The task's metrics of what a step trains, out of DDP, under its autocast.
 
-    Every module's mode is put back as it was: a part that is frozen in evaluation mode stays so.
+    That is in evaluation mode, without gradients. Every module's mode is put back as it was: a part
+    that is frozen in evaluation mode stays so.
     """
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
+    model = in_form(step.model, unwrapped)
+    modes = [(module, module.training) for module in as_one(model).modules()]
+    as_one(model).eval()
     try:
         with torch.no_grad(), step.autocast():
             return metrics_of(task, model)

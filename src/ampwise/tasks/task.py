@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from ampwise.errors import TaskError
+from ampwise.step import TrainStep
 
 
 @dataclass(frozen=True)
@@ -19,14 +19,17 @@ class Task:
     Attributes
     ----------
     model
-        Builds a fresh model on the CPU; called under a seed.
+        Builds a fresh model on the CPU; called under a seed. May build several, in a mapping or a
+        sequence: what else is given a model then gets them in that form, and their names in
+        reports begin with key or position (``generator.0``).
     batches
         One epoch of training batches; every call starts the epoch anew. A batch is a tensor
         or any nesting of tuples, lists, dicts and dataclasses of tensors.
     loss
         Scalar loss of one batch that is already on the model's device.
     optimizer
-        Optimizer over the model's parameters. Default: AdamW with lr 1e-3.
+        Optimizer over the model's parameters, or several. Default: AdamW with lr 1e-3, one for each
+        model.
     evaluate
         Metrics of the model on held-out data, such as ``{"accuracy": 0.93}``.
     name
@@ -45,18 +48,23 @@ class Task:
         to beat before precisions are compared. Default: the metrics before training.
     info
         Facts for the record of a run: which data, which size.
+    iteration
+        Instead of `loss`, for any other loop (a GAN, actor-critic): one iteration on a batch by the
+        step's own parts, ``step.autocast()``, ``step.backward(loss, optimizers=[...])`` and
+        ``step.update([...])``; returns the loss to report. See `TrainStep.iterate`.
 
     Raises
     ------
     TaskError
-        When an attribute that must be a function is something else, such as the model itself.
+        When an attribute that must be a function is something else, such as the model itself; with
+        neither `loss` nor `iteration`, or both.
     """
 
-    model: Callable[[], nn.Module]
+    model: Callable[[], Any]
     batches: Callable[[], Iterable[Any]]
-    loss: Callable[[nn.Module, Any], Tensor]
-    optimizer: Callable[[nn.Module], Optimizer] | None = None
-    evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None
+    loss: Callable[[Any, Any], Tensor] | None = None
+    optimizer: Callable[[Any], Any] | None = None
+    evaluate: Callable[[Any], Mapping[str, float]] | None = None
     name: str = ""
     samples: Callable[[Any], int] | None = None
     higher_is_better: Mapping[str, bool] = field(default_factory=dict[str, bool])
@@ -65,17 +73,24 @@ class Task:
     )
     chance: Mapping[str, float] = field(default_factory=dict[str, float])
     info: Mapping[str, str | int | float] = field(default_factory=dict[str, str | int | float])
+    iteration: Callable[[TrainStep, Any], Tensor] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("model", "batches", "loss", "optimizer", "evaluate", "samples"):
+        for name, arguments in _ARGUMENTS.items():
             value = getattr(self, name)
-            optional = name in ("optimizer", "evaluate", "samples")
+            optional = name not in ("model", "batches")
             built = name == "model" and isinstance(value, nn.Module)
             if (built or not callable(value)) and not (optional and value is None):
                 raise TaskError(
                     f"Task({name}=...) is of type {type(value).__name__}: expected a function; "
-                    f"write {name}=lambda{_ARGUMENTS[name]}: ..."
+                    f"write {name}=lambda{arguments}: ..."
                 )
+        if (self.loss is None) == (self.iteration is None):
+            given = "neither" if self.loss is None else "both"
+            raise TaskError(
+                f"Task has {given} of loss and iteration: expected one; loss=lambda model, batch: "
+                "... for one loss a step, iteration=lambda step, batch: ... for any other loop"
+            )
 
 
 _ARGUMENTS = {
@@ -85,4 +100,5 @@ _ARGUMENTS = {
     "optimizer": " model",
     "evaluate": " model",
     "samples": " batch",
+    "iteration": " step, batch",
 }

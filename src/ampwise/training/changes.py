@@ -29,6 +29,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from ampwise.distributed.host_group import everyone
 from ampwise.errors import UsageError
+from ampwise.step.together import Together
 from ampwise.tasks import Task
 from ampwise.tasks.checks import samples_in, user_code
 from ampwise.telemetry.run import plain
@@ -70,13 +71,18 @@ def makeup(
         "task": task.name,
         **config.to_json(),
         "batch_size": batch_size,
-        "optimizer": type(optimizer).__name__,
+        "optimizer": _kind(optimizer),
         "hyperparameters": [_hyperparameters(group) for group in optimizer.param_groups],
         "task_info": task.info,
         "changes": [],
     }
     # By way of JSON, since NumPy's numbers are no plain values where a checkpoint is loaded.
     return json.loads(json.dumps(plain(values)))
+
+
+def _kind(optimizer: Optimizer) -> str:
+    parts = optimizer.optimizers if isinstance(optimizer, Together) else (optimizer,)
+    return " and ".join(type(each).__name__ for each in parts)
 
 
 def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -86,7 +86,13 @@ class Position:
 
 @dataclass(frozen=True)
 class Trained:
-    """The things whose state a checkpoint holds; the model as it is, in DDP or sharded."""
+    """The things whose state a checkpoint holds.
+
+    Attributes
+    ----------
+    model, optimizer
+        Several as one; the model as it is, in DDP or sharded.
+    """
 
     model: nn.Module
     optimizer: Optimizer

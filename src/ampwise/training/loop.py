@@ -30,16 +30,18 @@ from ampwise.distributed.wrap import spread
 from ampwise.errors import UsageError, in_one_line, is_out_of_memory
 from ampwise.policy import Policy
 from ampwise.step import StepRecord, TrainStep
+from ampwise.step.modules import as_one, in_form
+from ampwise.step.together import as_one_optimizer
 from ampwise.tasks import Task
 from ampwise.tasks.checks import (
     build,
-    checked_loss,
     first_batch,
     samples_in,
     trained_on,
     user_code,
 )
 from ampwise.tasks.evaluation import held_out
+from ampwise.tasks.iteration import Iteration
 from ampwise.tasks.seeding import seed_all
 from ampwise.telemetry import names
 from ampwise.telemetry.environment import environment
@@ -50,7 +52,7 @@ from ampwise.training.changes import carried_over, differences, makeup, refusal
 from ampwise.training.checkpoint import Position, Trained
 from ampwise.training.config import TrainConfig, TrainResult
 from ampwise.training.memory import peak_bytes
-from ampwise.training.share import DataRandom, Turn, turns
+from ampwise.training.share import DataRandom, Turn, turns, whole_turns
 from ampwise.training.signals import StopSignals
 from ampwise_lint.base.words import counted
 
@@ -144,14 +146,16 @@ class _Run:
         policy = config.resolution.policy
         self.device = torch.device(config.resolution.device)
         on_ranks = None if me.size == 1 else lambda model: spread(model, config.parallel, policy)
-        model, optimizer = build(task, self.device, config.seed, on_ranks)
+        model, optimizers = build(task, self.device, config.seed, on_ranks)
+        optimizer = as_one_optimizer(optimizers)
+        self.iteration = Iteration(task, config.accumulate)
         self.makeup = makeup(task, config, optimizer, batch_size)
         self._data = DataRandom()
         _part_ways(config.seed, me.rank)
         scheduler = _scheduler(optimizer, config)
         step = TrainStep(
             model,
-            optimizer,
+            optimizers,
             policy=config.resolution,
             accumulate=config.accumulate,
             max_grad_norm=config.max_grad_norm,
@@ -162,8 +166,7 @@ class _Run:
             undo="window",  # an error ends the run
             on_fault=None if config.on_fault is None else self._on_fault,
         )
-        self.trained = Trained(model, optimizer, step, scheduler)
-        self.loss = checked_loss(task)
+        self.trained = Trained(as_one(in_form(model, unwrapped)), optimizer, step, scheduler)
         self.position = Position()
         self._own_samples = 0  # since `position` was last told
         self._reseeded = False
@@ -276,7 +279,7 @@ class _Run:
                 samples = samples_in(self.task, turn.batch)
                 self._own_samples += samples
                 self.rate.add(samples * self.me.size)
-            step(self.loss, turn.batch, weight=None if turn.counts else 0, last=turn.last)
+            self.iteration(step, turn.batch, counts=turn.counts, last=turn.last)
             if step.resolution is not self._resolution:
                 self._decided()
             self.position.batch += self.me.size
@@ -328,7 +331,10 @@ class _Run:
             position.samples -= position.samples * rest // position.batch
             position.batch -= rest
         with user_code("the task's batches()"):
-            yield from turns(self.task.batches, self.me.rank, self.me.size, data, skip)
+            dealt = turns(self.task.batches, self.me.rank, self.me.size, data, skip)
+            if self.iteration.makes_updates:
+                dealt = whole_turns(dealt, begins=not skip)
+            yield from dealt
 
     def _batches(self) -> Iterator[Any]:
         """The rest of the current epoch, from where the run is in it."""
@@ -388,7 +394,7 @@ class _Run:
     def _evaluate(self) -> None:
         step = self.trained.step
         with self.dog.paused():
-            metrics = held_out(self.task, unwrapped(self.trained.model), step)
+            metrics = held_out(self.task, step)
         if not metrics:
             return
         self._record(step.drain())

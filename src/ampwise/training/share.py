@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
+from ampwise.errors import TaskError
 from ampwise.tasks.checks import empty_epoch
 
 
@@ -38,11 +39,14 @@ class Turn:
         Whether it is its own; one that is not weighs nothing.
     last
         Whether the epoch ends with it.
+    whole
+        Whether every rank has one of its own in this turn.
     """
 
     batch: Any
     counts: bool
     last: bool
+    whole: bool = True
 
 
 class DataRandom:
@@ -96,7 +100,8 @@ def turns(
         mine = [group[rank] if rank < len(group) else group[0] for group in groups]
         loaded = iter(_with_order(batches, mine, seed + rank))
         for index, group in enumerate(groups):
-            yield Turn(next(loaded), rank < len(group), index == len(groups) - 1)
+            last, whole = index == len(groups) - 1, len(group) == size
+            yield Turn(next(loaded), rank < len(group), last, whole)
         return
     rest: Iterator[Any] = source.draw(lambda: iter(batches))
     width, mine_at = (1, 0) if _is_dealt(batches) else (size, rank)
@@ -113,8 +118,32 @@ def turns(
     while held:
         following = next_group()
         counts = mine_at < len(held)
-        yield Turn(held[mine_at if counts else 0], counts, not following)
+        yield Turn(held[mine_at if counts else 0], counts, not following, len(held) == width)
         held = following
+
+
+def whole_turns(dealt: Iterable[Turn], *, begins: bool) -> Iterator[Turn]:
+    """The turns in which every rank has a batch: for iterations, which weigh losses by themselves.
+
+    Parameters
+    ----------
+    begins
+        Whether they are those of a whole epoch, of which there has to be one.
+
+    Raises
+    ------
+    TaskError
+        When there is none.
+    """
+    for turn in dealt:
+        if turn.whole:
+            begins = False
+            yield turn
+    if begins:
+        raise TaskError(
+            "task batches() gave fewer batches than there are ranks: expected at least one for "
+            "each, as a task's iteration cannot count a batch as nothing"
+        )
 
 
 def whole_batches(

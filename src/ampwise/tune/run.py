@@ -146,7 +146,7 @@ def _windows(arm: Arm, task: Task, stash: Stash) -> list[Stash]:
     """The step in question, and the same model on other batches."""
     batches, step = endless(task), Replay(arm.step)
     others = (to_device(next(batches), arm.step.device) for _ in range(_OTHER_BATCHES))
-    return [stash, *(step.rehearsal(arm.loss, [each]) for each in others)]
+    return [stash, *(step.rehearsal(arm.iteration.again, [each]) for each in others)]
 
 
 def _fails_in_float32(arm: Arm, stash: Stash) -> bool:

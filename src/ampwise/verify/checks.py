@@ -8,17 +8,18 @@ skip and the unscaling are the same code.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.optim import Optimizer
 
 from ampwise.bench.arm import Settings
 from ampwise.bench.result import BenchReport
@@ -29,8 +30,12 @@ from ampwise.errors import SkippedStepsError
 from ampwise.formats import dtype_name
 from ampwise.policy import PRESETS, Policy, Resolution, resolve
 from ampwise.step import LossScale, StepRecord, TrainStep
+from ampwise.step.arguments import optimizers_of
+from ampwise.step.modules import as_one, held_by
+from ampwise.step.window import Weight
 from ampwise.tasks import Task
-from ampwise.tasks.checks import build, checked_loss, endless
+from ampwise.tasks.checks import build, endless
+from ampwise.tasks.iteration import Iteration
 from ampwise.tasks.seeding import seed_all
 from ampwise.telemetry.names import LOSS_SCALE
 from ampwise.telemetry.run import read_steps
@@ -75,11 +80,11 @@ class Subject:
     bench: BenchReport | None = None
     no_bench: str = NO_BENCH
 
-    def step(self, policy: Policy, **options: Any) -> TrainStep:
+    def step(self, policy: Policy, **options: Any) -> Spoiled:
         """A fresh model of the task and a step over it; fused or not, as the task says."""
         model, optimizer = build(self.task, self.settings.device, self.settings.seed)
         options.setdefault("max_grad_norm", self.settings.max_grad_norm)
-        return TrainStep(model, optimizer, policy=policy, **options)
+        return Spoiled(model, optimizer, policy=policy, **options)
 
     def batches(self) -> Iterator[Any]:
         """Batches on the device, epoch after epoch, the same ones each time."""
@@ -87,10 +92,87 @@ class Subject:
         for batch in endless(self.task):
             yield to_device(batch, self.settings.device)
 
-    def loss(self, factor: float = 1.0) -> Callable[[Any, Any], Tensor]:
-        """The task's loss, times a factor: inf and NaN to see what a bad step does."""
-        loss = checked_loss(self.task)
-        return loss if factor == 1.0 else lambda model, batch: loss(model, batch) * factor
+    @property
+    def iteration(self) -> Iteration:
+        """Iterations of the task."""
+        return Iteration(self.task)
+
+
+class Spoiled(TrainStep):
+    """A step whose losses are multiplied by a factor: inf and NaN to see what a bad step does."""
+
+    factor = 1.0
+
+    def _backward(
+        self,
+        loss: Tensor,
+        optimizers: Sequence[Optimizer] | None,
+        weight: Weight | None,
+        *,
+        retain_graph: bool,
+    ) -> None:
+        loss = loss if self.factor == 1.0 else loss * self.factor
+        super()._backward(loss, optimizers, weight, retain_graph=retain_graph)
+
+
+class Plain:
+    """The parts of a step as a loop without ampwise has them, in float32: `Iteration` runs on it.
+
+    Parameters
+    ----------
+    model, optimizer
+        One, or several.
+
+    Attributes
+    ----------
+    squares
+        Sum of the squares of all gradients that it stepped on.
+    """
+
+    def __init__(self, model: Any, optimizer: Any) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.squares = 0.0
+        self._optimizers = optimizers_of(optimizer)
+
+    def __call__(self, loss_fn: Callable[[Any, Any], Tensor], batch: Any, **_: Any) -> Tensor:
+        """A whole step."""
+        loss = loss_fn(self.model, batch)
+        self.backward(loss)
+        self.update()
+        return loss
+
+    def iterate(self, iteration: Callable[[Any, Any], Tensor], batch: Any) -> Tensor:
+        """An iteration."""
+        return iteration(self, batch)
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """Nothing."""
+        return nullcontext()
+
+    def backward(
+        self,
+        loss: Tensor,
+        *,
+        optimizers: Sequence[Optimizer] | None = None,
+        weight: Any = None,  # noqa: ARG002 - of one loss it changes nothing
+        retain_graph: bool = False,
+    ) -> None:
+        """To all parameters, or to those of some optimizers."""
+        inputs = None if optimizers is None else held_by(optimizers)
+        loss.backward(retain_graph=retain_graph, inputs=inputs)
+
+    def update(
+        self,
+        optimizers: Sequence[Optimizer] | None = None,
+        *,
+        update_scale: bool = True,  # noqa: ARG002 - there is none
+    ) -> None:
+        """Step with some optimizers, or all."""
+        for each in self._optimizers if optimizers is None else optimizers:
+            gradients = (held.grad for held in held_by([each]) if held.grad is not None)
+            self.squares += sum(float(gradient.double().square().sum()) for gradient in gradients)
+            each.step()
+            each.zero_grad()
 
 
 def loss_scaling_adapts(subject: Subject) -> Outcome:
@@ -98,8 +180,8 @@ def loss_scaling_adapts(subject: Subject) -> Outcome:
     step = subject.step(subject.scaled, loss_scale=LossScale(1024.0, growth_interval=3))
     batches = subject.batches()
     for index in range(9):
-        bad = math.inf if index == 2 else 1.0
-        step(subject.loss(bad), next(batches))
+        step.factor = math.inf if index == 2 else 1.0
+        subject.iteration(step, next(batches))
     step.flush()
     records = step.history
     scales = [record.loss_scale for record in records]
@@ -116,7 +198,7 @@ def loss_scaling_adapts(subject: Subject) -> Outcome:
 def forward_runs_in_autocast(subject: Subject) -> Outcome:
     """The dtypes that matrix products of forward and loss really ran in."""
     step = subject.step(subject.policy)
-    step(subject.loss(), next(subject.batches()))
+    subject.iteration(step, next(subject.batches()))
     seen = step.activity
     assert seen is not None
     counts = ", ".join(f"{count} in {dtype}" for dtype, count in seen.matmul_dtypes.items())
@@ -127,27 +209,22 @@ def forward_runs_in_autocast(subject: Subject) -> Outcome:
 
 
 def gradients_are_unscaled_before_clipping(subject: Subject) -> Outcome:
-    """The norm that clipping used, against that of float64 gradients."""
-    step = subject.step(subject.scaled, max_grad_norm=1.0)
-    model = step.model
-    assert isinstance(model, nn.Module)
-    reference = copy.deepcopy(model).double()
+    """The norm that clipping used, against that of float64 (or else float32) gradients."""
     batch = next(subject.batches())
+    reference = "float64"
     try:
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            subject.loss()(reference, _in_double(batch)).double().backward()
-    except Exception as error:  # noqa: BLE001 - a task may fix its dtypes; then there is no answer
-        return "not measured", f"the task does not run in float64: {type(error).__name__}"
-    grads = [each.grad for each in reference.parameters() if each.grad is not None]
-    expected = torch.linalg.vector_norm(torch.stack([each.norm() for each in grads])).item()
+        expected = _expected_norm(subject, batch, torch.float64)
+    except Exception:  # noqa: BLE001 - a task may fix its dtypes
+        reference = "float32"
+        expected = _expected_norm(subject, batch, torch.float32)
+    step = subject.step(subject.scaled, max_grad_norm=1.0)
     torch.manual_seed(0)
-    step(subject.loss(), batch)
+    subject.iteration(step, batch)
     record = step.history[-1]
     error = abs(record.grad_norm / expected - 1) if expected else math.inf
     said = (
-        f"norm {record.grad_norm:.5g} under a scale of {record.loss_scale:g}, in float64 "
-        f"{expected:.5g}"
+        f"norm {record.grad_norm:.5g} under a scale of {record.loss_scale:g}, in "
+        f"{reference} {expected:.5g}"
     )
     if record.skipped:
         return "not measured", f"{said}; the step was skipped"
@@ -158,12 +235,7 @@ def gradients_are_unscaled_before_clipping(subject: Subject) -> Outcome:
 def parameters_are_float32(subject: Subject) -> Outcome:
     """What the optimizer holds."""
     step = subject.step(subject.policy)
-    held = [
-        each
-        for group in step.optimizer.param_groups  # pyright: ignore[reportAttributeAccessIssue]
-        for each in group["params"]
-        if each.is_floating_point()
-    ]
+    held = [each for each in held_by(step.optimizers) if each.is_floating_point()]
     dtypes = sorted({dtype_name(each.dtype) for each in held})
     whole = dtypes == ["float32"]
     return ("pass" if whole else "fail"), f"{len(held)} tensors in {' and '.join(dtypes)}"
@@ -192,17 +264,14 @@ def off_is_plain_float32(subject: Subject) -> Outcome:
     steps = 10
     step = subject.step(PRESETS["fp32"], max_grad_norm=None)
     for batch in itertools.islice(subject.batches(), steps):
-        step(subject.loss(), batch)
+        subject.iteration(step, batch)
     step.flush()
     model, optimizer = build(subject.task, subject.settings.device, subject.settings.seed)
-    loss = subject.loss()
+    plain: Any = Plain(model, optimizer)
     for batch in itertools.islice(subject.batches(), steps):
-        optimizer.zero_grad()
-        loss(model, batch).backward()
-        optimizer.step()
-    ours = step.model
-    assert isinstance(ours, nn.Module)
-    pairs = zip(ours.state_dict().values(), model.state_dict().values(), strict=True)
+        subject.iteration(plain, batch)
+    states = [as_one(each).state_dict().values() for each in (step.model, model)]
+    pairs = zip(*states, strict=True)
     different = sum(not torch.equal(a, b) for a, b in pairs)
     if different:
         return "fail", f"{counted(different, 'tensor')} not equal after {counted(steps, 'step')}"
@@ -236,12 +305,12 @@ def a_bad_loss_changes_nothing(subject: Subject) -> Outcome:
     for policy in (subject.scaled, PRESETS["fp32"]):
         for factor in (math.nan, math.inf):
             step = subject.step(policy, max_skips=5)
-            model = step.model
-            assert isinstance(model, nn.Module)
+            step.factor = factor
+            model = as_one(step.model)
             before = {name: each.clone() for name, each in model.state_dict().items()}
             try:
                 for batch in itertools.islice(subject.batches(), 6):
-                    step(subject.loss(factor), batch)
+                    subject.iteration(step, batch)
             except SkippedStepsError:
                 pass
             else:
@@ -343,8 +412,19 @@ class _Silent:
     def warning(self, text: str) -> None: ...
 
 
-def _in_double(batch: Any) -> Any:
-    return changed(batch, lambda leaf: leaf.double() if leaf.is_floating_point() else leaf)
+def _expected_norm(subject: Subject, batch: Any, dtype: torch.dtype) -> float:
+    """Norm of the gradients of the first step, without ampwise."""
+    model, optimizer = build(subject.task, subject.settings.device, subject.settings.seed)
+    as_one(model).to(dtype)
+    plain: Any = Plain(model, optimizer)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        subject.iteration(plain, changed(batch, lambda leaf: _as(dtype, leaf)))
+    return math.sqrt(plain.squares)
+
+
+def _as(dtype: torch.dtype, leaf: Tensor) -> Tensor:
+    return leaf.to(dtype) if leaf.is_floating_point() else leaf
 
 
 def _equal(a: Any, b: Any) -> bool:

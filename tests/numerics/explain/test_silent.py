@@ -67,7 +67,11 @@ def test_the_terms_of_a_loss_are_what_it_is_the_sum_of(loss, terms):
     nn.init.ones_(model.weight)
     step = Replay(TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), policy="fp32"))
     batch = torch.tensor([[1.0], [-3.0], [3.0], [-1.0]])
-    run = shadow(step, step.rehearsal(lambda model, batch: loss(model(batch)), [batch]))
+
+    def again(step: TrainStep, batch: torch.Tensor) -> None:
+        step.micro_batch(lambda model, batch: loss(model(batch)), batch)
+
+    run = shadow(step, step.rehearsal(again, [batch]))
     assert run.terms == pytest.approx([terms])
 
 

@@ -52,7 +52,7 @@ def test_shadow_gradients_are_those_of_a_float64_model(precision):
     model, batch = Mixed(), data(6, 8)
     step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), policy=precision)
     again = Replay(step)
-    run = shadow(again, again.rehearsal(target_loss, [batch]))
+    run = shadow(again, again.rehearsal(lambda step, x: step.micro_batch(target_loss, x), [batch]))
     exact = copy.deepcopy(model).double()
     # Parameters and batch are what they are; only the computation is in float64. The scale is the
     # step's own, so that gradients are comparable.
@@ -70,7 +70,7 @@ def test_watching_and_shadowing_leave_the_replay_as_it_is():
     task = load_task("charlm", {"size": "tiny"})
     arm = Arm(task, Policy.parse("bf16"), Settings(torch.device("cpu")))
     step = Replay(arm.step)
-    stash = step.rehearsal(arm.loss, [next(iter(task.batches()))])
+    stash = step.rehearsal(arm.iteration.again, [next(iter(task.batches()))])
     plain = step.replay(stash)
     for other in (watch(step, stash).replayed, shadow(step, stash).replayed):
         assert torch.equal(plain.losses[0], other.losses[0])

@@ -31,7 +31,7 @@ from ampwise.numerics.observe.places import NOWHERE, Place
 from ampwise.numerics.observe.roots import HISTORY, Root
 from ampwise.numerics.observe.shadow import ShadowRun, shadow
 from ampwise.numerics.observe.trace import Trace
-from ampwise.numerics.observe.values import passed
+from ampwise.numerics.observe.values import passed, which_loss
 from ampwise.numerics.result import CauseName, Extent, Passed, percent
 from ampwise.step.recorder import Stash
 from ampwise.step.replayable import Replayable
@@ -140,9 +140,11 @@ def _damage(run: ShadowRun, errors: GradientErrors) -> str:
 
 def _wrong_loss(run: ShadowRun) -> str:
     """How a loss differs from what it should be; empty where none does."""
-    for loss, ideal, terms in zip(run.replayed.losses, run.losses, run.terms, strict=True):
+    known = zip(run.replayed.losses, run.losses, run.terms, strict=True)
+    for index, (loss, ideal, terms) in enumerate(known):
         if abs(float(loss) - float(ideal)) > LOSS_WITHIN * terms:
-            return f"the loss is {float(loss):.4g} and should be {float(ideal):.4g}"
+            which = which_loss(index, len(run.losses))
+            return f"{which} is {float(loss):.4g} and should be {float(ideal):.4g}"
     return ""
 
 

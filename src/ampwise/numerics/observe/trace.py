@@ -119,6 +119,9 @@ def sources(models: Sequence[nn.Module], stash: Stash) -> Iterator[tuple[str, Te
     for each in stash.micro_batches:
         for path, tensor in leaves(each.batch):
             yield path, tensor, "batch"
+    for values in (stash.before, *stash.updates):
+        for name, tensor in values.items():
+            yield name, tensor, "parameter"
     for model in models:
         for name, tensor in model.named_parameters():
             yield name, tensor.detach(), "parameter"

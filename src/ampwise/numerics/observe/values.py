@@ -138,6 +138,11 @@ def exponents(tensor: Tensor) -> dict[str, float]:
     return {power: count / total for power, count in counts.items()} if total else {}
 
 
+def which_loss(index: int, count: int) -> str:
+    """A loss of a window in words: it may have several, of micro-batches or of an iteration."""
+    return "the loss" if count == 1 else f"loss {index + 1} of {count}"
+
+
 def loss_of(losses: list[Tensor]) -> float | None:
     """Mean loss of the micro-batches; None where it is not finite or there is none."""
     values = [float(each) for each in losses]

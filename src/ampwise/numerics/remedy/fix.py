@@ -21,6 +21,7 @@ from typing import Any
 from ampwise.errors import kind_and_words
 from ampwise.numerics.observe.gradient_errors import in_words
 from ampwise.numerics.observe.reference import Reference, gradient_errors, reference
+from ampwise.numerics.observe.values import which_loss
 from ampwise.numerics.remedy.candidate import Candidate
 from ampwise.numerics.remedy.costs import costs, replayed
 from ampwise.numerics.result import Fix
@@ -124,7 +125,9 @@ def _reference_of_changed(
     """What a step on other batches should give; None where that is not known."""
     batches = [replace(each, batch=change(each.batch)) for each in stash.micro_batches]
     wanted = reference(step, replace(stash, micro_batches=batches))
-    return wanted if len(wanted.losses) == len(batches) else None
+    if len(wanted.losses) == len(batches) or stash.before:  # an iteration may have any number
+        return wanted
+    return None
 
 
 def _with_settled_scale(
@@ -173,7 +176,8 @@ def _wrong_loss(result: Replayed, wanted: Reference) -> str:
     """How a loss differs from what it should be; empty where none does."""
     within = wanted.within or [0.0] * len(wanted.losses)
     known = zip(result.losses, wanted.losses, wanted.terms, within, strict=True)
-    for loss, ideal, terms, missed in known:
+    for index, (loss, ideal, terms, missed) in enumerate(known):
         if abs(float(loss) - ideal) > max(_LOSS_WITHIN * terms, missed):
-            return f"finite, but the loss is {float(loss):.4g} and should be {ideal:.4g}"
+            which = which_loss(index, len(wanted.losses))
+            return f"finite, but {which} is {float(loss):.4g} and should be {ideal:.4g}"
     return ""

@@ -75,13 +75,13 @@ def load(file: Path) -> dict[str, Any]:
 
 
 def _content(failing: Failing, wanted: Reference) -> dict[str, Any]:
-    arm = failing.arm
+    arm, began = failing.arm, failing.stash.before
     return {
         "spec": failing.source.spec,
         "settings": dict(failing.source.settings),
         "policy": arm.step.policy.text,
         "run": {**vars(failing.settings), "device": str(failing.settings.device)},
-        "parameters": dict(arm.model.named_parameters()),
+        "parameters": {n: began.get(n, each) for n, each in arm.model.named_parameters()},
         "buffers": dict(arm.model.named_buffers()),
         "optimizer": arm.optimizer.state_dict(),
         "step": {k: v for k, v in arm.step.state_dict().items() if k not in _OPEN},
@@ -101,6 +101,8 @@ def _window(stash: Stash, device: torch.device) -> dict[str, Any]:
         "scale": stash.scale,
         "batches": [_plain(each.batch) for each in stash.micro_batches],
         "states": states,
+        "before": stash.before,
+        "updates": stash.updates,
     }
 
 
@@ -140,8 +142,9 @@ def _stash(arm: Arm, window: Mapping[str, Any]) -> Stash:
     for batch, state in zip(window["batches"], window["states"], strict=True):
         set_random_state(state)
         now = RandomState.now(device)
-        micro_batches.append(MicroBatch(arm.loss, _as_it_was(batch), None, now))
-    return Stash(window["step"], window["scale"], micro_batches)
+        micro_batches.append(MicroBatch(arm.iteration.again, _as_it_was(batch), now))
+    began = {"before": window["before"], "updates": window["updates"]}
+    return Stash(window["step"], window["scale"], micro_batches, **began)
 
 
 def _same_names(own: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> None:

@@ -111,7 +111,7 @@ def _trained(arm: Arm, windows: Iterator[list[Any]]) -> tuple[int, str]:
     made = 0
     for window in islice(windows, NEXT_STEPS + 1 + _SETTLING):
         for batch in window:
-            loss = arm.step(arm.loss, batch)
+            loss = arm.iteration(arm.step, batch)
             if not finite(loss):
                 return max(0, made - 1), "its loss is not finite"
         made += not arm.step.history[-1].skipped

@@ -41,7 +41,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from ampwise.errors import UsageError
 from ampwise.step.members import Members
-from ampwise.step.modules import modules_by_name, modules_of
+from ampwise.step.modules import modules_of
 from ampwise.step.precision.base import Part
 
 _KEPT = (
@@ -219,7 +219,7 @@ class CastWeights(Part):
         self.close()  # views that were written to are no longer views
         names = [
             (name, own)
-            for name, module in modules_by_name(self._members.models).items()
+            for name, module in self._members.modules_by_name().items()
             for own, parameter in module._parameters.items()
             if id(parameter) in gone
         ]

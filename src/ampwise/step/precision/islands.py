@@ -11,7 +11,6 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -108,8 +107,7 @@ class Found:
         """The modules; the errors are those of `islands_of`."""
         if self._version != self._members.version:
             given = self._patterns, self._device_type, self._dtype
-            named = [islands_in(each, *given) for each in self._members.models]
-            self._found = list(dict.fromkeys(chain(*named)))
+            self._found = islands_in(self._members.whole, *given)
             self._version = self._members.version
         return self._found
 
