@@ -14,6 +14,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import (
     AbstractContextManager,
     ExitStack,
+    closing,
     contextmanager,
     nullcontext,
     suppress,
@@ -169,8 +170,11 @@ class Replay:
         """Run a window again; see `Replayable.replay`."""
         result, listener = Replayed(), _Listener(backward=backward)
         scale = float(stash.scale) if scale is None else scale
-        with undisturbed(self), self._step.apart():
-            rerun = _Replaying(self._step, stash, policy, scale, listener)
+        with (
+            undisturbed(self),
+            self._step.apart(),
+            closing(_Replaying(self._step, stash, policy, scale, listener)) as rerun,
+        ):
             good = finite_buffers(self.models)
             try:
                 with around():
@@ -182,14 +186,11 @@ class Replay:
             except Exception as error:  # noqa: BLE001 - the caller wants to know what it is
                 let_go(error)
                 result.error = error
-            else:
-                result.norms = rerun.norms() if backward else []
-            finally:
-                rerun.put_back()
             result.losses, result.forward_s = listener.losses, listener.forward_s
-            result.gradients = rerun.collected()
+            result.gradients = rerun.collected()  # before norms, which coalesce sparse ones
+            if backward and result.error is None:
+                result.norms = rerun.norms()
             result.poisoned = [name for name, buffer in good if not finite(buffer)]
-            rerun.close()
         return result
 
     def how(self, policy: Policy) -> str:
@@ -386,9 +387,10 @@ class _Replaying(Rerun):
         """Norms of the same, as guards read them."""
         return self.gradient_norms() if self._kept is None else self._norms
 
-    def put_back(self) -> None:
-        """Have the parameters be as before."""
+    def close(self) -> None:
+        """Have the parameters be as before, and let go of the models."""
         self._put(self._kept or {})
+        super().close()
 
     @torch.no_grad()
     def _put(self, values: Mapping[str, Tensor]) -> None:
