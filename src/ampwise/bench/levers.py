@@ -22,6 +22,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from ampwise.bench.arm import Arm, Settings
 from ampwise.bench.memory import peak_bytes
 from ampwise.bench.race import FAILURES, Race, run_race, speedups
+from ampwise.clock import done_at
 from ampwise.data import leaves
 from ampwise.data.move import changed, joined
 from ampwise.errors import kind_and_words
@@ -267,9 +268,7 @@ def _padded(name: str, rows: int, ins: int, outs: int, arm: Arm) -> LeverResult:
         for run, taken in zip(runs, times, strict=True):
             start = time.perf_counter()
             run()
-            if device.type != "cpu":
-                torch.accelerator.synchronize(device)
-            taken.append(time.perf_counter() - start)
+            taken.append(done_at(device) - start)
     what = f"{name} padded from {ins}x{outs} to {wide_in}x{wide_out} (that product alone)"
     return LeverResult(what, arm.step.policy.text, paired_speedup(*(each[5:] for each in times)))
 

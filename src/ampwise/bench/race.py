@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ampwise.bench.arm import Arm
+from ampwise.clock import done_at
 from ampwise.errors import RunError, SkippedStepsError, kind_and_words
 from ampwise.stats import Interval, paired_speedup
 
@@ -170,9 +171,7 @@ def _timed(arm: Arm, batch: Any, race: Race) -> bool:
 def _wall_ms(arm: Arm, batch: Any, device: torch.device) -> float:
     start = time.perf_counter()
     arm.run(batch)
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-    return (time.perf_counter() - start) * 1e3
+    return (done_at(device) - start) * 1e3
 
 
 def _gpu_ms(arm: Arm, batch: Any, race: Race) -> float:

@@ -49,6 +49,7 @@ from ampwise.bench.race import (
 from ampwise.bench.run import BASELINE, MEMORY_STEPS, Progress, choose
 from ampwise.bench.scaling_report import Scaled, ScalingReport
 from ampwise.capability import probe
+from ampwise.clock import done_at
 from ampwise.distributed.host_group import everyone
 from ampwise.distributed.launch import Launch
 from ampwise.distributed.wrap import Parallel, spread
@@ -256,9 +257,7 @@ class _Turns:
         start = time.perf_counter()
         for _ in range(self._micro_batches):
             arm.run(batch)
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)
-        return (time.perf_counter() - start) * 1e3 / self._steps
+        return (done_at(self._device) - start) * 1e3 / self._steps
 
 
 class _Others:

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampwise.clock import done_at
 from ampwise.errors import kind_and_words
 
 SIZES = (128, 256, 512, 1024, 2048, 4096)
@@ -135,9 +136,7 @@ class _Arm:
         with float32_precision(self.device.type, self.mode):
             start = time.perf_counter()
             self.product()
-            if self.device.type != "cpu":
-                torch.accelerator.synchronize(self.device)
-            elapsed_ms = (time.perf_counter() - start) * 1e3
+            elapsed_ms = (done_at(self.device) - start) * 1e3
         self.fastest_ms = min(self.fastest_ms, elapsed_ms)
         return elapsed_ms
 

@@ -39,6 +39,7 @@ from ampwise.bench.race import (
     why_it_fell_out,
 )
 from ampwise.bench.trial import HOPELESS
+from ampwise.clock import done_at
 from ampwise.errors import UsageError
 from ampwise.lines import Line
 from ampwise.observe.autocast import Autocasts
@@ -168,7 +169,7 @@ class Racing(Listener):
         number, place = divmod(turn, len(self._names))
         self._switch(random.Random(number).sample(self._names, len(self._names))[place])
         self._spoilt, self._waited_s = False, 0.0
-        self._since = self._now()
+        self._since = done_at(self._device)
 
     def _switch(self, name: str) -> None:
         """Compute as `name` does; those that fell out leave their turns to the script's own."""
@@ -220,17 +221,12 @@ class Racing(Listener):
 
     # -- times -------------------------------------------------------------------------------------
 
-    def _now(self) -> float:
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)
-        return time.perf_counter()
-
     def _milliseconds(self) -> float | None:
         """Of a step of this turn; None where it does not count."""
         if self._spoilt:
             return None
         waited = self._waited_s if self._device.type == "cpu" else 0.0
-        return 1e3 * (self._now() - self._since - waited) / self._length
+        return 1e3 * (done_at(self._device) - self._since - waited) / self._length
 
     def _take(self, milliseconds: float | None) -> None:
         """Note a turn's time, and the round if it was the last."""

@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
+from ampwise.clock import done_at
 from ampwise.data import leaves, tensors
 from ampwise.distributed.layout import unwrapped
 from ampwise.observe.autocast import Autocasts
@@ -145,9 +146,7 @@ class Observed:
                         batch = each.batch if change is None else change(each.batch)
                         began = time.perf_counter()
                         loss = _scalar_with_grad(each.run(self.models, batch))
-                        if loss.device.type != "cpu":
-                            torch.accelerator.synchronize(loss.device)
-                        result.forward_s += time.perf_counter() - began
+                        result.forward_s += done_at(loss.device) - began
                         result.losses.append(loss.detach())
                         if backward:
                             loss.backward(torch.full_like(loss, scale))

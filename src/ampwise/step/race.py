@@ -39,6 +39,7 @@ from torch import Tensor
 
 from ampwise import capability
 from ampwise.capability import cache
+from ampwise.clock import done_at
 from ampwise.data.move import leaves
 from ampwise.distributed.host_group import HostGroup, RankError, beside
 from ampwise.errors import kind_and_words
@@ -174,12 +175,12 @@ class _Arm:
         device = self._rerun.device
         length = 1 if device.type == "cpu" else _BLOCK
         self._run.random_state.restore(device)
-        began = _now(device)
+        began = done_at(device)
         for _ in range(length):
             self._micro_batch()
             self._rerun.gradient_norms()
             self._rerun.discard()
-        return (_now(device) - began) * 1e3 / length
+        return (done_at(device) - began) * 1e3 / length
 
     def close(self) -> None:
         """Let go of the model, whatever was open."""
@@ -434,12 +435,6 @@ def _told(error: Exception) -> str:
     """An error in words; its frames, and the memory they hold, are let go."""
     let_go(error)
     return str(error) if isinstance(error, _UnfitError) else kind_and_words(error)
-
-
-def _now(device: torch.device) -> float:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-    return time.perf_counter()
 
 
 def _dense(gradient: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
+from ampwise.clock import done_at
 from ampwise.distributed.layout import is_sharded, unwrapped
 from ampwise.policy import Policy
 from ampwise.step.activity import Activity
@@ -435,9 +436,7 @@ class _Listener(Recorder):
 
     def loss(self, loss: Tensor) -> None:
         """It is done."""
-        if loss.device.type != "cpu":
-            torch.accelerator.synchronize(loss.device)
-        self.forward_s += time.perf_counter() - self._began
+        self.forward_s += done_at(loss.device) - self._began
         self.losses.append(loss)
 
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ampwise.bench.requirements import NOISY
+from ampwise.clock import done_at
 from ampwise.numerics.remedy.candidate import AS_IT_IS, Candidate
 from ampwise.numerics.remedy.interventions import InScope
 from ampwise.numerics.result import Fix
@@ -228,9 +229,7 @@ def _time_s(
         with candidate.around():
             start = time.perf_counter()
             yield
-            if step.device.type != "cpu":
-                torch.accelerator.synchronize(step.device)
-            taken = time.perf_counter() - start
+            taken = done_at(step.device) - start
 
     result = replayed(step, stash, replace(candidate, around=timed), backward=backward)
     return taken if result.error is None else None
