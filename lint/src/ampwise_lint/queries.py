@@ -113,7 +113,7 @@ def step_loops(code: Analysis) -> Steps:
                 found.nodes.add(id(loops[-1].node))
                 # Of a loop over data sets and one over batches, the inner one makes the steps.
                 found.nodes |= {id(each.node) for each in [e for e in loops if e.over_data][-1:]}
-            elif trace.root:
+            elif trace.root and not trace.root.rpartition(".")[2].startswith("test_"):
                 found.traces.add(id(trace.events))
             if not isinstance(event, Backward):
                 found.windows |= {id(each.node) for each in event.context.conditions}
@@ -243,6 +243,21 @@ def same_owner(first: Value | None, second: Value | None) -> bool | None:
     return bool(one & other)
 
 
+ADAM = ("Adam", "AdamW", "NAdam", "RAdam")
+EPS_LOST = 3e-8
+"""Half the smallest float16: what is smaller becomes zero."""
+
+
+def loses_eps(optimizer: Optimizer) -> bool:
+    """Whether it is an Adam whose eps is 0 in float16."""
+    eps = optimizer.arguments.get("eps")
+    if optimizer.path.rpartition(".")[2] not in ADAM or "fused" in optimizer.arguments:
+        return False  # the fused kernel computes in float32
+    if eps is None:
+        return "**" not in optimizer.arguments
+    return isinstance(eps, Const) and isinstance(eps.value, float) and eps.value < EPS_LOST
+
+
 def is_real(value: Value | None) -> bool:
     """Whether a backward was scaled by a scaler in sight."""
     return isinstance(value, Scaler) and not value.opaque
@@ -272,8 +287,20 @@ def zeroed_with(trace: Trace, backward: Backward) -> Iterator[ZeroGrad]:
         loops = event.context.loops
         if not loops or loops[-1].serial != serial or event.context.is_periodic:
             continue
-        if not any(_is_rare(each, loops[-1].node) for each in event.context.branches_in(loops[-1])):
+        rare = (_is_rare(each, loops[-1].node) for each in event.context.branches_in(loops[-1]))
+        if not any(rare) and not _gives_up(event, backward):
             yield event
+
+
+def _gives_up(zero: ZeroGrad, backward: Backward) -> bool:
+    """Whether it stands in a branch behind the backward that leaves the iteration."""
+    around = {id(each.node) for each in backward.context.conditions}
+    return any(
+        isinstance(each.node, ast.If)
+        and id(each.node) not in around
+        and leaves(each.node.body if each.taken else each.node.orelse)
+        for each in zero.context.conditions[zero.context.loops[-1].held :]
+    )
 
 
 def _is_deeper(event: Event, step: Event) -> bool:
@@ -327,13 +354,11 @@ def losses_by_hand(trace: Trace) -> Iterator[Op]:
 
 def is_half_output(value: object) -> bool:
     """Whether something is what a network in autocast returned, or made of it, in 16 bits."""
-    return (
-        isinstance(value, Tensor)
-        and value.forward
-        and value.region is not None
-        and value.region.enabled
-        and is_low(value.dtype)
-    )
+    if not isinstance(value, Tensor) or not value.forward or not is_low(value.dtype):
+        return False
+    if value.region is not None:
+        return value.region.enabled
+    return any(map(is_half_output, value.inputs))  # made of it behind the region
 
 
 def _is_root(event: Op) -> bool:

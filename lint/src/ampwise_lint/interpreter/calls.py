@@ -94,7 +94,9 @@ def invoke(
             return _unknown(state, node, function, a)
 
 
-RUNS = re.compile(r"(^|_)(forward|infer|inference|predict|encode|decode)(_|$)")
+RUNS = re.compile(
+    r"(^|_)(forward|infer|inference|predict|encode|decode|extract|extractor|features)(_|$)"
+)
 """Methods that run a network."""
 
 

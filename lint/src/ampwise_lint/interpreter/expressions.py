@@ -130,13 +130,20 @@ def _conditional(state: State, node: ast.IfExp) -> Value:
     test = state.evaluate(node.test)
     branches = (node.body, node.orelse)
     matters = any(id(each) in state.here.roles.steps for each in branches)
-    plain = all(isinstance(each, ast.Constant | ast.Attribute) for each in branches)
+    plain = all(map(_is_plain, branches))
     if is_known(test) or matters or plain or isinstance(node.body, ast.Constant):
         taken = decide(state, test, not _is_unlikely(state, node.test))
         return state.evaluate(node.body if taken else node.orelse)
     other = state.evaluate(node.orelse)
     value = state.evaluate(node.body)
     return other if value is NONE or isinstance(value, Const) else value
+
+
+def _is_plain(node: ast.expr) -> bool:
+    """Whether it is a constant, a name in a module, or a choice of such."""
+    if isinstance(node, ast.IfExp):
+        return _is_plain(node.body) and _is_plain(node.orelse)
+    return isinstance(node, ast.Constant | ast.Attribute)
 
 
 def _is_unlikely(state: State, node: ast.expr) -> bool:

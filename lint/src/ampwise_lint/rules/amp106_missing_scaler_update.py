@@ -2,7 +2,7 @@
 
 ## What it does
 Reports `scaler.step(optimizer)` that comes round again with no `scaler.update()` on the way.
-Silent for a helper without a loop that was handed its scaler: its caller may update.
+Silent for a helper without a backward that was handed its scaler: its caller may update.
 
 ## Why is this bad
 The second step raises RuntimeError "step() has already been called since the last update().";
@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampwise_lint.analysis import Analysis
+from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.queries import is_managed, receiver, statement_edit
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.triggers import SCALER
@@ -64,9 +64,11 @@ def check(code: Analysis) -> Iterator[Mistake]:
                     stale = list(waiting)
                 case _:
                     pass
-        missing |= {id(each.node): each for each in _last_of_each(waiting)}
+        last = _last_of_each(waiting)
+        parts = [each for each in last if _is_part_of_a_step(each, trace, updated)]
+        missing |= {id(each.node): each for each in last if each not in parts}
     for place, step in missing.items():
-        if place not in fine and not _is_half_of_a_step(step, updated):
+        if place not in fine:
             yield _mistake(step)
     yield from map(_mistake, again.values())
 
@@ -81,10 +83,11 @@ def _last_of_each(steps: list[ScalerStep]) -> list[ScalerStep]:
     return list({e.context.loops[-1:]: e for e in steps}.values())
 
 
-def _is_half_of_a_step(step: ScalerStep, updated: set[str]) -> bool:
-    """A method without a loop, of a scaler it was handed: its caller may update."""
+def _is_part_of_a_step(step: ScalerStep, trace: Trace, updated: set[str]) -> bool:
+    """No loop with a backward is around it, and it was handed its scaler: its caller may update."""
     handed = isinstance(step.scaler, Scaler) and not step.scaler.path
-    return not step.context.loops and (handed or key_of(step.scaler) in updated)
+    alone = not step.context.loops or not trace.of(Backward)
+    return alone and (handed or key_of(step.scaler) in updated)
 
 
 def _mistake(step: ScalerStep) -> Mistake:

@@ -1,7 +1,8 @@
 """# scaler-not-checkpointed
 
 ## What it does
-Reports `torch.save` of a checkpoint with the optimizer's state and without the scaler's, and
+Reports `torch.save` of a checkpoint with the optimizer's state and without the scaler's, functions
+not in sight that save and are given network and optimizer but no scaler, and
 `optimizer.load_state_dict` where the scaler's state is never loaded. Silent for weights alone.
 
 ## Why is this bad
@@ -56,6 +57,7 @@ from ampwise_lint.triggers import SCALER
 from ampwise_lint.values.abstract import (
     DictValue,
     Instance,
+    Model,
     Optimizer,
     Parameters,
     Scaler,
@@ -105,23 +107,33 @@ def _is_wrapper(event: Made) -> bool:
 
 
 def _saves_without(code: Analysis, saved: bool) -> list[Save]:
-    """Saves of an optimizer's state without a scaler's, on any path; of one dict the first."""
+    """Saves of an optimizer's state without a scaler's, on any path, each mistake once."""
     saves = [each for trace in code.traces for each in trace.of(Save)]
     whole = {id(each.node) for each in saves if _holds(each.mapping, Scaler)}
-    found: dict[int, Save] = {}
+    found: dict[object, Save] = {}
     for save in saves:
-        place = id(save.node if save.mapping is None else save.mapping.node)
+        place = _place(save)
         if place in found:
             continue
         if save.mapping is None:
             lacks = not saved and _is_optimizer_state(code, save)
         else:
-            # A function nobody showed us may be given an optimizer's state to log it.
+            # A function nobody showed us may be given an optimizer to log its state.
             writes = _is_torch_save(save) or _has_weights(save.mapping)
             lacks = writes and id(save.node) not in whole and _holds(save.mapping, Optimizer)
         if lacks:
             found[place] = save
     return list(found.values())
+
+
+def _place(save: Save) -> object:
+    """What makes saves one mistake: the dict, or the function that is given what to save."""
+    if save.mapping is None:
+        return id(save.node)
+    made = save.mapping.node
+    if isinstance(made, ast.Call) and made is save.node:
+        return id(save.module), save.module.imports.full(made.func)
+    return id(made)
 
 
 def _is_torch_save(save: Save) -> bool:
@@ -130,10 +142,11 @@ def _is_torch_save(save: Save) -> bool:
 
 
 def _has_weights(mapping: DictValue) -> bool:
-    """Whether there is state in it that is no optimizer's or scheduler's."""
+    """Whether there is a network in it, or state that is no optimizer's or scheduler's."""
     states = [v for each in _mappings(mapping) for v in each.items.values()]
     return any(
-        isinstance(each, Parameters) and not isinstance(each.of, Optimizer | Scheduler)
+        isinstance(each, Model | Instance)
+        or (isinstance(each, Parameters) and not isinstance(each.of, Optimizer | Scheduler))
         for each in states
     )
 
@@ -249,6 +262,10 @@ def _mappings(outer: DictValue) -> Iterator[DictValue]:
 def _names(mapping: DictValue, kind: type[Value]) -> bool:
     """Whether one mapping has the state, or a scaler's by its key."""
     states = [each.of if isinstance(each, Parameters) else each for each in mapping.items.values()]
+    if kind is Scaler:
+        states += [
+            e for each in states if isinstance(each, Instance) for e in each.attributes.values()
+        ]
     if any(
         isinstance(each, kind) or (kind is Scaler and isinstance(each, Wrapper)) for each in states
     ):

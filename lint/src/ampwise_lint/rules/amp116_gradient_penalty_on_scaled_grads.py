@@ -112,8 +112,8 @@ def _outside(trace: Trace, grad: Grad) -> Op | None:
         return None
     for op in trace.of(Op):
         if op.path in PENALTY and op.context.region is None and not op.context.no_grad:
-            first = op.inputs[0] if op.inputs else None
-            if isinstance(first, Tensor) and is_low(first.dtype) and _is_of(first, grad.result):
+            given = op.inputs if op.path == "mul" else op.inputs[:1]  # of itself: a square
+            if given and all(_is_half_of(each, grad.result) for each in given):
                 return op
     return None
 
@@ -124,9 +124,11 @@ def _ran_in_autocast(tensor: Tensor) -> bool:
     return any(each is not None and each.device != "cpu" for each in regions)
 
 
-def _is_of(tensor: Tensor, gradient: Tensor) -> bool:
-    """Whether it is a gradient, or one of several that one call gave."""
-    return tensor.key == gradient.key or tensor.key.startswith(f"{gradient.key}[")
+def _is_half_of(value: Value, gradient: Tensor) -> bool:
+    """Whether it is a gradient of 16 bits, or one of several that one call gave."""
+    if not isinstance(value, Tensor) or not is_low(value.dtype):
+        return False
+    return value.key == gradient.key or value.key.startswith(f"{gradient.key}[")
 
 
 @dataclass(slots=True)

@@ -50,6 +50,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
     for trace in code.traces:
         if not trace.of(Backward) and not any(map(is_given, trace.events)):
             continue
+        seen: set[int] = set()
         for event in trace.of(Loss):
             if event.context.region is not None or event.context.no_grad:
                 continue
@@ -57,6 +58,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
                 continue  # a function that is called with autocast switched off may cast by itself
             half = next((each for each in flatten(event.inputs) if is_half_output(each)), None)
             if half is not None:
+                seen.add(id(event.module.statement_of(event.node)))
                 yield Mistake(
                     event.node,
                     event.module,
@@ -65,12 +67,11 @@ def check(code: Analysis) -> Iterator[Mistake]:
                     "precision; compute the loss inside autocast, or on output.float()",
                     _edits(event, half),
                 )
-        yield from _by_hand(trace)
+        yield from _by_hand(trace, seen)
 
 
-def _by_hand(trace: Trace) -> Iterator[Mistake]:
-    """A loss written as an expression, once a statement."""
-    seen: set[int] = set()
+def _by_hand(trace: Trace, seen: set[int]) -> Iterator[Mistake]:
+    """A loss written as an expression, once a statement, unless that is reported already."""
     for event in losses_by_hand(trace):
         statement = id(event.module.statement_of(event.node))
         if statement not in seen:

@@ -42,7 +42,7 @@ from ampwise_lint.source.project import Module
 from ampwise_lint.source.roles import EVALUATION, dotted
 from ampwise_lint.triggers import AUTOCAST, SCALER
 from ampwise_lint.values.abstract import Instance, Model, Region, key_of
-from ampwise_lint.values.events import Backward, CastDown, Forward, Loss
+from ampwise_lint.values.events import Backward, CastDown, Condition, Forward, Loss
 
 Places = dict[str, set[str]]
 OFF = re.compile(r"amp|scaler|fp16|half|mixed|precision")
@@ -160,7 +160,20 @@ def _validates(event: Forward) -> bool:
     loop = event.context.loops[-1].node
     if isinstance(loop, ast.For | ast.AsyncFor):
         names += [each.id for each in ast.walk(loop.iter) if isinstance(each, ast.Name)]
+    names += [each for branch in event.context.conditions for each in _asked(branch)]
     return event.training is False or any(EVALUATION.search(each) for each in names)
+
+
+def _asked(branch: Condition) -> list[str]:
+    """Names of what a branch waits for: ``if args.validate``."""
+    if not branch.taken or not isinstance(branch.node, ast.If):
+        return []
+    parts = list(ast.walk(branch.node.test))
+    if any(isinstance(each, ast.Not) for each in parts):
+        return []
+    return [each.attr for each in parts if isinstance(each, ast.Attribute)] + [
+        each.id for each in parts if isinstance(each, ast.Name)
+    ]
 
 
 def _is_discarded(module: Module, node: ast.AST) -> bool:

@@ -2,7 +2,8 @@
 
 ## What it does
 Reports an enabled `GradScaler(...)` that scales losses of a training whose autocast regions are
-all bfloat16. Silent where the dtype is not known, or float16 on another path.
+all bfloat16, or that is enabled for bfloat16 only. Silent where the dtype is not known, or float16
+on another path.
 
 ## Why is this bad
 bfloat16 ends at 3.39e38, as float32 does, so gradients neither underflow nor overflow for want
@@ -28,6 +29,7 @@ some trainings lean on that.
 
 from __future__ import annotations
 
+import ast
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -51,7 +53,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
                 scalers[id(scaler.node)] = scaler
                 dtypes[id(scaler.node)] |= regions
     for place, scaler in scalers.items():
-        if dtypes[place] == {"bfloat16"}:
+        if dtypes[place] == {"bfloat16"} or _waits_for_bfloat16(scaler.node):
             yield Mistake(
                 scaler.node,
                 scaler.module,
@@ -59,3 +61,15 @@ def check(code: Analysis) -> Iterator[Mistake]:
                 "check and a host sync per step; use GradScaler(enabled=False), or none",
                 (edit("argument", scaler.node, "enabled=False"),),
             )
+
+
+def _waits_for_bfloat16(call: ast.AST) -> bool:
+    """``enabled=dtype == "bfloat16"``."""
+    given = call.keywords if isinstance(call, ast.Call) else []
+    match next((each.value for each in given if each.arg == "enabled"), None):
+        case ast.Compare(ops=[ast.Eq()], comparators=[ast.Constant(value=str(name))]):
+            return name in ("bfloat16", "bf16", "torch.bfloat16")
+        case ast.Compare(ops=[ast.Eq()], comparators=[ast.Attribute(attr="bfloat16")]):
+            return True
+        case _:
+            return False

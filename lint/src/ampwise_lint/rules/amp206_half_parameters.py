@@ -35,15 +35,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ampwise_lint.analysis import Analysis, Trace
-from ampwise_lint.queries import is_managed, owners
+from ampwise_lint.queries import is_managed, loses_eps, owners
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.triggers import HALF
-from ampwise_lint.values.abstract import Const, Instance, Model, Optimizer, key_of
+from ampwise_lint.values.abstract import Instance, Model, Optimizer, key_of
 from ampwise_lint.values.events import CastDown, OptimizerStep, ScalerStep
-
-ADAM = ("Adam", "AdamW", "NAdam", "RAdam")
-EPS_LOST = 3e-8
-"""Half the smallest float16: what is smaller becomes zero."""
 
 
 @rule("AMP206", "half-parameters", "error", triggers=(HALF,))
@@ -70,20 +66,11 @@ def _trained(trace: Trace, cast: CastDown) -> Iterator[Mistake]:
                 "unscale_, and step unless fused, raise ValueError (Attempting to unscale FP16 "
                 "gradients)",
             )
-        elif optimizer.path.rpartition(".")[2] in ADAM and _loses_eps(optimizer):
+        elif loses_eps(optimizer):
             yield _mistake(
                 cast,
                 "Adam's eps of 1e-8 is 0 in float16, so updates divide by zero and become NaN",
             )
-
-
-def _loses_eps(optimizer: Optimizer) -> bool:
-    eps = optimizer.arguments.get("eps")
-    if "fused" in optimizer.arguments:
-        return False  # the fused kernel computes in float32
-    if eps is None:
-        return "**" not in optimizer.arguments
-    return isinstance(eps, Const) and isinstance(eps.value, float) and eps.value < EPS_LOST
 
 
 def _mistake(cast: CastDown, harm: str) -> Mistake:

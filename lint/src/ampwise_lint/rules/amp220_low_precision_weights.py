@@ -35,14 +35,13 @@ import re
 from collections.abc import Iterator
 
 from ampwise_lint.analysis import Analysis, Trace
-from ampwise_lint.queries import is_managed, owners
+from ampwise_lint.queries import is_managed, loses_eps, owners
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.triggers import HALF
-from ampwise_lint.values.abstract import Instance, Model, Optimizer, key_of
+from ampwise_lint.values.abstract import Instance, Model, key_of
 from ampwise_lint.values.events import CastDown, OptimizerStep
 
 HELPED = re.compile(r"master|fp32_|stochastic|kahan|lora|peft|adapter|requires_grad", re.IGNORECASE)
-ADAM = ("Adam", "AdamW", "NAdam", "RAdam")
 
 
 @rule("AMP220", "low-precision-weights", "warning", triggers=(HALF,))
@@ -66,14 +65,9 @@ def check(code: Analysis) -> Iterator[Mistake]:
 def _is_trained(trace: Trace, cast: CastDown) -> bool:
     """Whether an optimizer without masters steps these parameters."""
     for step in trace.of(OptimizerStep):
-        home, _, name = step.optimizer.path.rpartition(".")
-        plain = home.startswith("torch.optim")
-        # AMP206 says what Adam does to float16.
-        other = name in ADAM and cast.cast == "float16" and not _is_fused(step.optimizer)
+        plain = step.optimizer.path.startswith("torch.optim.")
+        # AMP206 says what Adam's eps does in float16.
+        other = cast.cast == "float16" and loses_eps(step.optimizer)
         if plain and not other and key_of(cast.value) in owners(step.optimizer):
             return True
     return False
-
-
-def _is_fused(optimizer: Optimizer) -> bool:
-    return "fused" in optimizer.arguments

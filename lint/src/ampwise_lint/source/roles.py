@@ -57,7 +57,7 @@ STEP_METHODS = {
 }  # fmt: skip
 STEP_NAMES = {
     "GradScaler", "ShardedGradScaler", "autocast", "clip_grad_norm_", "clip_grad_value_",
-    "nullcontext", "clip_grad_norm",
+    "nullcontext", "clip_grad_norm", "FSDP", "FullyShardedDataParallel",
 }  # fmt: skip
 
 Role = Literal["scaler", "wrapper", "optimizer", "scheduler", "network", ""]

@@ -35,6 +35,7 @@ from ampwise_lint.values.abstract import (
     Unknown,
     Value,
     Wrapper,
+    is_low,
     key_of,
 )
 from ampwise_lint.values.arguments import Arguments
@@ -302,6 +303,15 @@ LAYER_TO_FUNCTION = {
     "SmoothL1Loss": "smooth_l1_loss",
     "HuberLoss": "huber_loss",
     "KLDivLoss": "kl_div",
+    "CTCLoss": "ctc_loss",
+    "CosineEmbeddingLoss": "cosine_embedding_loss",
+    "GaussianNLLLoss": "gaussian_nll_loss",
+    "HingeEmbeddingLoss": "hinge_embedding_loss",
+    "MarginRankingLoss": "margin_ranking_loss",
+    "MultiLabelSoftMarginLoss": "multilabel_soft_margin_loss",
+    "PoissonNLLLoss": "poisson_nll_loss",
+    "SoftMarginLoss": "soft_margin_loss",
+    "TripletMarginLoss": "triplet_margin_loss",
 }
 
 
@@ -389,6 +399,16 @@ def _other(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
     return state.unknown(node, "called", path)
 
 
+def _pretrained(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
+    """A network as it is stored, or in the dtype that is asked for."""
+    made = _other(state, node, path, a)
+    asked = [a.named[each] for each in ("dtype", "torch_dtype") if each in a.named]
+    dtype = methods.dtype_named(asked[0]) if asked else None
+    if dtype is None or not is_low(dtype):
+        return made
+    return methods.halved(state, node, Model(key_of(made), path, node), dtype)
+
+
 TO_HOST = re.compile(r"(to|2)_?(python_)?(float|np|numpy|item)$", re.IGNORECASE)
 """Functions that make a number or an array of a tensor, by their names."""
 
@@ -463,5 +483,6 @@ FAMILIES: list[tuple[Callable[[str], bool], Handler]] = [
     (lambda p: bool(library.WRAPPERS.match(p)) and _last(p)[:1].isupper(), _wrapper),
     (lambda p: p.startswith("torch.nn.") and _last(p)[:1].isupper(), _layer),
     (library.is_operation, _operation),
+    (lambda p: p.endswith(".from_pretrained"), _pretrained),
 ]
 """All others by what their names have in common; the first that holds counts."""

@@ -109,8 +109,10 @@ def walk_callbacks(state: State, node: ast.Call, a: Arguments) -> Value | None:
     return returned
 
 
-NETWORK_MADE = re.compile(r"from_pretrained|[mM]odel|[nN]et\b|resnet|create_model")
+NETWORK_MADE = re.compile(r"from_pretrained|[mM]odel|[nN]et\b|resnet|create_model|(^|\.)[A-Z]\w*@")
+"""What made something that is halved: by the words for networks, or a class."""
 SAVES = re.compile(r"save|checkpoint|ckpt|snapshot", re.IGNORECASE)
+LOADS = re.compile(r"load|resume|restore", re.IGNORECASE)
 HARMLESS = re.compile(
     r"load|resume|restore|log|print|info|save|checkpoint|ckpt|isinstance", re.IGNORECASE
 )
@@ -133,8 +135,19 @@ def given_away(state: State, node: ast.Call, name: str, a: Arguments) -> None:
             if isinstance(each, DictValue):
                 state.emit(Save, node, each, each)
                 return
+        if _saves_optimizer(state, node, name, a):
+            given = DictValue({**dict(enumerate(a.positional)), **a.named}, node)
+            state.emit(Save, node, given, given)
     if not HARMLESS.search(name) and any(isinstance(each, Scaler) for each in a.values):
         state.emit(Managed, node, name)
+
+
+def _saves_optimizer(state: State, node: ast.Call, name: str, a: Arguments) -> bool:
+    """Whether an imported function that saves is given an optimizer, or its state."""
+    if a.open or LOADS.search(name) or not state.here.imports.full(node.func):
+        return False
+    given = [each.of if isinstance(each, Parameters) else each for each in a.values]
+    return any(isinstance(each, Optimizer) for each in given)
 
 
 # ---------------------------------------------------------------------- scalers and optimizers
