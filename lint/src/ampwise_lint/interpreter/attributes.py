@@ -66,7 +66,7 @@ def attribute(state: State, node: Node, owner: Value, attr: str) -> Value:
             return owner
         case Tensor() if attr in ("shape", "ndim", "device", "dtype", "is_cuda", "requires_grad"):
             return Unknown(f"{key_of(owner)}.{attr}", of=owner)
-        case Tensor(key=key, data=True) if f"attribute {key}.{attr}" in state.converted:
+        case Tensor(key=key) if f"attribute {key}.{attr}" in state.converted:
             return state.converted[f"attribute {key}.{attr}"]
         case Tensor() if (owner.forward or owner.data) and id(node) not in state.called:
             # ``output.logits``, ``output.loss``, ``batch.x``: a part of it
@@ -94,7 +94,8 @@ def _of_instance(state: State, node: Node, owner: Instance, attr: str) -> Value:
     class_, attributes = owner.class_, owner.attributes
     if attr in attributes and not _is_placeholder(state, class_, attributes[attr], attr, text):
         return as_role(state, attributes[attr], text)
-    if found := class_.lookup(attr):
+    found = class_.lookup(attr)
+    if found is not None and not _is_placeholder(state, class_, found[0], attr, text):
         return _inherited(state, node, owner, found[0], text)
     if attr in NETWORK_METHODS and is_network(class_):
         return Bound(owner, attr, node)

@@ -105,7 +105,7 @@ def _set_attribute(
         owner.attributes[attr] = named(_kept(state, node, before, value), attr)
     elif isinstance(owner, Class):
         owner.attributes[attr] = value
-    elif isinstance(owner, Tensor) and owner.data:
+    elif isinstance(owner, Tensor) and (owner.data or owner.forward):
         state.converted[f"attribute {owner.key}.{attr}"] = value
     elif isinstance(owner, Unknown):
         key = f"{owner.key}.{attr}"

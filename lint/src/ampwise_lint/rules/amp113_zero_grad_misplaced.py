@@ -2,8 +2,8 @@
 
 ## What it does
 Reports gradients that are zeroed between backward and step, zeroed on every micro-batch of an
-accumulation window, or never zeroed at all; also those of one of several networks that share a
-step, between its backward and that step.
+accumulation window or before its last one, or never zeroed at all; also those of one of several
+networks that share a step, between its backward and that step.
 
 ## Why is this bad
 Zeroed before the step, there is nothing to apply: AssertionError "No inf checks were recorded
@@ -70,6 +70,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
         yield from _before_step(trace)
         yield from _lost(trace)
         yield from _inside_window(trace)
+        yield from _before_last(trace)
         for step in trace.events:
             if isinstance(step, ScalerStep | OptimizerStep) and _is_plain(trace, step):
                 (
@@ -213,3 +214,32 @@ def _inside_window(trace: Trace) -> Iterator[Mistake]:
                     "gradients are zeroed on every micro-batch, but the step waits for the end of "
                     "the window: only the last micro-batch counts; zero them behind the step",
                 )
+
+
+def _before_last(trace: Trace) -> Iterator[Mistake]:
+    """Zeroed in front of a window's last backward, under the very condition of the step."""
+    for backward, step in accumulates(trace):
+        held = {each.key for each in step.context.conditions if each.periodic}
+        again = [e for e in trace.of(Backward) if e.node is backward.node and _beside(e, step)]
+        for event in trace.of(ZeroGrad):
+            together = any(each.key in held for each in event.context.conditions if each.taken)
+            if not together or not _beside(event, step) or not _same(event, step):
+                continue
+            if again and _in_order(trace, event, again[-1], step):
+                yield Mistake(
+                    event.node,
+                    event.module,
+                    "gradients are zeroed right before the last backward of a window, under the "
+                    "condition of the step: only that micro-batch counts; zero them behind the "
+                    "step",
+                )
+
+
+def _beside(event: Event, step: Event) -> bool:
+    """Whether it happens in the iteration of a step."""
+    return event.context.loops[-1:] == step.context.loops[-1:]
+
+
+def _in_order(trace: Trace, *events: Event) -> bool:
+    places = [trace.events.index(each) for each in events]
+    return places == sorted(places)

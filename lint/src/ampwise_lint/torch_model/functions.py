@@ -399,6 +399,12 @@ def _other(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
     return state.unknown(node, "called", path)
 
 
+def _numpy(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
+    """NumPy computes on the host, and takes nothing that is not there."""
+    made = _other(state, node, path, a)
+    return made.but(host=True) if isinstance(made, Tensor) else made
+
+
 def _pretrained(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
     """A network as it is stored, or in the dtype that is asked for."""
     made = _other(state, node, path, a)
@@ -484,5 +490,6 @@ FAMILIES: list[tuple[Callable[[str], bool], Handler]] = [
     (lambda p: p.startswith("torch.nn.") and _last(p)[:1].isupper(), _layer),
     (library.is_operation, _operation),
     (lambda p: p.endswith(".from_pretrained"), _pretrained),
+    (lambda p: p.startswith("numpy."), _numpy),
 ]
 """All others by what their names have in common; the first that holds counts."""

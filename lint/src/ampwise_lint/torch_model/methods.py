@@ -447,7 +447,7 @@ def _moved(state: State, node: ast.Call, owner: Tensor, name: str, a: Arguments)
     if any("cpu" in state.here.unparsed(each) for each in named):
         return owner if owner.data else tensors.read(state, node, owner, "cpu")
     owner = owner.but(host=False) if owner.host and (dtype is None or a.count > 1) else owner
-    if dtype is None and (owner.data or not (owner.forward or owner.loss)):
+    if dtype is None and not owner.moved and (owner.data or not (owner.forward or owner.loss)):
         non_blocking = "non_blocking" in a.named or (name == "cuda" and a.count > 1) or a.open
         state.emit(Moved, node, owner, non_blocking, _device_given(a))
         owner = owner.but(moved=owner.data)
