@@ -122,7 +122,7 @@ def _is_loaded(tensor: Tensor) -> bool:
 
 
 def _is_for_a_look(event: Made) -> bool:
-    """``len(loader)``, ``next(iter(loader))``, a loop that ends in ``break``: a batch at most."""
+    """``len(loader)``, ``next(iter(loader))``, loops that end in ``break`` or drop each batch."""
     module = event.module
     statement = module.statement_of(event.node)
     target = statement.targets[0] if isinstance(statement, ast.Assign) else None
@@ -141,6 +141,10 @@ def _takes_one(module: Module, use: ast.expr) -> bool:
             return True
         case ast.For(iter=over, body=[*_, ast.Break()]):
             return over is use
+        case ast.For(iter=over, target=ast.Name(id="_")):
+            return over is use
+        case ast.For(iter=ast.Call(func=ast.Name(id="enumerate")) as over, target=ast.Tuple() as to):
+            return over is use and ast.unparse(to.elts[-1]) == "_"
         case _:
             return False
 

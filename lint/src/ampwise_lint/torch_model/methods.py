@@ -131,13 +131,15 @@ def note_norm(state: State, node: ast.Call, name: str, a: Arguments) -> None:
 def given_away(state: State, node: ast.Call, name: str, a: Arguments) -> None:
     """Note what a function nobody showed us is given: a checkpoint to save, a scaler to step."""
     if SAVES.search(name):
-        for each in a.values:
-            if isinstance(each, DictValue):
-                state.emit(Save, node, each, each)
-                return
+        mappings = [each for each in a.values if isinstance(each, DictValue)]
         if _saves_optimizer(state, node, name, a):
-            given = DictValue({**dict(enumerate(a.positional)), **a.named}, node)
+            may_hold_more = any(each.open for each in mappings)
+            given = DictValue({**dict(enumerate(a.positional)), **a.named}, node, may_hold_more)
             state.emit(Save, node, given, given)
+            return
+        if mappings:
+            state.emit(Save, node, mappings[0], mappings[0])
+            return
     if not HARMLESS.search(name) and any(isinstance(each, Scaler) for each in a.values):
         state.emit(Managed, node, name)
 
@@ -556,6 +558,9 @@ def _unknown(state: State, node: ast.Call, owner: Unknown, name: str, a: Argumen
             return _state(state, node, owner, name)
         case "no_sync":
             return Manager("other", node)
+        case "log_every" if a.positional:  # the logger of torchvision's references
+            over = a.positional[0]
+            return Unknown(f"{name}({key_of(over)})", op="tqdm", operands=(over,))
         case _ if library.CLIP_NAME.match(name):
             state.emit(Managed, node, owner.key)
             return state.unknown(node)
