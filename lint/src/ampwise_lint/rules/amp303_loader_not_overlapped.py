@@ -143,7 +143,9 @@ def _takes_one(module: Module, use: ast.expr) -> bool:
             return over is use
         case ast.For(iter=over, target=ast.Name(id="_")):
             return over is use
-        case ast.For(iter=ast.Call(func=ast.Name(id="enumerate")) as over, target=ast.Tuple() as to):
+        case ast.For(
+            iter=ast.Call(func=ast.Name(id="enumerate")) as over, target=ast.Tuple() as to
+        ):
             return over is use and ast.unparse(to.elts[-1]) == "_"
         case _:
             return False

@@ -46,6 +46,9 @@ def _print(state: State, node: ast.Call, name: str, a: Arguments) -> Value:
 
 def _number(state: State, node: ast.Call, name: str, a: Arguments) -> Value:
     value = _first(a)
+    if name == "round" and isinstance(value, Tensor):
+        value.host = True  # tensors cannot be rounded by it: it is a number
+        return value
     if isinstance(value, Tensor) and not value.data:
         return tensors.read(state, node, value, f"{name}()")
     if isinstance(value, Const):
