@@ -45,11 +45,11 @@ from ampwise.distributed.host_group import HostGroup, RankError, beside
 from ampwise.errors import kind_and_words
 from ampwise.policy import PRESETS, Policy, Resolution, candidates
 from ampwise.policy.resolution import GUESSED
+from ampwise.sqnr import decibels
 from ampwise.stats import Interval, paired_speedup
 from ampwise.step import gradients as grads
 from ampwise.step.compiled import eager
 from ampwise.step.loss_scale import INIT_SCALE
-from ampwise.step.modules import as_one
 from ampwise.step.recorder import RandomState, finite
 from ampwise.step.replay import Replay, Rerun, let_go, undisturbed
 from ampwise.step.train_step import TrainStep
@@ -377,7 +377,7 @@ def _of_guess(guess: Resolution) -> tuple[str, ...]:
 
 def _fingerprint(step: TrainStep, run: _Run, names: Sequence[str]) -> str:
     """What the times of a run depend on, beside the machine."""
-    modules = as_one(step.model).named_modules()
+    modules = step.whole.named_modules()
     facts = {
         "modules": [(name, type(each).__qualname__) for name, each in modules],
         "parameters": [
@@ -448,9 +448,7 @@ def _sqnr_db(found: dict[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
         return -math.inf
     device = next(iter(wanted.values())).device
     noise = [found[name].sub_(each) for name, each in wanted.items()]
-    error, length = (
-        float(grads.wide_norm(list(each), device)) for each in (noise, wanted.values())
+    signal, error = (
+        float(grads.wide_norm(list(each), device)) for each in (wanted.values(), noise)
     )
-    if not error:
-        return math.inf
-    return 20 * math.log10(length / error) if length else -math.inf
+    return decibels(signal, error)
