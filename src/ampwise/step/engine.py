@@ -253,6 +253,11 @@ class Engine:
         return self._members.models
 
     @property
+    def whole(self) -> nn.Module:
+        """The models, out of DDP, as one module: for what goes by names."""
+        return self._members.whole
+
+    @property
     def optimizers(self) -> tuple[Optimizer, ...]:
         """The optimizers."""
         return arguments.optimizers_of(self._members.optimizer)
