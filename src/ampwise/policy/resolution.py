@@ -72,10 +72,9 @@ class Resolution:
         return f"{use}: {'; '.join(self.reasons)}" if self.reasons else use
 
     @property
-    def asked_islands(self) -> tuple[str, ...]:
-        """Islands of the request, also where another policy came of it."""
-        asked = _as_policy(self.request)
-        return () if asked is None else asked.islands
+    def asked(self) -> Policy | None:
+        """The policy of the request, also where another came of it; None for ``auto``."""
+        return _as_policy(self.request)
 
     def to_json(self) -> dict[str, object]:
         """The resolution as plain values."""
