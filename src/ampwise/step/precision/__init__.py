@@ -12,13 +12,13 @@ from ampwise.step.members import Members
 from ampwise.step.precision.base import Part, Precision
 from ampwise.step.precision.cast_weights import CastWeights
 from ampwise.step.precision.float32_mode import Float32Mode
-from ampwise.step.precision.functions import CallMode, FunctionIslands, functions_named
+from ampwise.step.precision.functions import CallMode, Calls, FunctionIslands, functions_named
 from ampwise.step.precision.islands import Found, Islands, islands_in, islands_of, raised
 from ampwise.step.precision.pure import PureBFloat16, lower, settle
 
 __all__ = [
-    "CallMode", "Float32Mode", "Islands", "Part", "Precision", "check_islands", "islands_in",
-    "islands_of", "lower", "precision_of", "raised", "settle",
+    "CallMode", "Calls", "Float32Mode", "Islands", "Part", "Precision", "check_islands",
+    "islands_in", "islands_of", "lower", "precision_of", "raised", "settle",
 ]  # fmt: skip
 
 

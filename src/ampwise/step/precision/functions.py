@@ -40,15 +40,13 @@ class CallMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class FunctionIslands(CallMode, Part):
-    """Runs some functions in float32.
+class Calls(CallMode):
+    """Notes which functions are called.
 
-    Parameters
+    Attributes
     ----------
-    names
-        Of the functions.
-    device_type
-        Whose autocast is off inside.
+    unseen
+        Names of those that were not, so far.
 
     Raises
     ------
@@ -56,21 +54,44 @@ class FunctionIslands(CallMode, Part):
         When torch has no function of a name.
     """
 
-    def __init__(self, names: Sequence[str], device_type: str) -> None:
+    def __init__(self, names: Sequence[str]) -> None:
         super().__init__()
         self._functions = functions_named(names)
-        self._device_type = device_type
-        self._unseen = list(names)
-        self._windows = 0
+        self.unseen = list(names)
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make a call, in float32 if it is of one of the functions."""
+        """Make a call."""
         name = self._functions.get(func)
         if name is None:
             return func(*args, **kwargs)
-        if name in self._unseen:
-            self._unseen.remove(name)
-        return in_float32(func, self._device_type)(*args, **kwargs)
+        if name in self.unseen:
+            self.unseen.remove(name)
+        return self.as_meant(func)(*args, **kwargs)
+
+    def as_meant(self, func: _Function) -> _Function:
+        """One of the functions as it is to be called; as it is, here."""
+        return func
+
+
+class FunctionIslands(Calls, Part):
+    """Runs some functions in float32.
+
+    Parameters
+    ----------
+    names
+        Of the functions; the errors are those of `Calls`.
+    device_type
+        Whose autocast is off inside.
+    """
+
+    def __init__(self, names: Sequence[str], device_type: str) -> None:
+        super().__init__(names)
+        self._device_type = device_type
+        self._windows = 0
+
+    def as_meant(self, func: _Function) -> _Function:
+        """In float32."""
+        return in_float32(func, self._device_type)
 
     def enter(self) -> None:
         """Watch calls."""
@@ -83,8 +104,8 @@ class FunctionIslands(CallMode, Part):
     def begin_window(self, *, anew: bool) -> None:  # noqa: ARG002
         """Say so, once, if the first window called none of a name."""
         self._windows += 1
-        if self._windows == 2 and self._unseen:
-            unseen = ", ".join(f"{name}()" for name in self._unseen)
+        if self._windows == 2 and self.unseen:
+            unseen = ", ".join(f"{name}()" for name in self.unseen)
             warn_user(
                 f"islands: the first step never called {unseen}, which was to be kept in float32; "
                 "calls inside torch's own functions are not seen: name a module"
