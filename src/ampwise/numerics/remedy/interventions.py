@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 
 from ampwise.numerics.observe import domain
 from ampwise.numerics.observe.extent import which
-from ampwise.numerics.observe.places import is_internal
+from ampwise.places import is_internal
 from ampwise.step.precision import CallMode, Islands
 from ampwise.step.recorder import finite
 
