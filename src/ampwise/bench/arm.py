@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampwise.data import to_device
 from ampwise.policy import Policy
 from ampwise.step import TrainStep
 from ampwise.step.compiled import eager
-from ampwise.step.modules import as_one, in_form
+from ampwise.step.modules import as_one
 from ampwise.step.together import as_one_optimizer
 from ampwise.tasks import Task
 from ampwise.tasks.checks import build
@@ -57,7 +56,6 @@ class Arm:
     ) -> None:
         self.name = policy.text
         model, optimizer = build(task, settings.device, settings.seed, spread)
-        model = in_form(model, self.prepared)
         self.model, self.optimizer = as_one(model), as_one_optimizer(optimizer)
         self.iteration = Iteration(task, settings.accumulate)
         self.step = TrainStep(
@@ -70,10 +68,6 @@ class Arm:
             undo="window",  # an error ends the arm
         )
         self._task = task
-
-    def prepared(self, model: nn.Module) -> nn.Module:
-        """A model as it is trained; for arms that wrap it."""
-        return model
 
     def run(self, batch: Any) -> None:
         """A whole step: data to the device, forward, backward, guard, optimizer."""
