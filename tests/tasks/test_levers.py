@@ -137,13 +137,29 @@ def test_compiled_in_place_means_compiled_and_keeps_every_name(monkeypatch, mode
 
     monkeypatch.setattr(torch, "compile", lambda call: plain(call, backend=counting))
     task = blocky(model=model)
-    # More models than the compiler takes variants of one function.
+    wanted = after(task, "bf16")
+    # More tasks than the compiler takes variants of one function.
     for _ in range(10):
         graphs.clear()
-        found = after(pulled(task, ["compile"]), "bf16")
+        same(wanted, after(pulled(task, ["compile"]), "bf16"))
         assert len(graphs) >= 3
     torch._dynamo.reset()
-    same(after(task, "bf16"), found)
+
+
+def test_models_of_a_task_share_what_is_compiled(monkeypatch):
+    made: list[int] = []
+    plain = torch.compile
+
+    def counting(graph, inputs):
+        made.append(1)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", lambda call: plain(call, backend=counting))
+    task = pulled(load_task("charlm", TINY), ["chunked-loss", "compile"])
+    for _ in range(3):
+        after(task, "bf16", steps=1)
+    torch._dynamo.reset()
+    assert len(made) == 1  # for two blocks in each of three models
 
 
 def test_a_loss_that_calls_past_the_model_runs_compiled_blocks(monkeypatch):

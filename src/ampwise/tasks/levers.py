@@ -25,7 +25,7 @@ import types
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import islice
 from typing import Any
 
@@ -243,35 +243,36 @@ def _checkpointed(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def _compiled(task: Task) -> Task:
-    def model() -> Any:
-        return in_form(task.model(), _compiled_in_place)
+    """A task whose models are compiled in place, and their blocks for losses that call those.
 
-    return replace(task, model=model)
-
-
-def _compiled_in_place(model: nn.Module) -> nn.Module:
-    """A model whose calls are compiled, and its blocks' where a loss calls past the model.
-
-    As `Module.compile`, which does nothing for classes of PyTorch's own (`Sequential`).
+    As `Module.compile`, which does nothing for classes of PyTorch's own (`Sequential`). What is
+    compiled is shared by all models that this task builds, and by the blocks of a list: they differ
+    in nothing that the compiler sees.
     """
-    for module in (model, *blocks_of(model).values()):
-        module._compiled_call_impl = torch.compile(_call_of(module))
-    return model
+    compiled: dict[str, Callable[..., Any]] = {}
+
+    def in_place(model: nn.Module) -> nn.Module:
+        for name, module in {"": model, **blocks_of(model)}.items():
+            place = name.rpartition(".")[0] + "." if name else ""
+            if place not in compiled:
+                compiled[place] = torch.compile(_a_call())
+            module._compiled_call_impl = partial(compiled[place], module)
+        return model
+
+    return replace(task, model=lambda: in_form(task.model(), in_place))
 
 
-def _call_of(module: nn.Module) -> Callable[..., Any]:
+def _a_call() -> Callable[..., Any]:
     """What calls a module, with code of its own.
 
-    By its code the compiler counts how often it compiled something, and gives up after some times:
-    for many models one after the other it would.
+    By its code the compiler counts how often it has compiled something, and gives up after some
+    times: beside other tasks it would.
     """
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return module._call_impl(*args, **kwargs)
 
-    return types.FunctionType(
-        call.__code__.replace(), globals(), call.__name__, None, call.__closure__
-    )
+    return types.FunctionType(call.__code__.replace(), globals(), call.__name__)
 
 
 LEVERS: Mapping[str, Callable[[Task], Task]] = {
