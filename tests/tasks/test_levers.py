@@ -13,7 +13,7 @@ from torch import nn
 from ampwise.bench.arm import Arm, Settings
 from ampwise.bench.memory import peak_bytes
 from ampwise.cli.main import main
-from ampwise.errors import UsageError
+from ampwise.errors import LeverError, UsageError
 from ampwise.policy import Policy
 from ampwise.tasks import Task, load_task
 from ampwise.tasks.levers import blocks_of, pulled, spelled
@@ -230,12 +230,12 @@ def test_a_task_s_own_lever_comes_first_and_its_loss_is_the_loss():
     ("lever", "task", "why"),
     [
         ("checkpointing", images(), "no repeated blocks"),
-        ("channels-last", blocky(), "no convolution"),
-        ("fused-optimizer", blocky(), "no optimizer is of a kind that has it, and not fused"),
+        ("channels-last", blocky(), "no 2d convolution"),
+        ("fused-optimizer", blocky(), "no optimizer that has it and is not fused yet"),
     ],
 )
 def test_a_lever_that_does_not_fit_says_why(lever, task, why):
-    with pytest.raises(UsageError, match=why):
+    with pytest.raises(LeverError, match=why):
         Arm(pulled(task, [lever]), Policy.parse("fp32"), SETTINGS)
 
 

@@ -99,6 +99,26 @@ class Arm:
         return sum("synchroniz" in str(each.message) for each in caught)
 
 
+@dataclass(frozen=True)
+class Variant:
+    """What an arm is made of: a task, maybe with levers, under a policy; and what it is called."""
+
+    name: str
+    task: Task
+    policy: Policy
+
+    @classmethod
+    def plain(cls, task: Task, policy: Policy) -> Variant:
+        """A task as it is."""
+        return cls(policy.text, task, policy)
+
+    def arm(self, settings: Settings) -> Arm:
+        """A fresh one."""
+        made = Arm(self.task, self.policy, settings)
+        made.name = self.name
+        return made
+
+
 class _Reads(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()

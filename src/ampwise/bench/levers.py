@@ -22,7 +22,7 @@ from ampwise.bench.memory import peak_bytes
 from ampwise.bench.race import FAILURES, Race, run_race, speedups
 from ampwise.clock import done_at
 from ampwise.data.move import joined
-from ampwise.errors import UsageError, kind_and_words
+from ampwise.errors import LeverError, kind_and_words
 from ampwise.policy import Policy
 from ampwise.stats import Interval, paired_speedup
 from ampwise.tasks import Task
@@ -197,7 +197,7 @@ def _fitting(task: Task, settings: Settings, *, compiled: bool) -> dict[str, Tas
         try:
             variant = pulled(task, [name])
             build(variant, settings.device, settings.seed)
-        except UsageError:
+        except LeverError:
             continue
         found[name] = variant
     return found

@@ -35,7 +35,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from ampwise.data.move import changed, joined
-from ampwise.errors import UsageError, nearest
+from ampwise.errors import LeverError, UsageError, nearest
 from ampwise.step.modules import as_one, in_form, several
 from ampwise.tasks.task import Task
 
@@ -95,8 +95,8 @@ def pulled(task: Task, levers: Iterable[str]) -> Task:
     Raises
     ------
     UsageError
-        For a lever that does not exist. For one that does not fit the task it is raised when the
-        task's model or optimizer is built; the message says why.
+        For a lever that does not exist. One that does not fit the task raises `LeverError`, when
+        the task's model, optimizer or batches are made.
     """
     for lever in spelled(",".join(levers)):
         task = _pulled(task, lever)
@@ -141,10 +141,6 @@ def _is_block(module: nn.Module) -> bool:
 # -- each lever ------------------------------------------------------------------------------------
 
 
-def _unfit(lever: str, why: str) -> UsageError:
-    return UsageError(f"lever {lever} does not fit: {why}; leave it out")
-
-
 def _larger_batch(task: Task, times: int) -> Task:
     def batches() -> Iterator[Any]:
         each = iter(task.batches())
@@ -152,7 +148,7 @@ def _larger_batch(task: Task, times: int) -> Task:
             try:
                 yield joined(group)
             except TypeError as error:
-                raise _unfit(f"{BATCH}={times}", str(error)) from None
+                raise LeverError(f"{BATCH}={times}", str(error)) from None
 
     return replace(task, batches=batches)
 
@@ -162,7 +158,9 @@ def _fused_optimizer(task: Task) -> Task:
         plain = None if task.optimizer is None else task.optimizer(model)
         # Without an optimizer of its own, a task gets a fused one.
         if plain is None or not any(map(_could_be_fused, several(plain))):
-            raise _unfit("fused-optimizer", "no optimizer is of a kind that has it, and not fused")
+            raise LeverError(
+                "fused-optimizer", "there is no optimizer that has it and is not fused yet"
+            )
         return in_form(plain, _fused)
 
     return replace(task, optimizer=optimizer)
@@ -190,7 +188,7 @@ def _channels_last(task: Task) -> Task:
     def model() -> Any:
         built = task.model()
         if not any(isinstance(each, _CONVOLUTIONS) for each in as_one(built).modules()):
-            raise _unfit("channels-last", "the model has no convolution over images")
+            raise LeverError("channels-last", "the model has no 2d convolution")
         as_one(built).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
         return built
 
@@ -216,9 +214,7 @@ def _checkpointing(task: Task) -> Task:
         built = task.model()
         blocks = blocks_of(as_one(built))
         if not blocks:
-            raise _unfit(
-                "checkpointing", "the model has no repeated blocks in a list or Sequential"
-            )
+            raise LeverError("checkpointing", "the model has no repeated blocks")
         for block in blocks.values():
             block.__class__ = _checkpointed(type(block))
         return built
