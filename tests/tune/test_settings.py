@@ -15,9 +15,10 @@ from ampwise.cli.main import main
 from ampwise.document import load
 from ampwise.policy import Policy
 from ampwise.stats import Interval
+from ampwise.tasks import load_task
 from ampwise.tune import settings as search_module
 from ampwise.tune import turns as turns_module
-from ampwise.tune.islands import _places, faster_in_float32
+from ampwise.tune.islands import _Call, _places, faster_in_float32
 from ampwise.tune.result import Tuned
 from ampwise.tune.setting import PLAIN, Setting, to_toml
 from ampwise.tune.settings import SearchConfig, search_settings
@@ -266,28 +267,54 @@ class Mixed(nn.Module):
 def test_modules_that_are_faster_in_float32_are_found():
     task = blocky(model=Mixed)
     found = faster_in_float32(Arm(task, Policy.parse("bf16"), CPU), next(iter(task.batches())))
-    # They stand among blocks that are not: a star would mean these, too.
-    assert found[0].pattern.startswith("blocks.0")
-    assert found[0].alone.low > 2
-    assert found[0].low_ms > 10 > found[0].float32_ms
+    # The block between them is of another class: a star would mean it, too.
+    (island,) = (each for each in found if "blocks.0" in each.pattern)
+    assert (island.pattern, island.times) == ("blocks.0+blocks.2", 2)
+    assert island.alone.low > 2
+    assert island.low_ms > 10 > island.float32_ms
 
 
-def test_a_pattern_means_exactly_the_modules_of_a_place():
+def test_a_function_that_is_faster_in_float32_is_found(monkeypatch):
+    """As attention is on some CPUs: no module of its own, so only its name can say it."""
+    plain = torch.nn.functional.scaled_dot_product_attention
+
+    def attention(*args, **kwargs):
+        if torch.overrides.has_torch_function(args):
+            return torch.overrides.handle_torch_function(attention, args, *args, **kwargs)
+        if torch.is_autocast_enabled("cpu"):
+            time.sleep(0.01)
+        return plain(*args, **kwargs)
+
+    attention.__name__ = plain.__name__
+    monkeypatch.setattr(torch.nn.functional, plain.__name__, attention)
+    task = load_task("charlm", {"size": "tiny", "batch": "2", "context": "16"})
+    found = faster_in_float32(Arm(task, Policy.parse("bf16"), CPU), next(iter(task.batches())))
+    (island,) = (each for each in found if each.pattern == "scaled_dot_product_attention()")
+    assert island.times == 2
+    assert island.low_ms > 10 > island.float32_ms
+
+
+def test_a_pattern_means_exactly_the_modules_of_a_place_and_class():
+    norm, linear = _Call(nn.LayerNorm(2), (), {}), _Call(nn.Linear(2, 2), (), {})
     names = ["a.0.norm", "a.1.norm", "a.0.b.norm", "head", "layer1"]
-    calls = dict.fromkeys(["a.0.norm", "a.1.norm", "head", "layer1"])
+    calls = {"a.0.norm": norm, "a.1.norm": norm, "head": linear, "layer1": linear}
     assert list(_places(calls, names)) == ["a.0.norm+a.1.norm", "head", "layer1"]
-    assert list(_places(calls, ["a.0.norm", "a.1.norm"])) == ["a.*.norm", "head", "layer1"]
+    own = ["a.0.norm", "a.1.norm"]
+    assert list(_places(dict.fromkeys(own, norm), own)) == ["a.*.norm"]
+    flat = {"0": linear, "1": norm, "2": linear}
+    assert list(_places(flat, list(flat))) == ["0+2", "1"]
 
 
 def test_islands_for_speed_become_part_of_the_policy(made_up):
-    made_up(lambda name: 100.0 if name == "fp32" else 40.0 if "islands" in name else 50.0)
+    """Also where the precision is slower than fp32 without them."""
+    made_up(lambda name: 100.0 if name == "fp32" else 80.0 if "islands" in name else 120.0)
     found = searched(blocky(model=Mixed), levers=[])
     assert found.settings is not None
-    island = found.settings.islands[0]
-    assert (island.chosen, found.choice) == (True, f"bf16:islands={island.pattern}")
-    assert {"blocks.0", "blocks.2"} <= set(Policy.parse(found.choice).islands)
+    (island,) = (each for each in found.settings.islands if each.chosen)
+    assert (island.pattern, found.choice) == ("blocks.0+blocks.2", f"bf16:islands={island.pattern}")
     assert found.settings.train == {"precision": found.choice}
-    assert any("faster in float32" in each for each in found.verdict)
+    assert found.settings.precisions[-1].setting == found.choice
+    assert any("blocks.0+blocks.2 stays in float32" in each for each in found.verdict)
 
 
 def test_the_command_writes_what_train_takes(tmp_path, capsys):

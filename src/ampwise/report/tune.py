@@ -21,10 +21,13 @@ class Grid:
 
     Attributes
     ----------
+    name, title
+        In the page: its id, and what stands above it.
     figures
         Columns that stand at the right.
     """
 
+    name: str
     title: str
     head: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
@@ -81,12 +84,13 @@ def grids(found: Tuned) -> list[Grid]:
         return [_held(found)]
     settings = found.settings
     shown = [_precisions(settings)]
-    shown += [_levers(settings)] if settings.credits else []
-    return shown + ([_islands(settings)] if settings.islands_searched else [])
+    shown += [_islands(settings)] if settings.islands_searched else []
+    return shown + ([_levers(settings)] if settings.credits else [])
 
 
 def _held(found: Tuned) -> Grid:
     return Grid(
+        "tried",
         "Precisions",
         ("precision", "holds as", "gradient dB", "speed, vs fp32", "why"),
         [_tried(each) for each in found.tried],
@@ -110,6 +114,7 @@ def _precisions(settings: Settings) -> Grid:
     chosen = [] if settings.chosen is None else [settings.chosen]
     rows = [_measured(each) for each in (*settings.precisions, *chosen)]
     return Grid(
+        "precisions",
         "Precisions, and the result",
         ("setting", f"{settings.unit}/s, vs fp32", "peak memory"),
         rows,
@@ -126,6 +131,7 @@ def _measured(each: Measured) -> tuple[str, ...]:
 
 def _levers(settings: Settings) -> Grid:
     return Grid(
+        "levers",
         "Levers",
         ("lever", "alone", "on top of those chosen", "chosen"),
         [_credit(each) for each in settings.credits],
@@ -148,11 +154,12 @@ def _gain(ratio: Interval | None, saved: float | None) -> str:
 
 def _islands(settings: Settings) -> Grid:
     return Grid(
-        "Modules that are faster in float32",
-        ("modules", "in 16 bits", "in float32", "whole step", "chosen"),
+        "islands",
+        "Faster in float32",
+        ("what (times)", "in 16 bits", "in float32", "whole step", "chosen"),
         [
             (
-                f"{each.pattern} ({each.modules})",
+                f"{each.pattern} ({each.times})",
                 f"{each.low_ms:.3g} ms",
                 f"{each.float32_ms:.3g} ms",
                 "not tried" if each.together is None else str(each.together),
@@ -163,5 +170,5 @@ def _islands(settings: Settings) -> Grid:
         or [("none", "", "", "", "")],
         (1, 2),
         "One of them, forward and backward by itself; then the whole step with all of them in "
-        "float32. Operations inside a module's own forward are not told apart.",
+        "float32.",
     )

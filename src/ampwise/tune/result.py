@@ -96,14 +96,14 @@ class Credit:
 
 @dataclass
 class Island:
-    """Modules that are faster in float32 than in the policy's format.
+    """Modules, or a function of torch's, faster in float32 than in the policy's format.
 
     Attributes
     ----------
     pattern
-        Of their names, as a policy's text has it: several with ``+`` between them.
-    modules
-        How many there are.
+        As a policy's text has it: several with ``+`` between them.
+    times
+        How many such modules there are, or calls of the function in a step.
     low_ms, float32_ms
         Milliseconds of forward and backward of one of them.
     alone
@@ -114,7 +114,7 @@ class Island:
     """
 
     pattern: str
-    modules: int
+    times: int
     low_ms: float
     float32_ms: float
     alone: Interval
@@ -135,7 +135,7 @@ class Settings:
     credits
         Each lever.
     islands
-        Modules that are faster in float32; `islands_searched` says whether any were looked for.
+        What is faster in float32; `islands_searched` says whether it was looked for.
     chosen
         The result.
     refused

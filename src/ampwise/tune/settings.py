@@ -2,10 +2,10 @@
 
 1. precisions in turns with fp32, by successive halving (`turns`); on a CPU each makes its first
    step in a process that can be killed
-2. each lever alone, on the best of them
-3. the levers that helped, one on top of the other, the strongest first: one stays if the whole step
+2. for speed, what is faster in float32 (`islands`), as islands of the best 16-bit policy
+3. each lever alone, on the best policy
+4. the levers that helped, one on top of the other, the strongest first: one stays if the whole step
    is better with it
-4. for speed, modules that are faster in float32 (`islands`), as islands of the policy
 5. the result in turns with fp32, its exact peak memory, and the runner-up precision with the levers
 6. parity: the result and fp32 train under the same seeds
 
@@ -31,7 +31,7 @@ from ampwise.bench.parity import (
 from ampwise.bench.trial import limit_from, reference_step, slow, try_first_step
 from ampwise.capability import probe
 from ampwise.clock import done_at
-from ampwise.policy import PRESETS, Policy
+from ampwise.policy import PRESETS, Policy, candidates
 from ampwise.stats import Interval
 from ampwise.tasks import Task
 from ampwise.tasks.checks import first_batch
@@ -52,7 +52,7 @@ _SMALLER = 0.01
 """Share of the peak that a lever has to save to be worth its place."""
 
 _MOST_ISLANDS = 3
-_SHARES = {"precisions": 0.25, "levers": 0.6, "together": 0.75, "islands": 0.85, "result": 1.0}
+_SHARES = {"precisions": 0.2, "islands": 0.35, "levers": 0.65, "together": 0.85, "result": 1.0}
 """By when of the budget each stage ends."""
 
 _LEAST = 0.05
@@ -136,14 +136,15 @@ class _Search:
         self._turns = Turns(task, config.settings, progress)
         self._began = time.monotonic()
         self._for_speed = config.objective == "speed"
+        self._lowered: Setting | None = None
         self._second: Policy | None = None
         self._path: list[Setting] = []
         self.best = PLAIN
 
     def stages(self) -> Iterator[None]:
         """Make one stage after the other."""
-        stages = [self._precisions, self._levers, self._together]
-        stages += [self._islands] if self._for_speed else []
+        islands = [self._islands] if self._for_speed else []
+        stages = [self._precisions, *islands, self._levers, self._together]
         for stage in (*stages, self._result, self._parity):
             stage()
             yield
@@ -165,22 +166,17 @@ class _Search:
         able = [each for each in settings if each not in self._turns.why]
         ranked = self._faster(able) if self._for_speed else self._smaller(able)
         self.best, *rest = [*ranked, PLAIN] if self._for_speed else ranked
+        self._lowered = max((e for e in able if e.policy.autocast), key=self._speed, default=None)
         if self._for_speed and rest and rest[0] != PLAIN:
             self._second = rest[0].policy
 
     def _asked(self) -> list[Policy]:
-        """The precisions to try: those that gain on the device, and leave the model as it is."""
+        """The precisions to try: those that the device has natively."""
         if self._config.precisions is not None:
             return list(self._config.precisions)
-        formats = probe(self._config.settings.device).formats
-        gains = [
-            policy
-            for policy in PRESETS.values()
-            if not policy.pure
-            and (support := formats.get(policy.compute_format)) is not None
-            and support.gains
-        ]
-        return gains or [PRESETS["bf16"]]
+        native, _ = candidates(probe(self._config.settings.device))
+        # Which islands pay is looked for, not guessed.
+        return [each for each in native if not each.islands] or [PRESETS["bf16"]]
 
     def _that_end(self, settings: list[Setting]) -> list[Setting]:
         """Those whose first step is not hopeless; on a CPU one may take minutes."""
@@ -276,21 +272,25 @@ class _Search:
     # -- islands for speed -------------------------------------------------------------------------
 
     def _islands(self) -> None:
-        if not self.best.policy.autocast:
+        """Islands of the best 16-bit policy, which may be faster than fp32 with them only."""
+        best = self._lowered
+        if best is None:
             return
-        self._progress.stage("modules in float32")
+        self._progress.stage("what is faster in float32")
         self._found.islands_searched = True
-        plain = Setting(self.best.policy)  # the compiler would not call modules one by one
-        self._found.islands = faster_in_float32(self._turns.arm(plain), first_batch(self._task))
+        self._found.islands = faster_in_float32(self._turns.arm(best), first_batch(self._task))
         for island in self._found.islands[:_MOST_ISLANDS]:
-            policy = self.best.policy
-            islands = (*policy.islands, *island.pattern.split("+"))
-            setting = replace(self.best, policy=replace(policy, islands=islands))
-            self._turns.halve([setting], self.best, self._deadline("islands"))
-            island.together = self._turns.ratio(setting, self.best)
+            islands = (*best.policy.islands, *island.pattern.split("+"))
+            setting = Setting(replace(best.policy, islands=islands))
+            self._turns.halve([setting], best, self._deadline("islands"))
+            island.together = self._turns.ratio(setting, best)
             if island.together is not None and island.together.low > 1:
-                island.chosen = True
-                self._take(setting)
+                island.chosen, best = True, setting
+        if best is not self._lowered:
+            self._turns.halve([best], PLAIN, self._deadline("islands"))
+            self._found.precisions.append(self._measured(best, peak=True))
+            if self._faster([best]) and self._speed(best) > self._speed(self.best):
+                self.best = best
 
     # -- the result --------------------------------------------------------------------------------
 
@@ -382,10 +382,10 @@ def verdict(found: Tuned) -> list[str]:
         return [f"Keep fp32 as it is: nothing that was tried is {better}."]
     said = [f"Use {_with_figures(chosen, settings)}."]
     said += [
-        f"{each.pattern} {'is' if each.modules == 1 else 'are'} faster in float32, {each.alone} by "
-        f"{'itself' if each.modules == 1 else 'themselves'}, the whole step {each.together}."
+        f"{each.pattern} stays in float32: by itself it is {each.alone} as fast there, the whole "
+        f"step with it {each.together}."
         for each in settings.islands
-        if each.chosen
+        if each.pattern in settings.train["precision"]
     ]
     levers = settings.train.get("levers", "").split(",")
     if batch := next((each for each in levers if times_in(each) > 1), None):
