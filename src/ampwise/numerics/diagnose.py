@@ -27,7 +27,7 @@ from ampwise.numerics.observe import stagnation
 from ampwise.numerics.progress import Progress, Silent
 from ampwise.numerics.remedy.handover import Failing, TaskSource
 from ampwise.numerics.result import Diagnosis
-from ampwise.numerics.update import in_update
+from ampwise.numerics.update_of_task import Trained, in_update, last_update
 from ampwise.policy import Policy
 from ampwise.step.recorder import NonFiniteLossError, Recorder, Stash, UntilBad
 from ampwise.step.replay import Replay
@@ -133,8 +133,7 @@ def explore(task: Task, config: DiagnoseConfig, progress: Progress) -> tuple[Arm
         if failure is not None and failure.status != "benign":
             stash = step.open or step.closed
             assert stash is not None
-            if failure.cause == "BAD_PARAMETER" and made and arm.step.ranks == 1:
-                in_update(task, config.policy, config.settings, made, failure)
+            _in_update(task, config, arm, last_update(stash, made), failure)
             return arm, failure, stash
         found = failure or found
         if last:
@@ -147,9 +146,14 @@ def explore(task: Task, config: DiagnoseConfig, progress: Progress) -> tuple[Arm
         return examiner.quiet(stash, still, begun)
 
     quiet = _compared(examiner, stash, alone)
-    if quiet.cause == "BAD_PARAMETER" and arm.step.ranks == 1:
-        in_update(task, config.policy, config.settings, arm.step.steps, quiet)
+    _in_update(task, config, arm, arm.step.steps, quiet)
     return arm, found if quiet.status == "clean" and found is not None else quiet, stash
+
+
+def _in_update(task: Task, config: DiagnoseConfig, arm: Arm, steps: int, found: Diagnosis) -> None:
+    """Say of a parameter that is not finite which update made it so, if one did."""
+    if found.cause == "BAD_PARAMETER" and steps and arm.step.ranks == 1:
+        in_update(Trained(task, config.policy, config.settings, steps), found)
 
 
 def _compared(examiner: Examiner, stash: Stash, alone: Callable[[], Diagnosis]) -> Diagnosis:

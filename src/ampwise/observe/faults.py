@@ -34,6 +34,7 @@ from ampwise.numerics.examine import Examiner
 from ampwise.numerics.observe.trace import watch
 from ampwise.numerics.progress import Silent
 from ampwise.numerics.result import Diagnosis
+from ampwise.numerics.update_of_state import LastUpdate, in_last_update
 from ampwise.observe.autocast import Autocasts
 from ampwise.observe.calls import Calls
 from ampwise.observe.listener import Listener
@@ -109,6 +110,8 @@ class Faults(Listener):
         self._unguarded = False
         self._scaler: GradScaler | None = None
         self._hurt: list[weakref.ref[Optimizer]] = []
+        self._updates: weakref.WeakKeyDictionary[Optimizer, tuple[int, Line]]
+        self._updates = weakref.WeakKeyDictionary()
 
     @property
     def diagnoses(self) -> list[Diagnosis]:
@@ -187,6 +190,8 @@ class Faults(Listener):
         if attempt.skipped is True and attempt.scale is not None and not self._looked:
             self._bad(attempt.optimizer, float(attempt.scale), self._session.step.number)
         self._looked = False
+        if attempt.skipped is not True:
+            self._updates[attempt.optimizer] = (self._session.step.number, attempt.line)
         self._programs.updated(attempt.optimizer, self._calls.passes)
         self._calls.draws, self._calls.losses_known = self._programs.draws, self._programs.known
         self._calls.updated()
@@ -266,7 +271,9 @@ class Faults(Listener):
         """A fault that was not known; None for a known one, and for a scale that settles."""
         reproduced = self._reproduced(recorded)
         if not isinstance(reproduced, Observed):
-            return self._as_known(Fault(unknown(recorded, reproduced, self._script)))
+            diagnosis = unknown(recorded, reproduced, self._script)
+            self._by_update(diagnosis, Observed(recorded, self._autocasts, None))
+            return self._as_known(Fault(diagnosis))
         stash = reproduced.closed
         patience = _Patience()
         examiner = Examiner(reproduced, self._script, patience)
@@ -285,9 +292,18 @@ class Faults(Listener):
             diagnosis.notes.append(
                 f"No fix was tried: finding the cause took more than {_LIMIT_S:g} s."
             )
-        if diagnosis.status == "fault":
+        if diagnosis.cause == "BAD_PARAMETER":
+            self._by_update(diagnosis, reproduced)
+        elif diagnosis.status == "fault":
             self._patch(diagnosis, reproduced, patience)
         return None if diagnosis.status == "benign" else self._as_known(Fault(diagnosis))
+
+    def _by_update(self, diagnosis: Diagnosis, step: Observed) -> None:
+        """Say which update has left a parameter that is not finite, if there is one."""
+        made = [LastUpdate(each, *at) for each, at in self._updates.items()]
+        in_last_update(diagnosis, step, made)
+        if diagnosis.phase == "optimizer":
+            self._hurt += map(weakref.ref, self._updates)
 
     def _patch(self, diagnosis: Diagnosis, step: Observed, patience: _Patience) -> None:
         """Add patches of the script's own source, as far as there is time for them."""
