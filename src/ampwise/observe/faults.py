@@ -9,7 +9,6 @@ run again is put back, bit for bit.
 from __future__ import annotations
 
 import gc
-import math
 import sys
 import time
 import warnings
@@ -46,7 +45,7 @@ from ampwise.observe.result import NotObserved
 from ampwise.observe.script import Stopped
 from ampwise.observe.session import Session
 from ampwise.observe.spots import spots_here
-from ampwise.observe.steps import Attempt, Step
+from ampwise.observe.steps import Attempt, Step, is_bad
 from ampwise.observe.unknown import Seen, unknown
 from ampwise.step.modules import held_by
 from ampwise.step.recorder import finite
@@ -176,7 +175,7 @@ class Faults(Listener):
         """Without a scaler a bad update is made; before that its step can be run again."""
         self._unguarded = True
         norm = self._session.segment.norm
-        if _is_bad(norm) or self._lost:
+        if is_bad(norm) or self._lost:
             self._bad(optimizer, None, self._number(optimizer))
 
     def stepped(self, optimizer: Optimizer, *, by_scaler: bool) -> None:
@@ -225,7 +224,7 @@ class Faults(Listener):
     @property
     def _lost(self) -> bool:
         """Whether a loss since the last update is not finite."""
-        return any(_is_bad(each.loss) for each in self._calls.passes)
+        return any(is_bad(each.loss) for each in self._calls.passes)
 
     def _number(self, optimizer: Optimizer) -> int:
         """Of the step that an optimizer is about to update in: a second time is in the next."""
@@ -233,7 +232,9 @@ class Faults(Listener):
         return step.number + any(each.optimizer is optimizer for each in step.attempts)
 
     def _bad(self, optimizer: Optimizer, scale: float | None, number: int) -> None:
-        """Look at a step that is not finite, unless enough was looked at."""
+        """Look at a step that is not finite, unless enough was looked at, or it is the race's."""
+        if self._session.raced:
+            return
         enough = len(self.found) >= _MOST_FAULTS or self._looks >= _MOST_LOOKS
         if enough or self._follows():
             self.unseen += 1
@@ -242,6 +243,7 @@ class Faults(Listener):
         if scale is None:
             self._hurt.append(weakref.ref(optimizer))
         self._looks += 1
+        self._session.watched()
         with self._waiting():
             fault = self._look(self._recorded(optimizer, scale, number))
             answer = self._others.first(None if fault is None else fault.diagnosis)
@@ -418,11 +420,6 @@ def _compiled_already() -> bool:
     # By type, not isinstance, which asks objects for their class, and some of them warn.
     functions = (each for each in gc.get_objects() if type(each) is FunctionType)
     return any("_is_torch_compile" in vars(each) for each in functions)
-
-
-def _is_bad(number: Tensor | None) -> bool:
-    """Whether a number is inf or NaN, where that costs no wait for a device."""
-    return number is not None and number.device.type == "cpu" and not math.isfinite(float(number))
 
 
 def _broken(optimizer: Optimizer) -> bool:

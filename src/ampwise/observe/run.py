@@ -94,8 +94,7 @@ class Observation:
         self._patches = Patches()
         for each in (self.records, self.dtypes, self.census, self.misuse):
             session.listen(each)
-        # A race changes what runs from step to step: there is no one precision to examine.
-        if config.on_fault != "off" and not config.race:
+        if config.on_fault != "off":
             session.listen(self.faults)
         self.checkpoints = Checkpoints(session)
         self.race = self._raced() if config.race else None
@@ -190,8 +189,6 @@ class Observation:
 
     def _not_observed(self) -> list[NotObserved]:
         missing = [*self._patches.missing, *self.session.failed, *self.faults.not_observed()]
-        if self.config.race:
-            missing.append(NotObserved("faults", "they are not examined in a race"))
         if self.records.steps and not self.census.made:
             missing.append(NotObserved("dtypes of matrix products", self.census.why_not))
         return missing
