@@ -167,6 +167,13 @@ def test_products_that_stay_in_float32_are_named(tmp_path: Path) -> None:
     assert all("attention" in each["module"] for each in odd)
 
 
+MADE_AT = {
+    "accelerate_loop": "accelerator = Accelerator(",
+    "hf_trainer": "Trainer(",
+    "nanogpt": "GradScaler(",
+}
+
+
 @pytest.mark.parametrize("name", ["accelerate_loop", slow("hf_trainer"), "nanogpt"])
 def test_a_precision_asked_for_and_not_active_is_said_first(tmp_path: Path, name: str) -> None:
     """As these three treat float16 on a CPU: in silence."""
@@ -175,6 +182,7 @@ def test_a_precision_asked_for_and_not_active_is_said_first(tmp_path: Path, name
     assert found["active"] is False
     (asked,) = found["asked"]
     assert (asked["dtype"], Path(asked["file"])) == ("float16", path_of(name))
+    assert MADE_AT[name] in path_of(name).read_text().splitlines()[asked["line"] - 1]
     assert set(found["ran"]["forward"]) == set(found["ran"]["backward"]) == {"float32"}
     first = ran.report["findings"][0]
     assert (first["code"], first["file"], first["line"]) == ("AMP501", asked["file"], asked["line"])

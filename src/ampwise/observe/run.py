@@ -27,6 +27,7 @@ from ampwise.observe.schedules import Schedules
 from ampwise.observe.script import Ending, Stopped, Target, run
 from ampwise.observe.session import Session
 from ampwise.observe.steps import Step
+from ampwise.observe.trainers import Trainers
 from ampwise.policy import Policy
 from ampwise.telemetry.environment import environment
 from ampwise.telemetry.names import Metric
@@ -79,6 +80,7 @@ class Observation:
         self.optimizers = Optimizers(session, self.scalers)
         self.loaders = Loaders(session)
         self.modules = Modules(session)
+        self.trainers = Trainers(session)
         self.records = Records(session, self.scalers, self.schedules, sink)
         self.census = Census(session, self.modules)
         self.dtypes = Dtypes()
@@ -88,7 +90,7 @@ class Observation:
         )
         self._things = (
             self.autocasts, self.scalers, self.schedules, self.optimizers, self.loaders,
-            self.modules, Backwards(session, self.scalers), Clipping(session, self.scalers),
+            self.modules, self.trainers, Backwards(session, self.scalers), Clipping(session, self.scalers),
             self.faults,
         )  # fmt: skip
         self._patches = Patches()
@@ -158,7 +160,9 @@ class Observation:
         """What was seen."""
         records = self.records
         losses, skips = records.losses, records.skips()
-        precision = precision_of(self.autocasts, self.scalers, self.census, self.dtypes)
+        precision = precision_of(
+            self.autocasts, self.scalers, self.census, self.dtypes, self.trainers.line
+        )
         return RunReport(
             script=self.config.target.name,
             exit_code=ending.exit_code,
