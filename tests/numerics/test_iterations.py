@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from ampwise import diagnose
+from ampwise import TrainStep, diagnose
 from ampwise.bench.arm import Settings
 from ampwise.numerics.diagnose import DiagnoseConfig, explore
 from ampwise.numerics.progress import Silent
@@ -184,6 +184,23 @@ def test_an_update_that_breaks_a_parameter_is_named_with_its_number(which, numbe
     assert in_float32.verified
 
 
+@pytest.mark.parametrize(("which", "began"), [("critic", 1), ("generator", 2)])
+@pytest.mark.filterwarnings("ignore:.*parameters are float16", "ignore:precision fp32")
+def test_a_step_of_iterations_says_so_in_training_too(which, began):
+    torch.manual_seed(0)
+    model = half_networks(which)
+    found = []
+    step = TrainStep(
+        model, with_adam(which).optimizer(model), policy="fp32", on_fault=found.append
+    )  # fmt: skip
+    for iteration in range(2):
+        step.iterate(in_half, torch.randn(16, 4))
+        assert bool(found) == (iteration + 1 >= began)
+    (fault,) = found
+    assert (fault.phase, fault.cause, fault.step) == ("optimizer", "EPS_UNDERFLOW", 1)
+    assert fault.origin.module == which
+
+
 def test_a_parameter_that_no_update_broke_is_said_to_be_so():
     def explodes(step, real):
         loss = gan(step, real)
@@ -196,3 +213,30 @@ def test_a_parameter_that_no_update_broke_is_said_to_be_so():
     _, found, _ = explore(task(explodes), config, Silent())
     assert found.cause == "BAD_PARAMETER"
     assert any("No update made it so" in each for each in found.notes)
+
+
+def line_through(batch):
+    """What a model is to learn: a regression that it can do exactly."""
+    return batch @ torch.linspace(-1, 1, 8)[:, None]
+
+
+def exact_regression(step, batch):
+    with step.autocast():
+        loss = (step.model(batch).float() - line_through(batch)).square().mean()
+    step.backward(loss)
+    step.update()
+    return loss.detach() * 0 + 1e6
+
+
+def test_how_far_training_has_come_is_said_of_what_it_trains_on():
+    """Not of what the iteration reports."""
+    regression = Task(
+        model=lambda: nn.Linear(8, 1),
+        batches=lambda: [torch.randn(64, 8, generator=torch.Generator().manual_seed(0))] * 10,
+        iteration=exact_regression,
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+    )
+    found = diagnose(regression, "bf16", steps=60)
+    (floor,) = [each for each in found.notes if "has converged to the floor" in each]
+    assert "the loss has come from 1e+06" not in floor
+    assert "the loss has come from " in floor

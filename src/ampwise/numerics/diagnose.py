@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,10 +24,12 @@ from ampwise.errors import UsageError
 from ampwise.numerics.across_ranks import all_raised, examined, first_at_fault, talks
 from ampwise.numerics.examine import Examiner
 from ampwise.numerics.observe import stagnation
+from ampwise.numerics.observe.values import loss_of
 from ampwise.numerics.progress import Progress, Silent
 from ampwise.numerics.remedy.handover import Failing, TaskSource
 from ampwise.numerics.result import Diagnosis
-from ampwise.numerics.update_of_task import Trained, in_update, last_update
+from ampwise.numerics.update import last_update
+from ampwise.numerics.update_of_task import Trained, in_update
 from ampwise.policy import Policy
 from ampwise.step.recorder import NonFiniteLossError, Recorder, Stash, UntilBad
 from ampwise.step.replay import Replay
@@ -125,7 +127,11 @@ def explore(task: Task, config: DiagnoseConfig, progress: Progress) -> tuple[Arm
         failure, window = _one_step(arm, examiner, mine)
         if failure is None:
             record = arm.step.history[-1]
-            begun = begun or (None if record.skipped else record)
+            if begun is None and not record.skipped:
+                assert step.closed is not None
+                # What an iteration reports need not be what it trains on.
+                trained = loss_of(step.closed.losses)
+                begun = replace(record, loss=record.loss if trained is None else trained)
             progress.step(record.step, config.steps, record.loss)
             if record.skipped or not math.isfinite(record.loss):
                 assert step.closed is not None

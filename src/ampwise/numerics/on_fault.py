@@ -7,6 +7,7 @@ from ampwise.lines import users_line
 from ampwise.numerics import across_ranks
 from ampwise.numerics.examine import Examiner
 from ampwise.numerics.result import Diagnosis
+from ampwise.numerics.update import last_update
 from ampwise.numerics.update_of_state import LastUpdate, in_last_update
 from ampwise.step.recorder import Stash
 from ampwise.step.replay import Replay
@@ -42,12 +43,8 @@ def examine(step: TrainStep) -> Diagnosis | None:
 
 def _last_updates(step: TrainStep, stash: Stash) -> list[LastUpdate]:
     """The last update of each optimizer before a skipped window; in it, where that updates."""
-    if stash.updates:
-        number = stash.step
-    else:
-        made = (e.step for e in reversed(step.history) if e.step < stash.step and not e.skipped)
-        number = next(made, 0)
-    line = users_line()
+    made = (e.step for e in reversed(step.history) if e.step < stash.step and not e.skipped)
+    number, line = last_update(stash, next(made, 0)), users_line()
     return [LastUpdate(each, number, line) for each in step.optimizers if number]
 
 

@@ -28,6 +28,7 @@ from ampwise.numerics.observe.shadow import Shadow, ShadowRun, shadowed
 from ampwise.numerics.observe.trace import watch_update
 from ampwise.numerics.observe.values import broken, origin_of, passed
 from ampwise.numerics.result import Diagnosis, Fix
+from ampwise.step.recorder import Stash, finite
 from ampwise.step.replayable import Replayed
 
 IN_FLOAT32 = (
@@ -58,6 +59,18 @@ class Update(Protocol):
     def make(self, around: AbstractContextManager[Any] = nullcontext()) -> None:  # noqa: B008
         """Make it, inside of a context; what comes before it is outside."""
         ...
+
+
+def last_update(stash: Stash, made: int) -> int:
+    """The step whose update left a window's parameters bad: itself, where they were not before.
+
+    Parameters
+    ----------
+    made
+        Steps that were made before it.
+    """
+    began_well = bool(stash.before) and all(map(finite, stash.before.values()))
+    return made + 1 if began_well else made
 
 
 def one_by_one(groups: Sequence[dict[str, Any]]) -> None:

@@ -26,7 +26,7 @@ from ampwise.numerics.observe.shadow import Shadow
 from ampwise.numerics.result import Diagnosis, Fix
 from ampwise.policy import Policy
 from ampwise.step.modules import in_form
-from ampwise.step.recorder import Stash, finite
+from ampwise.step.recorder import finite
 from ampwise.step.replay import Replay
 from ampwise.tasks import Task
 from ampwise.tasks.checks import endless
@@ -92,18 +92,6 @@ def in_update(trained: Trained, found: Diagnosis) -> None:
     found.step = trained.steps
     found.explanation += f" {which} made it so."
     found.fixes = _fixes(trained, number, lost[0])
-
-
-def last_update(stash: Stash, made: int) -> int:
-    """The step whose update left a window's parameters bad: itself, where they were not before.
-
-    Parameters
-    ----------
-    made
-        Steps that were made before it.
-    """
-    began_well = bool(stash.before) and all(map(finite, stash.before.values()))
-    return made + 1 if began_well else made
 
 
 class _OfWindow:

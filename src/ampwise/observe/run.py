@@ -90,8 +90,8 @@ class Observation:
         )
         self._things = (
             self.autocasts, self.scalers, self.schedules, self.optimizers, self.loaders,
-            self.modules, self.trainers, Backwards(session, self.scalers), Clipping(session, self.scalers),
-            self.faults,
+            self.modules, self.trainers, Backwards(session, self.scalers),
+            Clipping(session, self.scalers), self.faults,
         )  # fmt: skip
         self._patches = Patches()
         for each in (self.records, self.dtypes, self.census, self.misuse):

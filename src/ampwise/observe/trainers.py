@@ -2,8 +2,8 @@
 
 On a CPU Accelerate, and the Hugging Face Trainer by way of it, take float16 and do nothing about
 it: there is nothing in torch to see. So the line is noted that makes their state. A script imports
-Accelerate after we have begun; a finder in front of the others waits for that, and leaves it to them
-to find it.
+Accelerate after we have begun; a finder in front of the others waits for that, and leaves it to
+them to find it.
 """
 
 from __future__ import annotations
