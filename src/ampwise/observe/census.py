@@ -2,15 +2,17 @@
 
 A dispatch mode is on from the first update up to the next one of the same optimizer, and never
 again. Compiled code would run eagerly under it, and round otherwise; so where something is
-compiled, its step is not looked at this way.
+compiled, the operations that run are recorded below Python instead (`executed`), without their
+lines. A step in which more is compiled has the compiler's own operations in it: the next is taken.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,7 +20,8 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampwise.formats import dtype_name
-from ampwise.numerics.observe.places import Place, Places
+from ampwise.numerics.observe.places import NOWHERE, Place, Places
+from ampwise.observe.executed import Recording, is_profiled
 from ampwise.observe.listener import Listener
 from ampwise.observe.modules import Modules, bare
 from ampwise.observe.result import OddProduct, Ran
@@ -33,6 +36,24 @@ _PRODUCTS = frozenset(
 _BIAS_FIRST = ("addmm", "baddbmm", "addbmm", "addmv")
 _MOST = 12
 """Lines that are named."""
+
+
+_HIDING = ("reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+"""Modes of the compiler in which it writes products itself, or repeats them as CUDA graphs."""
+_HIDDEN = "products of compiled code are kernels or CUDA graphs of the compiler's own"
+_PROFILED = "there is compiled code, and the script uses the profiler that would see its products"
+_TRIES = 5
+"""Steps with compiled code in them that are looked at, until one compiles nothing more."""
+
+
+def is_product(name: str) -> bool:
+    """Whether an operation is a matrix product, a convolution, or attention."""
+    return name in _PRODUCTS or name.startswith("_scaled_dot_product")
+
+
+def _operand(name: str) -> int:
+    """Position of the first operand of a product."""
+    return 1 if name in _BIAS_FIRST else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +83,18 @@ class Census(Listener):
         self._first: Optimizer | None = None
         self.looking = False
         self._inside = ExitStack()
+        self._recording: Recording | None = None
+        self._graphs, self._tries, self._hides = 0, _TRIES, False
 
     @property
     def made(self) -> bool:
         """Whether a step was looked at."""
         return not self.why_not
+
+    def compiled(self, settings: Mapping[str, Any]) -> None:
+        """Something is given to the compiler."""
+        if settings.get("mode") in _HIDING or settings.get("options"):
+            self._hides = True
 
     def attempted(self, attempt: Attempt) -> None:
         """Begin after the first update; end after the next of the same optimizer."""
@@ -76,11 +104,16 @@ class Census(Listener):
         elif self.looking and self._first is attempt.optimizer:
             self._session.watched()
             self.end()
+            if self._tries and not self.made:
+                self._begin()
 
     def end(self) -> None:
         """Look no longer."""
         self.looking = False
         self._inside.close()
+        if self._recording is not None:
+            recording, self._recording = self._recording, None
+            self._take(recording)
 
     def ran(self) -> Ran:
         """Products by dtype."""
@@ -103,8 +136,9 @@ class Census(Listener):
         ]  # fmt: skip
 
     def _begin(self) -> None:
-        if _compiles():
-            self.why_not = "the script compiles, and compiled code is not looked into"
+        self._graphs = _graphs()
+        if self._graphs:
+            self._record()
             return
         self.why_not, self.looking = "", True
         stack = _Stack()
@@ -112,11 +146,35 @@ class Census(Listener):
         self._inside.callback(setattr, self._modules, "inner", None)
         self._inside.enter_context(_Count(Places(stack), self.products))
 
+    def _record(self) -> None:
+        """Have the operations of a step recorded."""
+        if self._hides or is_profiled():
+            self.why_not, self._tries = _HIDDEN if self._hides else _PROFILED, 0
+            return
+        self._recording = Recording()
+        self._tries -= 1
+        self.looking = True
 
-def _compiles() -> bool:
-    """Whether any code was compiled so far."""
+    def _take(self, recording: Recording) -> None:
+        """Count what was recorded; not what belongs to a compilation, or to the race."""
+        executed = recording.end(is_product)
+        self.why_not = "more was compiled in each of the steps that were looked at"
+        if recording.gave_way:
+            self.why_not, self._tries = _PROFILED, 0
+        if _graphs() > self._graphs or self._session.raced or recording.gave_way:
+            return
+        for each in executed:
+            dtype = each.dtypes[_operand(each.name)]
+            if dtype:
+                place = replace(NOWHERE, phase="backward" if each.backward else "forward")
+                self.products[Product(each.name, dtype, place)] += 1
+        self.why_not = "" if self.products else _HIDDEN
+
+
+def _graphs() -> int:
+    """How many graphs were compiled so far."""
     utils = sys.modules.get("torch._dynamo.utils")
-    return utils is not None and utils.counters["stats"]["unique_graphs"] > 0
+    return 0 if utils is None else utils.counters["stats"]["unique_graphs"]
 
 
 class _Stack:
@@ -156,8 +214,8 @@ class _Count(TorchDispatchMode):
         place = self._places.here()
         result = func(*args, **(kwargs or {}))
         name = func._overloadpacket.__name__
-        if name in _PRODUCTS or name.startswith("_scaled_dot_product"):
-            operand = args[1 if name in _BIAS_FIRST else 0]
+        if is_product(name):
+            operand = args[_operand(name)]
             if isinstance(operand, Tensor) and operand.is_floating_point():
                 dtype = dtype_name(operand.dtype)
                 self._products[Product(name, dtype, place)] += 1

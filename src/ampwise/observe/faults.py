@@ -126,6 +126,7 @@ class Faults(Listener):
         """See what is compiled that is no module: while it runs there must be no mode of ours."""
 
         def compiles(real: Any, model: Any = None, *args: Any, **kwargs: Any) -> Any:
+            self._session.tell("compiled", kwargs)
             owner = getattr(model, "__self__", model)
             if model is not None and not isinstance(owner, nn.Module | Optimizer):
                 self._programs.compiles = True
