@@ -11,7 +11,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampwise.data import to_device
+from ampwise.places import placing
 from ampwise.policy import Policy
+from ampwise.products import CountProducts, OddProduct, odd_ones
 from ampwise.step import TrainStep
 from ampwise.step.compiled import eager
 from ampwise.step.modules import as_one, in_form
@@ -90,6 +92,12 @@ class Arm:
         with eager([self.model]), _Reads() as reads:
             self.run(batch)
         return reads.count
+
+    def odd_products(self, batch: Any) -> list[OddProduct]:
+        """Products of one more step that ran in another dtype than the policy's, by line."""
+        with placing([self.model]) as places, CountProducts(places) as products:
+            self.run(batch)
+        return odd_ones(products.found, (self.step.policy.compute_dtype,))
 
     def _count_cuda_syncs(self, batch: Any) -> int:
         import warnings

@@ -504,6 +504,10 @@ def _note_arm(arm: Arm, batch: Any, result: PrecisionResult) -> None:
     result.host_syncs_per_step = arm.count_host_syncs(batch)
     if arm.step.activity is not None:
         result.matmul_dtypes = dict(arm.step.activity.matmul_dtypes)
+    policy = arm.step.policy
+    others = result.matmul_dtypes.keys() - {policy.compute_dtype}
+    if policy.autocast and others and not policy.islands:  # which are meant
+        result.exceptions = arm.odd_products(batch)
 
 
 def _compare(result: PrecisionResult, baseline: PrecisionResult) -> None:

@@ -20,10 +20,10 @@ from ampwise.bench.arm import Arm, Settings
 from ampwise.data import to_device
 from ampwise.errors import kind_and_words
 from ampwise.numerics import update
-from ampwise.numerics.observe.places import placing
 from ampwise.numerics.observe.roots import Root
 from ampwise.numerics.observe.shadow import Shadow
 from ampwise.numerics.result import Diagnosis, Fix
+from ampwise.places import placing
 from ampwise.policy import Policy
 from ampwise.step.modules import in_form
 from ampwise.step.recorder import finite

@@ -12,31 +12,27 @@ import sys
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampwise.formats import dtype_name
-from ampwise.numerics.observe.places import NOWHERE, Place, Places
 from ampwise.observe.executed import Recording, is_profiled
 from ampwise.observe.listener import Listener
 from ampwise.observe.modules import Modules, bare
-from ampwise.observe.result import OddProduct, Ran
+from ampwise.observe.result import Ran
 from ampwise.observe.session import Session
 from ampwise.observe.steps import Attempt
-
-_PRODUCTS = frozenset(
-    ["mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "_grouped_mm", "_scaled_mm",
-     "convolution", "convolution_backward", "mkldnn_rnn_layer", "mkldnn_rnn_layer_backward",
-     "_cudnn_rnn", "_cudnn_rnn_backward", "miopen_rnn", "miopen_rnn_backward"]
-)  # fmt: skip
-_BIAS_FIRST = ("addmm", "baddbmm", "addbmm", "addmv")
-_MOST = 12
-"""Lines that are named."""
-
+from ampwise.places import NOWHERE, Places
+from ampwise.products import (
+    CountProducts,
+    OddProduct,
+    Product,
+    is_product,
+    odd_ones,
+    operand_of,
+)
 
 _HIDING = ("reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 """Modes of the compiler in which it writes products itself, or repeats them as CUDA graphs."""
@@ -44,25 +40,6 @@ _HIDDEN = "products of compiled code are kernels or CUDA graphs of the compiler'
 _PROFILED = "there is compiled code, and the script uses the profiler that would see its products"
 _TRIES = 5
 """Steps with compiled code in them that are looked at, until one compiles nothing more."""
-
-
-def is_product(name: str) -> bool:
-    """Whether an operation is a matrix product, a convolution, or attention."""
-    return name in _PRODUCTS or name.startswith("_scaled_dot_product")
-
-
-def _operand(name: str) -> int:
-    """Position of the first operand of a product."""
-    return 1 if name in _BIAS_FIRST else 0
-
-
-@dataclass(frozen=True, slots=True)
-class Product:
-    """A matrix product of the step that was looked at."""
-
-    name: str
-    dtype: str
-    place: Place
 
 
 class Census(Listener):
@@ -128,12 +105,7 @@ class Census(Listener):
         for each, times in self.products.items():
             dtypes[each.dtype] += times
         usual = wanted & dtypes.keys() or {each for each, _ in dtypes.most_common(1)}
-        odd = [(each, n) for each, n in self.products.items() if each.dtype not in usual]
-        return [
-            OddProduct(each.place.module, each.place.file, each.place.line, each.name, each.dtype,
-                       "backward" if each.place.phase == "backward" else "forward", times)
-            for each, times in odd[:_MOST]
-        ]  # fmt: skip
+        return odd_ones(self.products, usual)
 
     def _begin(self) -> None:
         self._graphs = _graphs()
@@ -144,7 +116,7 @@ class Census(Listener):
         stack = _Stack()
         self._modules.inner = stack
         self._inside.callback(setattr, self._modules, "inner", None)
-        self._inside.enter_context(_Count(Places(stack), self.products))
+        self.products = self._inside.enter_context(CountProducts(Places(stack))).found
 
     def _record(self) -> None:
         """Have the operations of a step recorded."""
@@ -164,7 +136,7 @@ class Census(Listener):
         if _graphs() > self._graphs or self._session.raced or recording.gave_way:
             return
         for each in executed:
-            dtype = each.dtypes[_operand(each.name)]
+            dtype = each.dtypes[operand_of(each.name)]
             if dtype:
                 place = replace(NOWHERE, phase="backward" if each.backward else "forward")
                 self.products[Product(each.name, dtype, place)] += 1
@@ -199,24 +171,3 @@ class _Stack:
 
     def pop(self) -> None:
         self._stack.pop()
-
-
-class _Count(TorchDispatchMode):
-    """Counts products by dtype and place."""
-
-    def __init__(self, places: Places, products: Counter[Product]) -> None:
-        super().__init__()
-        self._places, self._products = places, products
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        place = self._places.here()
-        result = func(*args, **(kwargs or {}))
-        name = func._overloadpacket.__name__
-        if is_product(name):
-            operand = args[_operand(name)]
-            if isinstance(operand, Tensor) and operand.is_floating_point():
-                dtype = dtype_name(operand.dtype)
-                self._products[Product(name, dtype, place)] += 1
-        return result

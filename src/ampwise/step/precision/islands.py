@@ -74,7 +74,7 @@ class Islands(Part):
         forward, island = self._made.get(module, (None, None))
         if island is None or forward != module.forward:
             forward = module.forward
-            island = _in_float32(forward, self._device_type)
+            island = in_float32(forward, self._device_type)
             self._made[module] = (forward, island)
         return island
 
@@ -178,7 +178,9 @@ def _copy_outside(module: nn.Module, own: Mapping[str, Any], memo: dict[int, Any
         vars(module).update(placed)
 
 
-def _in_float32(forward: _Forward, device_type: str) -> _Forward:
+def in_float32(forward: _Forward, device_type: str) -> _Forward:
+    """A function as it runs in an island: without autocast, on 16-bit inputs raised to float32."""
+
     def island(*args: Any, **kwargs: Any) -> Any:
         with torch.autocast(device_type, enabled=False):
             return forward(*tree_map(raised, args), **tree_map(raised, kwargs))
