@@ -160,25 +160,30 @@ class Racing(Listener):
     def gradients_ready(self, optimizer: Optimizer) -> None:
         """Without a scaler, what is not finite would spoil everybody's parameters."""
         segment = self._session.segment
-        loss_is_bad = any(map(is_bad, segment.losses))
-        if self._session.raced and not self._lost and (loss_is_bad or is_bad(segment.norm)):
-            self._is_lost("loss" if loss_is_bad else "gradient norm")
+        # Of several ranks all have to see the same, as they do of summed gradients.
+        loss_is_bad = self._alone and any(map(is_bad, segment.losses))
+        if not (loss_is_bad or is_bad(segment.norm)):
+            return
+        if not self._session.raced:
+            self._lost = True
+        elif not self._lost:
+            self._is_lost("loss" if loss_is_bad else "gradient norm", self._session.step.number)
             torch._foreach_zero_(gradients_of(optimizer))
 
     def _judge(self, step: Step) -> None:
-        """Look at the losses of a step that is over."""
+        """Look at the losses of a step that is over: with a scaler, gradients say nothing."""
         losses = [each for segment in step.segments for each in segment.losses]
-        if step.number == self._fell_in or not any(map(is_bad, losses)):
+        if not self._alone or step.number == self._fell_in or not any(map(is_bad, losses)):
             return
         if not self._session.raced:
             self._lost = True
         elif not self._lost:
             self._is_lost("loss", step.number)
 
-    def _is_lost(self, what: str, number: int | None = None) -> None:
+    def _is_lost(self, what: str, number: int) -> None:
         """The turn's precision falls out."""
-        self._fell_in = self._session.step.number if number is None else number
-        self._fell_out(self._turn, f"its {what} is not finite in step {self._fell_in}")
+        self._fell_in = number
+        self._fell_out(self._turn, f"its {what} is not finite in step {number}")
         self._switch(self._turn)
 
     def leave(self) -> None:
