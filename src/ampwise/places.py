@@ -33,7 +33,9 @@ Phase = Literal["forward", "backward", "optimizer"]
 _AUTOGRAD = str(Path(torch.__file__).parent / "autograd")
 _INTERNAL = (str(Path(torch.__file__).parent) + "/",)
 _OURS = str(Path(ampwise.__file__).parent) + "/"
-_STEPS = (_OURS + "step/", _OURS + "observe/replay.py")
+_STEPS = tuple(
+    _OURS + each for each in ("step/", "observe/replay.py", "numerics/update_of_state.py")
+)
 """Of our own files, those that run a step: what called them made none of its operations."""
 _USERLIKE = (_OURS + "tasks/", _OURS + "losses.py")
 """Of our own files, those that stand in for a user's: the built-in tasks."""

@@ -24,6 +24,16 @@ _MOST = 12
 """Lines that are named."""
 
 
+def is_product(name: str) -> bool:
+    """Whether an operation is a matrix product, a convolution, or attention."""
+    return name in _PRODUCTS or name.startswith("_scaled_dot_product")
+
+
+def operand_of(name: str) -> int:
+    """Position of the first operand of a product."""
+    return 1 if name in _BIAS_FIRST else 0
+
+
 @dataclass(frozen=True, slots=True)
 class Product:
     """A matrix product of a step."""
@@ -74,8 +84,8 @@ class CountProducts(TorchDispatchMode):
         place = self._places.here()
         result = func(*args, **(kwargs or {}))
         name = func._overloadpacket.__name__
-        if name in _PRODUCTS or name.startswith("_scaled_dot_product"):
-            operand = args[1 if name in _BIAS_FIRST else 0]
+        if is_product(name):
+            operand = args[operand_of(name)]
             if isinstance(operand, Tensor) and operand.is_floating_point():
                 dtype = dtype_name(operand.dtype)
                 self.found[Product(name, dtype, place)] += 1

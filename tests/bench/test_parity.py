@@ -289,6 +289,19 @@ def test_a_task_without_evaluate_is_judged_by_its_training_loss():
     assert report.learning
 
 
+def test_what_an_iteration_reports_is_not_called_a_training_loss():
+    def iteration(step, batch):
+        with step.autocast():
+            loss = task.loss(step.model, batch)
+        step.backward(loss)
+        step.update()
+        return loss.detach()
+
+    task = dataclasses.replace(blobs(), evaluate=None, chance={})
+    report = compared(dataclasses.replace(task, loss=None, iteration=iteration), "bf16", steps=2)
+    assert (report.metric, report.loss) == ("reported loss", "reported loss")
+
+
 def test_no_further_seed_starts_when_the_time_is_up():
     report = compared(blobs(), "bf16", steps=5, budget_s=0.0)
     assert report.seeds == 1

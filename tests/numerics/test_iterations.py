@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from ampwise import diagnose
+from ampwise import TrainStep, diagnose
 from ampwise.bench.arm import Settings
 from ampwise.numerics.diagnose import DiagnoseConfig, explore
 from ampwise.numerics.progress import Silent
@@ -139,7 +142,66 @@ def test_tune_names_islands_across_models():
     assert all(each.startswith("critic") for each in tried.islands)
 
 
-def test_an_update_inside_an_iteration_is_said_not_to_have_been_looked_into():
+def half_networks(which):
+    """One of the two in float16, where Adam loses its eps."""
+    made = networks()
+    made[which] = made[which].half()
+    return made
+
+
+def in_half(step, real):
+    """The same as `gan`, whose networks cast what they are given."""
+    generator, critic = step.model.values()
+    fake = generator(torch.randn(len(real), 2).to(generator.weight.dtype))
+    wrong = critic(fake.detach().to(critic.weight.dtype)).float()
+    loss = 1e-2 * softplus(wrong).mean()
+    loss = loss + 1e-2 * softplus(-critic(real.to(critic.weight.dtype)).float()).mean()
+    step.backward(loss, optimizers=[step.optimizer["critic"]])
+    step.update([step.optimizer["critic"]])
+    fooled = softplus(-critic(fake.to(critic.weight.dtype)).float()).mean() * 1e-2
+    step.backward(fooled, optimizers=[step.optimizer["generator"]])
+    step.update([step.optimizer["generator"]])
+    return loss
+
+
+def with_adam(which):
+    def optimizers(models):
+        return {name: torch.optim.Adam(e.parameters(), lr=1e-3) for name, e in models.items()}
+
+    return replace(task(in_half, lambda: half_networks(which)), optimizer=optimizers)
+
+
+@pytest.mark.parametrize(("which", "number"), [("critic", 1), ("generator", 2)])
+@pytest.mark.filterwarnings("ignore:.*parameters are float16", "ignore:precision fp32")
+def test_an_update_that_breaks_a_parameter_is_named_with_its_number(which, number):
+    """The critic's shows in the same iteration, the generator's in the next one."""
+    found = diagnose(with_adam(which), "fp32", steps=3)
+    assert (found.status, found.phase, found.cause) == ("fault", "optimizer", "EPS_UNDERFLOW")
+    assert found.step == 1
+    assert f"Update {number} of iteration 1, that of {which}, made it so." in found.explanation
+    assert found.origin.module == which
+    in_float32 = next(each for each in found.fixes if each.what.startswith("float32 parameters"))
+    assert in_float32.verified
+
+
+@pytest.mark.parametrize(("which", "began"), [("critic", 1), ("generator", 2)])
+@pytest.mark.filterwarnings("ignore:.*parameters are float16", "ignore:precision fp32")
+def test_a_step_of_iterations_says_so_in_training_too(which, began):
+    torch.manual_seed(0)
+    model = half_networks(which)
+    found = []
+    step = TrainStep(
+        model, with_adam(which).optimizer(model), policy="fp32", on_fault=found.append
+    )  # fmt: skip
+    for iteration in range(2):
+        step.iterate(in_half, torch.randn(16, 4))
+        assert bool(found) == (iteration + 1 >= began)
+    (fault,) = found
+    assert (fault.phase, fault.cause, fault.step) == ("optimizer", "EPS_UNDERFLOW", 1)
+    assert fault.origin.module == which
+
+
+def test_a_parameter_that_no_update_broke_is_said_to_be_so():
     def explodes(step, real):
         loss = gan(step, real)
         if step.steps == 1:
@@ -150,4 +212,31 @@ def test_an_update_inside_an_iteration_is_said_not_to_have_been_looked_into():
     config = DiagnoseConfig(PRESETS["fp32"], Settings(CPU), steps=4)
     _, found, _ = explore(task(explodes), config, Silent())
     assert found.cause == "BAD_PARAMETER"
-    assert any("makes its own updates" in each for each in found.notes)
+    assert any("No update made it so" in each for each in found.notes)
+
+
+def line_through(batch):
+    """What a model is to learn: a regression that it can do exactly."""
+    return batch @ torch.linspace(-1, 1, 8)[:, None]
+
+
+def exact_regression(step, batch):
+    with step.autocast():
+        loss = (step.model(batch).float() - line_through(batch)).square().mean()
+    step.backward(loss)
+    step.update()
+    return loss.detach() * 0 + 1e6
+
+
+def test_how_far_training_has_come_is_said_of_what_it_trains_on():
+    """Not of what the iteration reports."""
+    regression = Task(
+        model=lambda: nn.Linear(8, 1),
+        batches=lambda: [torch.randn(64, 8, generator=torch.Generator().manual_seed(0))] * 10,
+        iteration=exact_regression,
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+    )
+    found = diagnose(regression, "bf16", steps=60)
+    (floor,) = [each for each in found.notes if "has converged to the floor" in each]
+    assert "the loss has come from 1e+06" not in floor
+    assert "the loss has come from " in floor

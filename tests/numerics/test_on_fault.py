@@ -62,7 +62,7 @@ def trained(bad, precision="fp16", accumulate=1, fused=False, **settings):
 
 def same(a, b) -> bool:
     a, b = a.state_dict(), b.state_dict()
-    return all(torch.equal(a[key], b[key]) for key in a)
+    return all(torch.equal(a[key].nan_to_num(7.0), b[key].nan_to_num(7.0)) for key in a)
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
@@ -181,6 +181,45 @@ def test_bfloat16_and_float32_are_examined_too():
         batch[1, 1] = float("nan")
         step(mean_square, batch)
         assert (step.diagnosis.cause, step.diagnosis.phase) == ("BAD_INPUT", "data")
+
+
+class HalfWeights(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(8, 8).half()
+
+    def forward(self, x):
+        return self.lin(x.half())
+
+
+def with_half_weights(**settings):
+    """Adam on float16, where its eps is 0."""
+    torch.manual_seed(0)
+    model = HalfWeights()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    step = TrainStep(model, optimizer, policy="fp32", **settings)
+    for index in range(4):
+        step(lambda model, batch: 1e-2 * mean_square(model, batch), data(6, 8, seed=index))
+    return model, optimizer, step
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_an_update_that_breaks_a_parameter_is_told_a_step_later():
+    found = []
+    model, optimizer, _ = with_half_weights(on_fault=found.append)
+    (fault,) = found
+    assert (fault.status, fault.phase, fault.cause) == ("fault", "optimizer", "EPS_UNDERFLOW")
+    assert fault.step == 1
+    assert fault.origin.source.startswith("step(lambda model, batch")
+    plain, others, _ = with_half_weights()
+    assert same(model, plain)
+    assert repr(optimizer.state_dict()) == repr(others.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore:model. parameters are float16", "ignore:precision fp32")
+def test_the_warning_says_that_an_update_broke_it():
+    with pytest.warns(UserWarning, match="step 1 broke a parameter: EPS_UNDERFLOW at .*test_on_fa"):
+        with_half_weights(on_fault="diagnose")
 
 
 def test_what_cannot_be_replayed_says_so():

@@ -162,18 +162,100 @@ def test_one_step_is_looked_at_and_the_others_run_without_a_mode(script):
     assert observe(path).report.precision.ran.forward == {"float32": 1}
 
 
-def test_compiled_code_stays_compiled_and_is_said_not_to_be_looked_into(script, capfd):
+COMPILED = """
+    from torch._dynamo.testing import CompileCounterWithBackend
+    counter = CompileCounterWithBackend("aot_eager")
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(5):
+        with torch.autocast("cpu", torch.bfloat16):
+            output = compiled(torch.ones(2, 8))
+        (output.float() @ torch.ones(2, 1)).sum().backward(); optimizer.step()
+    print("frames", counter.frame_count)
+"""
+
+
+def test_products_of_compiled_code_are_counted_and_it_stays_compiled(script, capfd):
+    report = observe(script(COMPILED)).report
+    out, err = capfd.readouterr()
+    assert "frames 1" in out
+    assert err == ""
+    assert report.not_observed == []
+    assert report.precision.ran.forward == {"bfloat16": 2, "float32": 1}
+    assert report.precision.ran.backward == {"bfloat16": 3, "float32": 1}
+    assert report.precision.active
+    (forward, backward) = report.precision.exceptions
+    assert (forward.op, forward.dtype, forward.phase, forward.line) == (
+        "mm",
+        "float32",
+        "forward",
+        0,
+    )
+    assert backward.phase == "backward"
+
+
+def test_a_precision_that_compiled_code_does_not_run_in_is_said(script):
+    """The region is inside of what is never called in it."""
     path = script("""
-        from torch._dynamo.testing import CompileCounterWithBackend
-        counter = CompileCounterWithBackend("aot_eager")
         model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
-        compiled = torch.compile(model, backend=counter, fullgraph=True)
+        compiled = torch.compile(model, backend="aot_eager")
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        for _ in range(5):
-            compiled(torch.ones(2, 8)).sum().backward(); optimizer.step()
-        print("frames", counter.frame_count)
+        for step in range(5):
+            with torch.autocast("cpu", torch.bfloat16):
+                x = torch.ones(2, 8) * 2
+            compiled(x).sum().backward(); optimizer.step()
     """)
     report = observe(path).report
-    assert "frames 1" in capfd.readouterr().out
+    assert report.precision.active is False
+    assert report.precision.ran.forward == {"float32": 2}
+    assert "AMP501" in [each.code for each in report.findings]
+
+
+def test_a_step_in_which_more_is_compiled_is_not_the_one_that_is_counted(script):
+    path = script("""
+        model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+        compiled = torch.compile(model, backend="aot_eager", dynamic=False)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for step in range(6):
+            compiled(torch.ones(2 + min(step, 2), 8)).sum().backward(); optimizer.step()
+    """)
+    report = observe(path).report
+    assert report.not_observed == []
+    assert report.precision.ran.forward == {"float32": 2}
+    assert report.precision.ran.backward == {"float32": 3}
+
+
+@pytest.mark.parametrize("when", ["before", "within"])
+def test_a_script_that_profiles_itself_gets_the_profiler(script, when, capfd):
+    path = script(f"""
+        model = nn.Linear(8, 8)
+        compiled = torch.compile(model, backend="aot_eager")
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+        for step in range(3):
+            if step == (0 if {when!r} == "before" else 1):
+                profile.start()
+            compiled(torch.ones(2, 8)).sum().backward(); optimizer.step()
+        profile.stop()
+        print("seen", "aten::addmm" in [each.key for each in profile.key_averages()])
+    """)
+    report = observe(path).report
     (missing,) = report.not_observed
-    assert "compiled" in missing.why
+    assert "the script uses the profiler" in missing.why
+    assert report.ending == "finished"
+    assert "seen True" in capfd.readouterr().out
+
+
+def test_what_the_compiler_writes_itself_is_said_not_to_be_counted(script):
+    path = script("""
+        model = nn.Linear(8, 8)
+        other = torch.compile(nn.Linear(2, 2), mode="max-autotune")
+        compiled = torch.compile(model, backend="aot_eager")
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for step in range(3):
+            compiled(torch.ones(2, 8)).sum().backward(); optimizer.step()
+    """)
+    (missing,) = observe(path).report.not_observed
+    assert missing.what == "dtypes of matrix products"
+    assert "of the compiler's own" in missing.why

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +15,7 @@ from ampwise.cli.main import main
 from ampwise.errors import UsageError
 from ampwise.observe import race as racing
 from ampwise.observe.race import racers
-from tests.observe.inside import Seen, observe
+from tests.observe.inside import Seen, line_of, observe
 
 HEAD = """
 import contextlib, io, json, sys, time
@@ -161,8 +160,7 @@ def clock(monkeypatch):
     made = SimpleNamespace(now=0.0)
     made.perf_counter = lambda: made.now
     monkeypatch.setitem(sys.modules, "clock", made)
-    monkeypatch.setattr("ampwise.observe.race.time", SimpleNamespace(**vars(time)))
-    monkeypatch.setattr("ampwise.observe.race.time.perf_counter", made.perf_counter)
+    monkeypatch.setattr("ampwise.observe.race.done_at", lambda _: made.now)
     monkeypatch.setattr("ampwise.observe.loaders.time", made)
     return made
 
@@ -322,6 +320,73 @@ for step in range({STEPS}):
     seen = raced(script(lines))
     assert len(seen.report.skips) == STEPS // 2
     assert seen.report.race["bf16"].pairs == 0
+
+
+LOUD = """
+class Loud(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 1)
+    def forward(self, x):
+        large = 1e4 * self.first(x)
+        large = large * large.detach()  # squares
+        return self.second(large / 1e8)
+
+net = Loud()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+"""
+
+
+def test_a_precision_whose_loss_is_not_finite_falls_out_and_spoils_nothing(script):
+    lines = f"""{LOUD}
+train({STEPS})
+Path("finite.json").write_text(json.dumps(all(bool(p.isfinite().all()) for p in net.parameters())))
+"""
+    report = raced(script(lines), "fp16,bf16").report
+    assert "fell out: its loss is not finite in step " in report.race["fp16"].note
+    assert report.race["fp16"].speed is None
+    assert "fell out" not in report.race["bf16"].note
+    assert report.race["bf16"].pairs > 0
+    assert json.loads(Path("finite.json").read_text()) is True
+    assert report.faults == []
+
+
+def test_a_precision_whose_loss_is_not_finite_falls_out_beside_a_scaler(script):
+    lines = f"""{LOUD}
+scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+for step in range({STEPS}):
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = ((net(x) - y).float() ** 2).mean()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+"""
+    seen = raced(script(lines), "fp16")
+    assert "fell out: its loss is not finite in step " in seen.report.race["fp16"].note
+    assert len(seen.report.skips) == 1
+    assert seen.report.faults == []
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_a_fault_in_the_script_s_own_precision_is_examined_in_a_race(script, scaled):
+    """Whoever's turn it is while the data are bad; what follows from it is held against nobody."""
+    lines = f"""{LOUD}
+scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, enabled={scaled})
+for step in range({STEPS}):
+    loss = ((net(x * (1e30 if step in (20, 21, 22) else 1)) - y) ** 2).mean()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+"""
+    path = script(lines)
+    report = raced(path).report
+    (found,) = report.faults
+    assert (found.status, found.cause) == ("fault", "RANGE_OVERFLOW")
+    assert found.origin is not None
+    assert found.origin.line == line_of(path, "# squares")
+    assert not any("race" in each.why for each in report.not_observed)
 
 
 SAVES = """

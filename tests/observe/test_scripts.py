@@ -32,7 +32,6 @@ class Script:
     # Whether its schedule is held on a skipped step; None: it has none that steps with the optimizer.
     held: bool | None = None
     asks_at: str = "torch.autocast("
-    compiles: bool = False
 
 
 KNOWN = {
@@ -40,7 +39,7 @@ KNOWN = {
         micro_batches=2, needs="accelerate", held=True, asks_at="model(inputs)"
     ),
     "checkpointed": Script(),
-    "compiled": Script(optimizers=("SGD",), held=False, compiles=True),
+    "compiled": Script(optimizers=("SGD",), held=False),
     "ddp": Script(micro_batches=2, launcher=TORCHRUN),
     "gan": Script(optimizers=("Adam", "Adam"), asks_at="with autocast:"),
     "hf_trainer": Script(
@@ -104,8 +103,7 @@ def test_a_clean_run_is_as_without_and_has_no_finding(
     report = ran.report
     assert [each["code"] for each in report["findings"]] == []
     assert (report["faults"], report["skips"], report["exit_code"]) == ([], [], 0)
-    unseen = ["dtypes of matrix products"] if known.compiles else []
-    assert [each["what"] for each in report["not_observed"]] == unseen
+    assert report["not_observed"] == []
     assert report["steps"] == 50
     assert report["micro_batches_per_step"] == known.micro_batches
     assert tuple(report["optimizers"]) == known.optimizers
@@ -124,7 +122,7 @@ def check_precision(found: dict[str, Any], script: Path, precision: str) -> None
     wanted = DTYPES[precision]
     assert found["active"] is True
     assert set(found["parameters"]) == {"float32"}
-    for products in [] if KNOWN[script.stem].compiles else found["ran"].values():
+    for products in found["ran"].values():
         assert max(products, key=products.get) == wanted
         assert sum(products.values()) >= 3
     if precision == "fp32":
@@ -167,6 +165,13 @@ def test_products_that_stay_in_float32_are_named(tmp_path: Path) -> None:
     assert all("attention" in each["module"] for each in odd)
 
 
+MADE_AT = {
+    "accelerate_loop": "accelerator = Accelerator(",
+    "hf_trainer": "Trainer(",
+    "nanogpt": "GradScaler(",
+}
+
+
 @pytest.mark.parametrize("name", ["accelerate_loop", slow("hf_trainer"), "nanogpt"])
 def test_a_precision_asked_for_and_not_active_is_said_first(tmp_path: Path, name: str) -> None:
     """As these three treat float16 on a CPU: in silence."""
@@ -175,6 +180,7 @@ def test_a_precision_asked_for_and_not_active_is_said_first(tmp_path: Path, name
     assert found["active"] is False
     (asked,) = found["asked"]
     assert (asked["dtype"], Path(asked["file"])) == ("float16", path_of(name))
+    assert MADE_AT[name] in path_of(name).read_text().splitlines()[asked["line"] - 1]
     assert set(found["ran"]["forward"]) == set(found["ran"]["backward"]) == {"float32"}
     first = ran.report["findings"][0]
     assert (first["code"], first["file"], first["line"]) == ("AMP501", asked["file"], asked["line"])
@@ -302,5 +308,8 @@ def test_a_model_that_inductor_compiles(tmp_path: Path, what: str | None) -> Non
     ran = watch("compiled", tmp_path, *arguments, *(["--fault", what] if what else []))
     if what is None:
         assert (ran.report["findings"], ran.report["faults"]) == ([], [])
+        products = ran.report["precision"]["ran"]
+        assert products["forward"] == {"bfloat16": 3}
+        assert set(products["backward"]) == {"bfloat16"}
     else:
         check_fault(ran.report["faults"][0], path_of("compiled"), what)

@@ -197,7 +197,7 @@ def test_lines_below_the_working_directory_are_short(tmp_path, monkeypatch):
 def test_the_page_has_curves_with_skips_marked_and_no_script():
     page = to_html(ObservedRun(observed(), STEPS))
     assert Page(page).labels == [
-        "Training loss over steps", "Loss scale over steps, with skipped steps",
+        "Loss over training steps", "Loss scale over steps, with skipped steps",
         "Norm of the true gradients over steps, before clipping", "Time of a step, without the first",
     ]  # fmt: skip
     assert "skipped (2)" in page

@@ -133,7 +133,7 @@ class ParityReport:
     finals
         Per precision (float32 too) the metric after each seed's run.
     curves
-        Per precision the training loss over steps: ``step``, ``mean``, ``low`` and ``high`` over
+        Per precision the loss over training steps: ``step``, ``mean``, ``low`` and ``high`` over
         seeds.
     scales
         Per precision that scales its loss, of the first seed's run: the loss ``scale`` of each
@@ -321,6 +321,11 @@ def has_quality(task: Task) -> bool:
     return task.evaluate is not None or task.loss is not None
 
 
+def _loss_of(task: Task) -> str:
+    """What a task without metrics gives: the loss that it trains on, or reports."""
+    return "training loss" if task.iteration is None else "reported loss"
+
+
 def check_metric(asked: str | None, metrics: Mapping[str, float]) -> None:
     """Refuse what cannot be compared: a metric the task does not give, or one that is no number.
 
@@ -352,12 +357,12 @@ def _choose_metric(
 ) -> None:
     """Which metric, and how: a margin of 0.01 means something by itself on a scale of 1 only."""
     check_metric(asked, metrics)
-    report.metric = asked or next(iter(metrics), "training loss")
+    report.metric = asked or next(iter(metrics), _loss_of(task))
     report.higher_is_better = higher_is_better(task, report.metric)
     values = [each[report.metric] for each in (metrics, untrained) if report.metric in each]
     bounded = all(abs(each) <= 1 for each in values)
     report.relative = not (report.higher_is_better and bounded)
-    report.loss = "held-out loss" if "loss" in metrics else "training loss"
+    report.loss = "held-out loss" if "loss" in metrics else _loss_of(task)
 
 
 def _fill(
@@ -430,7 +435,7 @@ def _finals(runs: Mapping[str, Sequence[Run]], metric: str) -> dict[str, list[fl
 
 
 def _final(run: Run, metric: str) -> float:
-    """A run's metric at its end; of one that ended early, or without it, the training loss."""
+    """A run's metric at its end; of one that ended early, or without it, the loss it trained on."""
     if run.error:
         return math.nan
     if metric in run.metrics:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,10 +24,12 @@ from ampwise.errors import UsageError
 from ampwise.numerics.across_ranks import all_raised, examined, first_at_fault, talks
 from ampwise.numerics.examine import Examiner
 from ampwise.numerics.observe import stagnation
+from ampwise.numerics.observe.values import loss_of
 from ampwise.numerics.progress import Progress, Silent
 from ampwise.numerics.remedy.handover import Failing, TaskSource
 from ampwise.numerics.result import Diagnosis
-from ampwise.numerics.update import in_update
+from ampwise.numerics.update import last_update
+from ampwise.numerics.update_of_task import Trained, in_update
 from ampwise.policy import Policy
 from ampwise.step.recorder import NonFiniteLossError, Recorder, Stash, UntilBad
 from ampwise.step.replay import Replay
@@ -125,7 +127,11 @@ def explore(task: Task, config: DiagnoseConfig, progress: Progress) -> tuple[Arm
         failure, window = _one_step(arm, examiner, mine)
         if failure is None:
             record = arm.step.history[-1]
-            begun = begun or (None if record.skipped else record)
+            if begun is None and not record.skipped:
+                assert step.closed is not None
+                # What an iteration reports need not be what it trains on.
+                trained = loss_of(step.closed.losses)
+                begun = replace(record, loss=record.loss if trained is None else trained)
             progress.step(record.step, config.steps, record.loss)
             if record.skipped or not math.isfinite(record.loss):
                 assert step.closed is not None
@@ -133,8 +139,7 @@ def explore(task: Task, config: DiagnoseConfig, progress: Progress) -> tuple[Arm
         if failure is not None and failure.status != "benign":
             stash = step.open or step.closed
             assert stash is not None
-            if failure.cause == "BAD_PARAMETER" and made and arm.step.ranks == 1:
-                in_update(task, config.policy, config.settings, made, failure)
+            _in_update(task, config, arm, last_update(stash, made), failure)
             return arm, failure, stash
         found = failure or found
         if last:
@@ -147,9 +152,14 @@ def explore(task: Task, config: DiagnoseConfig, progress: Progress) -> tuple[Arm
         return examiner.quiet(stash, still, begun)
 
     quiet = _compared(examiner, stash, alone)
-    if quiet.cause == "BAD_PARAMETER" and arm.step.ranks == 1:
-        in_update(task, config.policy, config.settings, arm.step.steps, quiet)
+    _in_update(task, config, arm, arm.step.steps, quiet)
     return arm, found if quiet.status == "clean" and found is not None else quiet, stash
+
+
+def _in_update(task: Task, config: DiagnoseConfig, arm: Arm, steps: int, found: Diagnosis) -> None:
+    """Say of a parameter that is not finite which update made it so, if one did."""
+    if found.cause == "BAD_PARAMETER" and steps and arm.step.ranks == 1:
+        in_update(Trained(task, config.policy, config.settings, steps), found)
 
 
 def _compared(examiner: Examiner, stash: Stash, alone: Callable[[], Diagnosis]) -> Diagnosis:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from ampwise.errors import AmpwiseError
+from ampwise.lines import users_line
 from ampwise.numerics import across_ranks
 from ampwise.numerics.examine import Examiner
 from ampwise.numerics.result import Diagnosis
+from ampwise.numerics.update import last_update
+from ampwise.numerics.update_of_state import LastUpdate, in_last_update
+from ampwise.step.recorder import Stash
 from ampwise.step.replay import Replay
 from ampwise.step.train_step import TrainStep
 
@@ -32,7 +36,16 @@ def examine(step: TrainStep) -> Diagnosis | None:
     found = across_ranks.examined(
         examiner, stash, lambda: None if examiner.settling(stash) else examiner.failure(stash)
     )
+    if found is not None and found.cause == "BAD_PARAMETER":
+        in_last_update(found, replay, _last_updates(step, stash))
     return None if found is not None and found.status == "benign" else found
+
+
+def _last_updates(step: TrainStep, stash: Stash) -> list[LastUpdate]:
+    """The last update of each optimizer before a skipped window; in it, where that updates."""
+    made = (e.step for e in reversed(step.history) if e.step < stash.step and not e.skipped)
+    number, line = last_update(stash, next(made, 0)), users_line()
+    return [LastUpdate(each, number, line) for each in step.optimizers if number]
 
 
 def summary(found: Diagnosis) -> str:
@@ -43,4 +56,5 @@ def summary(found: Diagnosis) -> str:
         where = f" at {found.origin.file}:{found.origin.line}, {found.origin.source!r}"
     fixes = [f"{each.what} ({each.how})" for each in found.fixes if each.verified]
     mended = f" Verified fix: {fixes[0]}." if fixes else ""
-    return f"step {found.step} was skipped: {cause}{where}. {found.explanation}{mended}"
+    what = "broke a parameter" if found.phase == "optimizer" else "was skipped"
+    return f"step {found.step} {what}: {cause}{where}. {found.explanation}{mended}"

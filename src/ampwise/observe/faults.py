@@ -9,7 +9,6 @@ run again is put back, bit for bit.
 from __future__ import annotations
 
 import gc
-import math
 import sys
 import time
 import warnings
@@ -34,6 +33,7 @@ from ampwise.numerics.examine import Examiner
 from ampwise.numerics.observe.trace import watch
 from ampwise.numerics.progress import Silent
 from ampwise.numerics.result import Diagnosis
+from ampwise.numerics.update_of_state import LastUpdate, in_last_update
 from ampwise.observe.autocast import Autocasts
 from ampwise.observe.calls import Calls
 from ampwise.observe.listener import Listener
@@ -45,7 +45,7 @@ from ampwise.observe.result import NotObserved
 from ampwise.observe.script import Stopped
 from ampwise.observe.session import Session
 from ampwise.observe.spots import spots_here
-from ampwise.observe.steps import Attempt, Step
+from ampwise.observe.steps import Attempt, Step, is_bad
 from ampwise.observe.unknown import Seen, unknown
 from ampwise.step.modules import held_by
 from ampwise.step.recorder import finite
@@ -109,6 +109,8 @@ class Faults(Listener):
         self._unguarded = False
         self._scaler: GradScaler | None = None
         self._hurt: list[weakref.ref[Optimizer]] = []
+        self._updates: weakref.WeakKeyDictionary[Optimizer, tuple[int, Line]]
+        self._updates = weakref.WeakKeyDictionary()
 
     @property
     def diagnoses(self) -> list[Diagnosis]:
@@ -124,6 +126,7 @@ class Faults(Listener):
         """See what is compiled that is no module: while it runs there must be no mode of ours."""
 
         def compiles(real: Any, model: Any = None, *args: Any, **kwargs: Any) -> Any:
+            self._session.tell("compiled", kwargs)
             owner = getattr(model, "__self__", model)
             if model is not None and not isinstance(owner, nn.Module | Optimizer):
                 self._programs.compiles = True
@@ -173,7 +176,7 @@ class Faults(Listener):
         """Without a scaler a bad update is made; before that its step can be run again."""
         self._unguarded = True
         norm = self._session.segment.norm
-        if _is_bad(norm) or self._lost:
+        if is_bad(norm) or self._lost:
             self._bad(optimizer, None, self._number(optimizer))
 
     def stepped(self, optimizer: Optimizer, *, by_scaler: bool) -> None:
@@ -187,6 +190,8 @@ class Faults(Listener):
         if attempt.skipped is True and attempt.scale is not None and not self._looked:
             self._bad(attempt.optimizer, float(attempt.scale), self._session.step.number)
         self._looked = False
+        if attempt.skipped is not True:
+            self._updates[attempt.optimizer] = (self._session.step.number, attempt.line)
         self._programs.updated(attempt.optimizer, self._calls.passes)
         self._calls.draws, self._calls.losses_known = self._programs.draws, self._programs.known
         self._calls.updated()
@@ -220,7 +225,7 @@ class Faults(Listener):
     @property
     def _lost(self) -> bool:
         """Whether a loss since the last update is not finite."""
-        return any(_is_bad(each.loss) for each in self._calls.passes)
+        return any(is_bad(each.loss) for each in self._calls.passes)
 
     def _number(self, optimizer: Optimizer) -> int:
         """Of the step that an optimizer is about to update in: a second time is in the next."""
@@ -228,7 +233,9 @@ class Faults(Listener):
         return step.number + any(each.optimizer is optimizer for each in step.attempts)
 
     def _bad(self, optimizer: Optimizer, scale: float | None, number: int) -> None:
-        """Look at a step that is not finite, unless enough was looked at."""
+        """Look at a step that is not finite, unless enough was looked at, or it is the race's."""
+        if self._session.raced:
+            return
         enough = len(self.found) >= _MOST_FAULTS or self._looks >= _MOST_LOOKS
         if enough or self._follows():
             self.unseen += 1
@@ -237,6 +244,7 @@ class Faults(Listener):
         if scale is None:
             self._hurt.append(weakref.ref(optimizer))
         self._looks += 1
+        self._session.watched()
         with self._waiting():
             fault = self._look(self._recorded(optimizer, scale, number))
             answer = self._others.first(None if fault is None else fault.diagnosis)
@@ -266,7 +274,9 @@ class Faults(Listener):
         """A fault that was not known; None for a known one, and for a scale that settles."""
         reproduced = self._reproduced(recorded)
         if not isinstance(reproduced, Observed):
-            return self._as_known(Fault(unknown(recorded, reproduced, self._script)))
+            diagnosis = unknown(recorded, reproduced, self._script)
+            self._by_update(diagnosis, Observed(recorded, self._autocasts, None))
+            return self._as_known(Fault(diagnosis))
         stash = reproduced.closed
         patience = _Patience()
         examiner = Examiner(reproduced, self._script, patience)
@@ -285,9 +295,18 @@ class Faults(Listener):
             diagnosis.notes.append(
                 f"No fix was tried: finding the cause took more than {_LIMIT_S:g} s."
             )
-        if diagnosis.status == "fault":
+        if diagnosis.cause == "BAD_PARAMETER":
+            self._by_update(diagnosis, reproduced)
+        elif diagnosis.status == "fault":
             self._patch(diagnosis, reproduced, patience)
         return None if diagnosis.status == "benign" else self._as_known(Fault(diagnosis))
+
+    def _by_update(self, diagnosis: Diagnosis, step: Observed) -> None:
+        """Say which update has left a parameter that is not finite, if there is one."""
+        made = [LastUpdate(each, *at) for each, at in self._updates.items()]
+        in_last_update(diagnosis, step, made)
+        if diagnosis.phase == "optimizer":
+            self._hurt += map(weakref.ref, self._updates)
 
     def _patch(self, diagnosis: Diagnosis, step: Observed, patience: _Patience) -> None:
         """Add patches of the script's own source, as far as there is time for them."""
@@ -402,11 +421,6 @@ def _compiled_already() -> bool:
     # By type, not isinstance, which asks objects for their class, and some of them warn.
     functions = (each for each in gc.get_objects() if type(each) is FunctionType)
     return any("_is_torch_compile" in vars(each) for each in functions)
-
-
-def _is_bad(number: Tensor | None) -> bool:
-    """Whether a number is inf or NaN, where that costs no wait for a device."""
-    return number is not None and number.device.type == "cpu" and not math.isfinite(float(number))
 
 
 def _broken(optimizer: Optimizer) -> bool:

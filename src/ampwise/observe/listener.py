@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -32,6 +33,9 @@ class Listener:
         self, device: str, dtype: torch.dtype, line: Line, *, enabled: bool
     ) -> None:
         """An autocast region begins, on this line of the user's."""
+
+    def compiled(self, settings: Mapping[str, Any]) -> None:
+        """``torch.compile`` is called, with these settings."""
 
     def scaler_made(self, scaler: GradScaler) -> None:
         """A live scaler was made."""

@@ -54,11 +54,11 @@ class Dtypes(Listener):
 
 
 def precision_of(
-    autocasts: Autocasts, scalers: Scalers, census: Census, dtypes: Dtypes
+    autocasts: Autocasts, scalers: Scalers, census: Census, dtypes: Dtypes, made_at: Line
 ) -> Precision:
-    """The section of the report."""
+    """The section of the report; a trainer that sees to precision by itself was made at a line."""
     asked = [*autocasts.asked(), *scalers.asked()]
-    asked += _by_trainers({each.dtype for each in asked}, dtypes.line)
+    asked += _by_trainers({each.dtype for each in asked}, made_at if made_at.file else dtypes.line)
     ran = census.ran()
     wanted = {each.dtype for each in asked}
     products = Counter(ran.forward) + Counter(ran.backward)

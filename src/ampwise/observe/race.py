@@ -9,6 +9,10 @@ In a turn of another precision every autocast region that the script enters is i
 enters none, autocast is on around modules called from outside of modules, and what they return is
 float32 as ever, so that a loss need not know. Backward keeps what autograd recorded.
 
+A precision falls out at its first loss that is not finite while those of the script's own steps
+are. Nothing is updated with it: the parameters are everybody's. Beside a loss scaler gradients may
+be so, as its scale settles.
+
 Batches differ from turn to turn, and so may the times; shuffling keeps that from favouring anyone,
 and the interval shows it. Time waited for a loader is left out on CPUs, as `bench` leaves it out;
 on accelerators nobody can tell how much of it the device stood still.
@@ -26,6 +30,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from ampwise.bench.race import (
@@ -45,10 +50,11 @@ from ampwise.lines import Line
 from ampwise.observe.autocast import Autocasts
 from ampwise.observe.listener import Listener
 from ampwise.observe.modules import Modules
+from ampwise.observe.optimizers import gradients_of
 from ampwise.observe.result import Raced
 from ampwise.observe.script import Ending, Stopped
 from ampwise.observe.session import Session
-from ampwise.observe.steps import Step
+from ampwise.observe.steps import Step, is_bad
 from ampwise.policy import PRESETS, Policy
 from ampwise.step.precision import Float32Mode, raised
 from ampwise_lint.base.words import counted
@@ -120,6 +126,7 @@ class Racing(Listener):
         self._inside = ExitStack()
         self._since = self._waited_s = 0.0
         self._spoilt = self._by_script = False
+        self._lost, self._fell_in = False, 0
         self._round: dict[str, float | None] = {}
         self._over, self._ended_in = False, _OWN
         self._steps: Counter[str] = Counter()
@@ -133,6 +140,7 @@ class Racing(Listener):
             return
         self._by_script = False
         self._steps[self._turn] += 1
+        self._judge(step)
         if step.number < _BEGINS_AFTER:
             return
         done, within = divmod(step.number - _BEGINS_AFTER, self._length)
@@ -148,6 +156,35 @@ class Racing(Listener):
                 self.leave()
                 raise Stopped
         self._begin(done)
+
+    def gradients_ready(self, optimizer: Optimizer) -> None:
+        """Without a scaler, what is not finite would spoil everybody's parameters."""
+        segment = self._session.segment
+        # Of several ranks all have to see the same, as they do of summed gradients.
+        loss_is_bad = self._alone and any(map(is_bad, segment.losses))
+        if not (loss_is_bad or is_bad(segment.norm)):
+            return
+        if not self._session.raced:
+            self._lost = True
+        elif not self._lost:
+            self._is_lost("loss" if loss_is_bad else "gradient norm", self._session.step.number)
+            torch._foreach_zero_(gradients_of(optimizer))
+
+    def _judge(self, step: Step) -> None:
+        """Look at the losses of a step that is over: with a scaler, gradients say nothing."""
+        losses = [each for segment in step.segments for each in segment.losses]
+        if not self._alone or step.number == self._fell_in or not any(map(is_bad, losses)):
+            return
+        if not self._session.raced:
+            self._lost = True
+        elif not self._lost:
+            self._is_lost("loss", step.number)
+
+    def _is_lost(self, what: str, number: int) -> None:
+        """The turn's precision falls out."""
+        self._fell_in = number
+        self._fell_out(self._turn, f"its {what} is not finite in step {number}")
+        self._switch(self._turn)
 
     def leave(self) -> None:
         """The script computes in its own precision from now on."""
@@ -176,7 +213,8 @@ class Racing(Listener):
         self._inside.close()
         self._modules.around = None
         self._turn = name
-        if name == _OWN or name in self._race.fell_out:
+        self._session.raced = name != _OWN and name not in self._race.fell_out
+        if not self._session.raced:
             return
         policy = self._policies[name]
         mode = Float32Mode(policy, self._device.type)

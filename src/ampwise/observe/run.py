@@ -27,6 +27,7 @@ from ampwise.observe.schedules import Schedules
 from ampwise.observe.script import Ending, Stopped, Target, run
 from ampwise.observe.session import Session
 from ampwise.observe.steps import Step
+from ampwise.observe.trainers import Trainers
 from ampwise.policy import Policy
 from ampwise.telemetry.environment import environment
 from ampwise.telemetry.names import Metric
@@ -79,6 +80,7 @@ class Observation:
         self.optimizers = Optimizers(session, self.scalers)
         self.loaders = Loaders(session)
         self.modules = Modules(session)
+        self.trainers = Trainers(session)
         self.records = Records(session, self.scalers, self.schedules, sink)
         self.census = Census(session, self.modules)
         self.dtypes = Dtypes()
@@ -88,14 +90,13 @@ class Observation:
         )
         self._things = (
             self.autocasts, self.scalers, self.schedules, self.optimizers, self.loaders,
-            self.modules, Backwards(session, self.scalers), Clipping(session, self.scalers),
-            self.faults,
+            self.modules, self.trainers, Backwards(session, self.scalers),
+            Clipping(session, self.scalers), self.faults,
         )  # fmt: skip
         self._patches = Patches()
         for each in (self.records, self.dtypes, self.census, self.misuse):
             session.listen(each)
-        # A race changes what runs from step to step: there is no one precision to examine.
-        if config.on_fault != "off" and not config.race:
+        if config.on_fault != "off":
             session.listen(self.faults)
         self.checkpoints = Checkpoints(session)
         self.race = self._raced() if config.race else None
@@ -159,7 +160,9 @@ class Observation:
         """What was seen."""
         records = self.records
         losses, skips = records.losses, records.skips()
-        precision = precision_of(self.autocasts, self.scalers, self.census, self.dtypes)
+        precision = precision_of(
+            self.autocasts, self.scalers, self.census, self.dtypes, self.trainers.line
+        )
         return RunReport(
             script=self.config.target.name,
             exit_code=ending.exit_code,
@@ -190,8 +193,6 @@ class Observation:
 
     def _not_observed(self) -> list[NotObserved]:
         missing = [*self._patches.missing, *self.session.failed, *self.faults.not_observed()]
-        if self.config.race:
-            missing.append(NotObserved("faults", "they are not examined in a race"))
         if self.records.steps and not self.census.made:
             missing.append(NotObserved("dtypes of matrix products", self.census.why_not))
         return missing

@@ -31,6 +31,8 @@ class Session:
     ----------
     active
         Whether what happens is the script's: not in our own replays, nor in forked processes.
+    raced
+        Whether the open step is in a precision that the race has put in place of the script's.
     in_backward
         Whether backward is running: what is called then is recomputed.
     spent_s
@@ -43,6 +45,7 @@ class Session:
         self.debug = debug
         self.failed: list[NotObserved] = []
         self.active = True
+        self.raced = False
         self.in_backward = False
         self.spent_s = self._spent_before_s = 0.0
         self.step = Step(1)

@@ -6,12 +6,18 @@ update a second time, so that a GAN's two updates are one step.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from ampwise.lines import NOWHERE, Line
+
+
+def is_bad(number: Tensor | None) -> bool:
+    """Whether a number is inf or NaN, where that costs no wait for a device."""
+    return number is not None and number.device.type == "cpu" and not math.isfinite(float(number))
 
 
 @dataclass(slots=True)

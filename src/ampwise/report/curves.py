@@ -16,7 +16,7 @@ Steps = Sequence[Mapping[str, Any]]
 
 
 def loss(steps: Steps, colour: str) -> str:
-    """Training loss, and held-out losses where there are some."""
+    """Loss over training steps, and held-out losses where there are some."""
     found = series(steps, names.LOSS)
     evaluated = dict.fromkeys(name for each in steps for name in each if name.startswith("eval/"))
     held_out = [name for name in evaluated if "loss" in name]

@@ -74,7 +74,7 @@ def memory(report: BenchReport) -> str:
 
 
 def losses(report: BenchReport) -> str:
-    """Training loss over steps: mean over seeds, and the range as a band."""
+    """Loss over training steps: mean over seeds, and the range as a band."""
     curves = {} if report.parity is None else report.parity.curves
     if not any(each["step"] for each in curves.values()):
         return ""
@@ -88,7 +88,7 @@ def losses(report: BenchReport) -> str:
             axes.fill_between(steps, low, high, color=colour, alpha=0.2, lw=0)
             axes.plot(steps, mean, color=colour, label=short(name), linewidth=1.6)
         axes.set_xlabel("step")
-        axes.set_ylabel("training loss (mean, range over seeds)")
+        axes.set_ylabel("loss (mean, range over seeds)")
         axes.legend()
 
     return svg("losses", draw, height=3.2)

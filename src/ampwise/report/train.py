@@ -170,7 +170,7 @@ def to_html(run: TrainedRun) -> str:
 def _rows(result: TrainResult) -> list[tuple[str, str]]:
     rows = [("steps", f"{result.steps:,}{_skipped(result)}")]
     if result.loss is not None:
-        rows.append(("training loss", f"{result.loss:.4f}"))
+        rows.append(("loss, last step", f"{result.loss:.4f}"))
     rows += [(f"held-out {name}", f"{value:.4f}") for name, value in result.metrics.items()]
     if result.activity is not None:
         rows.append(("what ran", str(result.activity)))

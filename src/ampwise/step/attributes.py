@@ -1,6 +1,7 @@
 """What modules keep in plain Python: counters, lists, tensors that forward assigns anew.
 
-A replay runs forward once more, and must leave all of it as it was. Attributes are put back by
+A replay runs forward once more, and must leave all of it as it was; an update that is made again,
+its optimizer. Attributes are put back by
 reference, and containers among them (nested ones, too) with what they held; an object of a class of
 one's own that changes inside is beyond that.
 """
@@ -19,7 +20,7 @@ _CONTAINERS = (dict, list, set, deque)
 
 
 class Attributes:
-    """Attributes of some modules, not of those inside of them, as they are now.
+    """Attributes of some modules (not of those inside) or other objects, as they are now.
 
     Parameters
     ----------
@@ -27,11 +28,11 @@ class Attributes:
         Whether what every module has is looked into, too: parameters, hooks, ...
     """
 
-    def __init__(self, modules: Iterable[nn.Module], *, internals: bool = True) -> None:
+    def __init__(self, owners: Iterable[object], *, internals: bool = True) -> None:
         self._kept: dict[int, tuple[Any, Any]] = {}  # containers, with copies
         self._left = frozenset[str]() if internals else _internals()
-        for module in modules:
-            self._keep(vars(module))
+        for each in owners:
+            self._keep(vars(each))
 
     @property
     def changed(self) -> bool:

@@ -114,7 +114,7 @@ class TrainResult(Document):
     status
         ``running``, ``finished``, ``interrupted`` or ``failed: ...``.
     loss
-        Training loss of the last step.
+        Loss of the last step, as the task reports it.
     metrics
         Held-out metrics of the last evaluation.
     data_wait_fraction

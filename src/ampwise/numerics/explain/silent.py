@@ -154,8 +154,9 @@ def _floor(run: ShadowRun, errors: GradientErrors, stash: Stash, begun: StepReco
     noise, size = errors.noise / float(stash.scale), errors.norm / float(stash.scale)
     if ideal > _FLOOR_LOSS * abs(begun.loss) or noise > _FLOOR_NOISE * begun.grad_norm:
         return ""
+    which = "the loss" if len(run.losses) == 1 else "the mean of the losses"
     return (
-        f"the loss has come from {begun.loss:.3g} to {ideal:.2g}, and the gradient from a norm of "
+        f"{which} has come from {begun.loss:.3g} to {ideal:.2g}, and the gradient from a norm of "
         f"{begun.grad_norm:.3g} to {size:.2g}, where its rounding noise is {noise:.2g}. Only "
         "float32 for the last steps gets closer"
     )

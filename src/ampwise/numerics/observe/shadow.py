@@ -12,7 +12,7 @@ Memory: 8 bytes for every element that the run keeps alive, so 2 to 4 times that
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -126,10 +126,10 @@ class _ReachedError(Exception):
     """The operation that was asked for."""
 
 
-def shadowed(mode: Shadow, act: Callable[[], object]) -> None:
-    """Do something beside a shadow, as far as the operation that is asked for."""
-    with mode, suppress(_ReachedError):
-        act()
+def shadowed(mode: Shadow, make: Callable[[AbstractContextManager[Any]], object]) -> None:
+    """Make an update beside a shadow, as far as the operation that is asked for."""
+    with suppress(_ReachedError):
+        make(mode)
 
 
 class Shadow(TorchDispatchMode):

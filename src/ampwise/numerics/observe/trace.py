@@ -13,8 +13,10 @@ operation swallowed (``1 / inf``) are kept too: values may be silently wrong the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -95,19 +97,29 @@ def watch(
     return watch(step, stash, scale=scale, capture=trace.origin.index, backward=backward)
 
 
-def watch_update(step: Replayable, update: Callable[[], object]) -> tuple[Root | None, str]:
-    """Make the update of a window whose backward is done, under watch.
+def watch_update(
+    models: Sequence[nn.Module],
+    named: Mapping[str, Tensor],
+    make: Callable[[AbstractContextManager[Any]], object],
+) -> tuple[Root | None, str]:
+    """Make an update under watch.
+
+    Parameters
+    ----------
+    named
+        What it changes.
+    make
+        Makes it inside of a context.
 
     Returns
     -------
     tuple
         The operation that first made a parameter non-finite (None if none did), and which one.
     """
-    with placing(step.models) as places:
+    with placing(models) as places:
         watcher = Watcher(places, phase="optimizer")
-        with watcher:
-            update()
-    for name, parameter in step.named_tensors().items():
+        make(watcher)
+    for name, parameter in named.items():
         roots = watcher.roots_of(parameter)
         if roots:
             return min(roots, key=lambda root: root.index), name
