@@ -10,14 +10,14 @@ from ampwise.policy import Policy
 from ampwise.step.members import Members
 from ampwise.step.precision.base import Part, Precision
 from ampwise.step.precision.cast_weights import CastWeights
-from ampwise.step.precision.float8 import Float8
+from ampwise.step.precision.float8 import Float8, by_reason
 from ampwise.step.precision.float32_mode import Float32Mode
 from ampwise.step.precision.islands import Found, Islands, islands_in, islands_of, raised
 from ampwise.step.precision.pure import PureBFloat16, lower, settle
 
 __all__ = [
-    "Float32Mode", "Islands", "Part", "Precision", "islands_in", "islands_of", "lower",
-    "precision_of", "raised", "settle",
+    "Float32Mode", "Islands", "Part", "Precision", "by_reason", "islands_in", "islands_of",
+    "lower", "precision_of", "raised", "settle",
 ]  # fmt: skip
 
 

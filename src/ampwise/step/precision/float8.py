@@ -27,7 +27,7 @@ up to the order of sums, but neither the speed nor the memory.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -155,12 +155,23 @@ class Layers:
         self.left_out = {name: why for name, why in why_not.items() if why}
         self._found = [each for name, each in linear.items() if not why_not[name]]
         if not self._found:
-            said = "; ".join(f"{name or 'it'}: {why}" for name, why in self.left_out.items())
             raise PolicyError(
                 f"precision {self._text}: no layer of the model can multiply in float8 "
-                f"({said or 'it has no nn.Linear'}); expected an nn.Linear whose sides are "
-                f"multiples of {_SIDE}: take bf16"
+                f"({by_reason(self.left_out) or 'it has no nn.Linear'}); expected an nn.Linear "
+                f"whose sides are multiples of {_SIDE}: take bf16"
             )
+
+
+def by_reason(left_out: Mapping[str, str]) -> str:
+    """Layers that are left out, in words: three for each reason, and how many more."""
+    names: dict[str, list[str]] = {}
+    for name, why in left_out.items():
+        names.setdefault(why, []).append(name or "the model itself")
+    said = (
+        f"{', '.join(each[:3])}{f' and {len(each) - 3} more' * (len(each) > 3)} ({why})"
+        for why, each in names.items()
+    )
+    return "; ".join(said)
 
 
 def _why_not(layer: nn.Linear) -> str:
