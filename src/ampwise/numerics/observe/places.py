@@ -35,6 +35,8 @@ _INTERNAL = (str(Path(torch.__file__).parent) + "/",)
 _OURS = str(Path(ampwise.__file__).parent) + "/"
 _STEPS = (_OURS + "step/", _OURS + "observe/replay.py")
 """Of our own files, those that run a step: what called them made none of its operations."""
+_FORWARDS = _OURS + "step/precision/"
+"""Of these, what runs in place of a module's forward."""
 _USERLIKE = (_OURS + "tasks/", _OURS + "losses.py")
 """Of our own files, those that stand in for a user's: the built-in tasks."""
 _LIBRARIES = tuple(
@@ -215,7 +217,7 @@ def kind_of(file: str) -> Literal["user", "library", "internal", "engine", "step
         return "engine"
     if file.startswith(_INTERNAL) or file.startswith("<"):
         return "internal"
-    if file.startswith(_STEPS):
+    if file.startswith(_STEPS) and not file.startswith(_FORWARDS):
         return "step"
     if file.startswith(_OURS):
         return "user" if file.startswith(_USERLIKE) else "internal"

@@ -42,6 +42,7 @@ from ampwise.installation import extra_command
 from ampwise.policy import Policy
 from ampwise.step.members import Members
 from ampwise.step.modules import modules_of
+from ampwise.step.precision.islands import is_island
 from ampwise.step.precision.placed import Forward, Placed
 
 _SIDE = 16
@@ -71,7 +72,9 @@ class Float8(Placed):
         layers()
 
     def instead(self, module: Any, forward: Forward) -> Forward:
-        """A linear layer's forward in float8."""
+        """A linear layer's forward in float8; an island that a replay has made of it stays one."""
+        if is_island(forward):
+            return forward
         config = replace(
             self._config.from_recipe_name(self._recipe),
             emulate=not multiplies_float8(module.weight.device),

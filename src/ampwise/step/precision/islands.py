@@ -48,7 +48,13 @@ class Islands(Placed):
             with torch.autocast(self._device_type, enabled=False):
                 return forward(*tree_map(raised, args), **tree_map(raised, kwargs))
 
+        vars(island)["is_island"] = True
         return island
+
+
+def is_island(forward: Forward) -> bool:
+    """Whether a module's forward is that of an island."""
+    return getattr(forward, "is_island", False)
 
 
 class Found:
