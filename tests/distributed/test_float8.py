@@ -17,6 +17,7 @@ from tests.distributed import small
 from tests.distributed.ranks import Ranks
 
 pytest.importorskip("torchao", reason="needs ampwise[fp8]")
+pytestmark = pytest.mark.filterwarnings("ignore:policy fp8.*emulated")
 
 
 class Blocks(nn.Module):

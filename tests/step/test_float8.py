@@ -21,6 +21,7 @@ from ampwise.policy import RECIPES, Policy
 from .helpers import OPTIMIZERS, gradients, parameters
 
 pytest.importorskip("torchao", reason="needs ampwise[fp8]")
+pytestmark = pytest.mark.filterwarnings("ignore:policy fp8.*emulated")
 
 FLOAT8 = "float8_e4m3fn"
 
@@ -144,6 +145,12 @@ def test_a_model_that_switches_autocast_off_is_told_of() -> None:
     step = step_of(Stubborn(), strict=True)
     with pytest.raises(InactivePolicyError, match=f"no matrix product ran in {FLOAT8}, but 3 in"):
         step(classify, batch_of())
+
+
+def test_who_names_it_where_it_is_emulated_is_told() -> None:
+    with pytest.warns(UserWarning, match=r"policy fp8: no unit of cpu multiplies float8") as caught:
+        step_of(model_of())
+    assert caught[0].filename == __file__
 
 
 def test_an_evaluation_runs_in_float8_too() -> None:

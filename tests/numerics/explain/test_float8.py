@@ -21,6 +21,8 @@ from ampwise.step import TrainStep
 from ampwise.step.replay import Replay
 from tests.numerics.cases import apart, data, line_of, task
 
+pytestmark = pytest.mark.filterwarnings("ignore:policy fp8.*emulated")
+
 
 def verified(found: Diagnosis) -> list[str]:
     return [each.what for each in found.fixes if each.verified]
