@@ -60,7 +60,7 @@ bench: setup  ## Run the side-by-side benchmarks; results go to benchmarks/resul
 gpu-check: export PYTHONPATH := src:lint/src
 gpu-check:  ## CUDA tests and GPU benchmarks, with this machine's own Python and torch
 	$(PYTHON) -m pytest -m gpu tests/gpu -p no:cacheprovider
-	for file in guard step charlm memory diagnose; do $(PYTHON) benchmarks/$$file.py || exit 1; done
+	for file in guard step anatomy charlm memory diagnose; do $(PYTHON) benchmarks/$$file.py || exit 1; done
 
 wheel: setup  ## Build the wheels, of ampwise and of the linter, into dist/
 	$(BIN)/python -m build --wheel --no-isolation

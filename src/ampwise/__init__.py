@@ -7,9 +7,11 @@ not import torch.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ampwise.errors import (
         AmpwiseError,
         CheckpointError,
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from ampwise.numerics.result import Diagnosis
     from ampwise.policy import Policy, Resolution, resolve
     from ampwise.step import Activity, Engine, LossScale, StepRecord, TrainStep
+    from ampwise.step.window import Weight
     from ampwise.tasks import Task, load_task
 
 __version__ = "0.1.0"
@@ -91,6 +94,19 @@ def examine_fault(step: TrainStep) -> tuple[Diagnosis | None, str]:
     fault = importlib.import_module("ampwise.numerics.on_fault")
     found = fault.examine(step)
     return found, "" if found is None else fault.summary(found)
+
+
+def race_precisions(
+    step: TrainStep, loss_fn: Callable[[Any, Any], Any], batch: Any, weight: Weight | None
+) -> Resolution:
+    """What ``auto`` asks: the fastest precision that holds on a step and its first batch.
+
+    The race makes steps itself, and is loaded only when there is one.
+    """
+    resolution: Resolution = importlib.import_module("ampwise.step.race").race(
+        step, loss_fn, batch, weight
+    )
+    return resolution
 
 
 def __dir__() -> list[str]:

@@ -4,6 +4,7 @@
     ├── UsageError                    exit 2   the request cannot be carried out as written
     │   ├── PolicyError                        unknown or impossible precision
     │   ├── TaskError                          TASK cannot be found, or does not keep its contract
+    │   ├── LeverError                         a lever that does not fit the task
     │   ├── CheckpointError                    missing, damaged, or from something else
     │   └── MissingExtraError                  an optional dependency is not installed
     ├── GateError                     exit 1   a check that was asked for says no
@@ -49,6 +50,7 @@ __all__ = [
     "DivergedRanksError",
     "GateError",
     "InactivePolicyError",
+    "LeverError",
     "LostRankError",
     "MissingExtraError",
     "PolicyError",
@@ -70,6 +72,20 @@ class PolicyError(UsageError, ValueError):
 
 class TaskError(UsageError):
     """A TASK that cannot be found or loaded, or that does not keep its contract."""
+
+
+class LeverError(UsageError):
+    """A lever that does not fit the task.
+
+    Attributes
+    ----------
+    why
+        What the task lacks.
+    """
+
+    def __init__(self, lever: str, why: str) -> None:
+        super().__init__(f"lever {lever} does not fit: {why}; leave it out")
+        self.why = why
 
 
 class CheckpointError(UsageError):

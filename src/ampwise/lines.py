@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import sysconfig
 from functools import cache
@@ -41,3 +42,11 @@ def users_line(frame: FrameType | None = None) -> Line:
             return Line(each.f_code.co_filename, each.f_lineno)
         each = each.f_back
     return NOWHERE
+
+
+def place(file: str, line: int) -> str:
+    """``file:line``, from the working directory where it is below that; empty if not known."""
+    if not file:
+        return ""
+    below = file.startswith(f"{Path.cwd()}/")
+    return f"{os.path.relpath(file) if below else file}:{line}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import time
 
@@ -23,6 +24,7 @@ from ampwise.bench.run import CONTROL, BenchConfig, _taught, choose, run_bench
 from ampwise.bench.trial import Trial, try_first_step
 from ampwise.bench.verdict import verdict
 from ampwise.errors import UsageError
+from ampwise.lines import place
 from ampwise.policy import PRESETS, Policy
 from ampwise.stats import Interval, paired_speedup
 
@@ -488,6 +490,43 @@ def test_verdict_tells_memory_traffic_from_arithmetic():
     assert any(each.startswith("Products alone are 6.0x as fast in bf16") for each in said)
     free = precision(3.5, 0.3, matmul_speedup=6.0)
     assert not any("memory traffic" in each for each in verdict(report_of(free), Thresholds()))
+
+
+class CastsByHand(nn.Module):
+    """Two layers of which the second switches autocast off."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(32, 32), nn.Linear(32, 8)
+
+    def forward(self, x):
+        x = self.body(x)
+        with torch.autocast("cpu", enabled=False):
+            return self.head(x.float())
+
+
+def test_products_that_ran_in_another_dtype_are_named_instead_of_memory_traffic():
+    task = dataclasses.replace(small_task(), model=CastsByHand)
+    report = bench(task, "bf16")
+    (bf16,) = report.precisions[1:]
+    assert bf16.matmul_dtypes == {"bfloat16": 1, "float32": 1}
+    line = inspect.getsourcelines(CastsByHand.forward)[1] + 3
+    assert {(each.module, each.dtype, each.line) for each in bf16.exceptions} == {
+        ("head", "float32", line)
+    }
+    assert sum(each.times for each in bf16.exceptions) == 3  # forward, and two in backward
+    bf16.speedup, bf16.matmul_speedup = Interval(1.2, 1.19, 1.21), 6.0
+    said = verdict(report, Thresholds())
+    (named,) = [each for each in said if each.startswith("Not all products ran in bf16")]
+    assert f"3 in float32: addmm, mm, head, {place(__file__, line)}." in named
+    assert not any("memory traffic" in each for each in said)
+    assert BenchReport.from_json(report.to_json()).precisions[1].exceptions == bf16.exceptions
+
+
+def test_islands_are_no_exceptions():
+    report = bench(small_task(), "bf16:islands=2")
+    assert report.precisions[1].matmul_dtypes == {"bfloat16": 1, "float32": 1}
+    assert not report.precisions[1].exceptions
 
 
 def test_verdict_names_a_slow_loader():

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from ampwise.bench import arm as arm_module
 from ampwise.bench import parity as parity_module
-from ampwise.bench.arm import Arm, Settings
+from ampwise.bench.arm import Arm, Settings, Variant
 from ampwise.bench.parity import ParityPlan, ParityReport, run_parity
 from ampwise.bench.requirements import Thresholds, judge
 from ampwise.bench.result import BenchReport, PrecisionResult
@@ -58,8 +59,8 @@ def blobs(noise: float = 1.0, lr: float = 1e-2, shuffled: bool = False, **given)
 
 def compared(task: Task, *precisions: str, steps: int = 60, seeds: int = 5, **plan) -> ParityReport:
     report = ParityReport()
-    policies = [PRESETS[each] for each in ("fp32", *precisions)]
-    run_parity(task, policies, SETTINGS, ParityPlan(steps, seeds, 0.01, **plan), report)
+    variants = [Variant.plain(task, PRESETS[each]) for each in ("fp32", *precisions)]
+    run_parity(task, variants, SETTINGS, ParityPlan(steps, seeds, 0.01, **plan), report)
     return report
 
 
@@ -79,11 +80,11 @@ def test_bf16_is_found_as_good_on_data_it_can_learn():
 
 
 def test_the_same_seed_is_the_same_run_in_float32():
-    task, settings = blobs(), SETTINGS
+    plain, settings = Variant.plain(blobs(), PRESETS["fp32"]), SETTINGS
     first, again = (
-        parity_module._train(task, PRESETS["fp32"], settings, 3, 10, [{}] * 4) for _ in range(2)
+        parity_module._train(plain, settings, 3, 10, [{}] * 4, may_fail=False) for _ in range(2)
     )
-    other = parity_module._train(task, PRESETS["fp32"], settings, 4, 10, [{}] * 5)
+    other = parity_module._train(plain, settings, 4, 10, [{}] * 5, may_fail=False)
     assert first == again
     assert first != other
 
@@ -99,7 +100,7 @@ def test_weights_in_bf16_without_masters_are_caught(monkeypatch):
                 kept = torch.optim.AdamW(self.model.parameters(), lr=2e-4)
                 self.step = TrainStep(self.model, kept, policy="bf16")
 
-    monkeypatch.setattr(parity_module, "Arm", WithoutMasters)
+    monkeypatch.setattr(arm_module, "Arm", WithoutMasters)
     report = compared(blobs(lr=2e-4, noise=2.0), "bf16", "bf16-master", steps=200, seeds=8)
     assert report.learning
     assert report.arms["bf16-master"].decision == "different"
@@ -122,7 +123,7 @@ def test_a_diverged_arm_fails(monkeypatch):
                 raise RuntimeError("no kernel for this")
             super().run(batch)
 
-    monkeypatch.setattr(parity_module, "Arm", Broken)
+    monkeypatch.setattr(arm_module, "Arm", Broken)
     report = compared(blobs(), "bf16", steps=30)
     assert requirement(report).status == "fail"
     assert "no kernel for this" in requirement(report).reason
@@ -175,10 +176,11 @@ def test_a_loss_is_compared_relative_to_float32s():
 def made_up(monkeypatch, begun, fp32, bf16, losses=((2.0, 1.0), (2.0, 1.0)), **stated):
     """Parity of runs that end with these metrics (per seed: a mapping), without any training."""
 
-    def train(task, policy, settings, seed, steps, untrained):
+    def train(variant, settings, seed, steps, untrained, *, may_fail):
         if len(untrained) == seed:
             untrained.append(begun(seed))
-        other = policy.text == "bf16"
+        other = variant.name == "bf16"
+        assert may_fail == other
         metrics = (bf16 if other else fp32)(seed)
         return parity_module.Run(losses=[*losses[other]], metrics=metrics)
 

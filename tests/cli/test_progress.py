@@ -12,7 +12,7 @@ from ampwise.cli.progress import BenchProgress, TrainProgress
 from ampwise.step import StepRecord
 from ampwise_lint.base.progress import Line
 
-NAMES = ("fp32", "fp32 (control)", "tf32", "fp16", "bf16", "bf16-master", "bf16-pure", "fp8")
+NAMES = ("fp32", "fp32 again", "tf32", "fp16", "bf16", "bf16-master", "bf16-pure", "fp8")
 
 
 def record(step: int) -> StepRecord:
@@ -33,8 +33,8 @@ def test_a_rate_that_is_not_known_is_not_said(capsys):
 
 def race(names) -> Race:
     now = time.monotonic()
-    return Race({name: [1.0] * 120 for name in names}, planned=200, started=now - 9,
-                deadline=now + 60)  # fmt: skip
+    return Race({name: [1.0] * 120 for name in names}, baseline=names[0], planned=200,
+                started=now - 9, deadline=now + 60)  # fmt: skip
 
 
 @pytest.mark.parametrize("width", [40, 80, 300])
@@ -60,3 +60,7 @@ def test_a_race_is_not_cut_in_the_middle_of_a_figure(monkeypatch, capsys, width)
 def test_the_usual_precisions_fit_into_80_columns():
     parts = ["race 120/200", "123 s left", *progress._ratios(race(NAMES[:-2])), "13.3 rounds/s"]
     assert progress._fitted(parts, 79).endswith("bf16-master 1.00x")
+
+
+def test_without_a_control_every_arm_beside_the_baseline_is_shown():
+    assert progress._ratios(race(("bf16", "bf16 + compile"))) == ["bf16 + compile 1.00x"]

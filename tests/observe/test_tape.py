@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from ampwise.numerics.observe.places import is_internal
 from ampwise.observe.calls import Calls
 from ampwise.observe.spots import call_from, spots_here
 from ampwise.observe.tape import NoProgramError, Tape, Values
+from ampwise.places import is_internal
 
 
 class Taped:

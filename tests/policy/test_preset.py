@@ -83,11 +83,11 @@ def test_text_names_only_what_differs_from_the_preset() -> None:
     policy = dataclasses.replace(
         PRESETS["fp16"],
         loss_scaling=False,
-        islands=("head", "*.norm"),
+        islands=("head", "*.norm", "softmax()"),
         reduce_dtype="bfloat16",
     )
-    assert policy.text == "fp16:reduce=bf16:scaling=off:islands=head+*.norm"
-    assert Policy.parse("fp16:islands=head+*.norm:scaling=off:reduce=bf16") == policy
+    assert policy.text == "fp16:reduce=bf16:scaling=off:islands=head+*.norm+softmax()"
+    assert Policy.parse("fp16:islands=head+*.norm+softmax():scaling=off:reduce=bf16") == policy
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from ampwise.observe.result import (
     Asked,
     Finding,
     NotObserved,
-    OddProduct,
     Overhead,
     Precision,
     Raced,
@@ -18,6 +17,7 @@ from ampwise.observe.result import (
     ScaleSeen,
     Skip,
 )
+from ampwise.products import OddProduct
 from ampwise.stats import Interval
 
 

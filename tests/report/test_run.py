@@ -8,10 +8,10 @@ import json
 import pytest
 
 from ampwise.cli.main import main
+from ampwise.lines import place
 from ampwise.numerics.result import Diagnosis, Fix, Origin
 from ampwise.observe.result import Asked, Finding, Overhead, Raced, Ran, RunReport, Skip
 from ampwise.report.observed import ObservedRun
-from ampwise.report.page import place
 from ampwise.report.run import render, to_html, to_markdown
 from ampwise_lint.base.console import Console
 from tests.report.observed import observed, precision

@@ -306,7 +306,7 @@ HOW = ("in place, before", "in place, after", "wrapped", "loss", "layers")
 SPELLINGS = {
     "fp32": "both", "bf16": "none", "fp16": "none", "bf16-master": "none",
     "bf16:islands=head": "head", "fp16:islands=head": "head", "bf16-master:islands=head": "head",
-    "bf16:islands=body": "body",
+    "bf16:islands=body": "body", "bf16:islands=linear()": "both",
 }  # fmt: skip
 
 

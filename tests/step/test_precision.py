@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from ampwise.errors import InactivePolicyError, PolicyError, UsageError
 from ampwise.policy import PRESETS, Resolution
@@ -160,6 +163,95 @@ class TestIslands:
         )
         with pytest.raises(PolicyError, match="no module matches 'head'"):
             step_of(mlp(), fallen_back)
+
+
+class Attends(nn.Module):
+    """Attention of one head, and a note of the formats it ran in."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.head = nn.Linear(8, 24), nn.Linear(8, 4)
+        self.seen: list[tuple[torch.dtype, ...]] = []
+
+    def forward(self, x):
+        return self.head(self.attend(x))
+
+    def attend(self, x):
+        q, k, v = self.qkv(x).unsqueeze(1).chunk(3, dim=-1)
+        out = F.scaled_dot_product_attention(q, k, v).squeeze(1)
+        self.seen.append((q.dtype, out.dtype))
+        return out
+
+
+ATTENTION = "islands=scaled_dot_product_attention()"
+
+
+class TestFunctionIslands:
+    def test_a_function_runs_in_float32_and_what_is_around_it_does_not(self):
+        model = Attends()
+        step = step_of(model, f"bf16:{ATTENTION}", strict=True)
+        step(classify, batches(1)[0])
+        assert model.seen == [(torch.bfloat16, torch.float32)]
+        assert step.activity.matmul_dtypes == {"bfloat16": 2, "float32": 2}
+        model.seen.clear()
+        model(torch.ones(3, 8))  # outside of a step
+        assert model.seen == [(torch.float32, torch.float32)]
+        with step.autocast(), torch.no_grad():
+            model(torch.ones(3, 8))
+        assert model.seen[1] == (torch.bfloat16, torch.float32)
+
+    def test_gradients_are_those_of_casts_in_the_code(self):
+        def cast(q, k, v):
+            with torch.autocast("cpu", enabled=False):
+                return attention(q.float(), k.float(), v.float())
+
+        attention, found = F.scaled_dot_product_attention, []
+        for policy, function in ((f"bf16:{ATTENTION}", attention), ("bf16", cast)):
+            torch.manual_seed(0)
+            model = Attends()
+            with pytest.MonkeyPatch.context() as patched:
+                patched.setattr(F, "scaled_dot_product_attention", function)
+                step_of(model, policy)(classify, batches(1)[0])
+            found.append(parameters(model))
+        assert torch.equal(*found)
+
+    def test_it_holds_where_checkpointing_runs_forward_again(self):
+        class Checkpointed(Attends):
+            def forward(self, x):
+                return self.head(checkpoint(self.attend, x, use_reentrant=False))
+
+        model = Checkpointed()
+        with set_checkpoint_early_stop(False):
+            step_of(model, f"bf16:{ATTENTION}")(classify, batches(1)[0])
+        assert model.seen == [(torch.bfloat16, torch.float32)] * 2
+
+    def test_operators_go_by_the_name_of_their_function(self):
+        seen = []
+
+        def loss(model, batch):
+            hidden = model[0](batch[0])
+            seen.append((hidden @ hidden.T).dtype)
+            return classify(model, batch)
+
+        step_of(mlp(), "bf16:islands=matmul()")(loss, batches(1)[0])
+        assert seen == [torch.float32]
+
+    @pytest.mark.parametrize("policy", ["bf16:islands=sofmax()", "bf16:islands=0+sofmax()"])
+    def test_a_function_that_torch_lacks_is_refused(self, policy):
+        with pytest.raises(PolicyError, match=r"no function sofmax\(\); did you mean 'softmax'"):
+            step_of(mlp(), policy)
+        fallen_back = Resolution(policy, PRESETS["fp32"], "cpu", ("emulated",), changed=True)
+        with pytest.raises(PolicyError, match="no function sofmax"):
+            step_of(mlp(), fallen_back)
+
+    def test_a_function_that_nothing_calls_is_named_once(self):
+        step = step_of(mlp(), "bf16:islands=softmax()")
+        step(classify, batches(1)[0])
+        with pytest.warns(UserWarning, match=r"never called softmax\(\)"):
+            step(classify, batches(1)[0])
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            step(classify, batches(1)[0])
 
 
 class TestMasterWeights:

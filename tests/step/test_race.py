@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ampwise import LossScale, TrainStep
-from ampwise.policy import PRESETS, Resolution
+from ampwise.policy import PRESETS, Policy, Resolution
 from ampwise.policy.resolution import GUESSED
 from ampwise.stats import Interval
 from ampwise.step import race
@@ -120,6 +120,46 @@ def test_the_first_batch_of_a_generator_is_not_lost(monkeypatch: pytest.MonkeyPa
     source = iter(batches(3))
     assert len([step(classify, batch) for batch in source]) == 3
     assert step.steps == len(step.history) == 3
+
+
+# -- who takes part --------------------------------------------------------------------------------
+
+ATTENTION = "bf16:islands=scaled_dot_product_attention()"
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 24), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.body(x).unsqueeze(1).chunk(3, dim=-1)
+        return self.head(F.scaled_dot_product_attention(q, k, v).squeeze(1))
+
+
+@pytest.mark.parametrize("attends", [True, False])
+def test_attention_in_float32_races_where_a_step_has_attention(
+    monkeypatch: pytest.MonkeyPatch, attends: bool
+) -> None:
+    turns: list[str] = []
+    run = race._Arm.turn_ms
+
+    def turn_ms(self: Any) -> float:
+        turns.append(self._rerun.policy.text)
+        run(self)
+        return 1.0 if turns[-1] == ATTENTION else 4.0
+
+    monkeypatch.setattr(race._Arm, "turn_ms", turn_ms)
+    policies = [PRESETS["bf16"], Policy.parse(ATTENTION)]
+    monkeypatch.setattr(race, "candidates", lambda _: (policies, {}))
+    for _ in range(2):  # the second time as the first has found
+        model = Attention() if attends else mlp()
+        step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), policy=GUESS)
+        step(classify, batches(1)[0])
+        assert step.policy.text == (ATTENTION if attends else "fp32")
+        assert step.resolution is not None
+        assert (ATTENTION in str(step.resolution)) == attends
+    assert set(turns) == {"fp32", "bf16"} | ({ATTENTION} if attends else set())
 
 
 # -- who wins --------------------------------------------------------------------------------------

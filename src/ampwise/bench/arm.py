@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampwise.data import to_device
+from ampwise.places import placing
 from ampwise.policy import Policy
+from ampwise.products import CountProducts, OddProduct, odd_ones
 from ampwise.step import TrainStep
 from ampwise.step.compiled import eager
-from ampwise.step.modules import as_one, in_form
+from ampwise.step.modules import as_one
 from ampwise.step.together import as_one_optimizer
 from ampwise.tasks import Task
 from ampwise.tasks.checks import build
@@ -57,7 +58,6 @@ class Arm:
     ) -> None:
         self.name = policy.text
         model, optimizer = build(task, settings.device, settings.seed, spread)
-        model = in_form(model, self.prepared)
         self.model, self.optimizer = as_one(model), as_one_optimizer(optimizer)
         self.iteration = Iteration(task, settings.accumulate)
         self.step = TrainStep(
@@ -70,10 +70,6 @@ class Arm:
             undo="window",  # an error ends the arm
         )
         self._task = task
-
-    def prepared(self, model: nn.Module) -> nn.Module:
-        """A model as it is trained; for arms that wrap it."""
-        return model
 
     def run(self, batch: Any) -> None:
         """A whole step: data to the device, forward, backward, guard, optimizer."""
@@ -91,6 +87,12 @@ class Arm:
             self.run(batch)
         return reads.count
 
+    def odd_products(self, batch: Any) -> list[OddProduct]:
+        """Products of one more step that ran in another dtype than the policy's, by line."""
+        with placing([self.model]) as places, CountProducts(places) as products:
+            self.run(batch)
+        return odd_ones(products.found, (self.step.policy.compute_dtype,))
+
     def _count_cuda_syncs(self, batch: Any) -> int:
         import warnings
 
@@ -103,6 +105,26 @@ class Arm:
         finally:
             torch.cuda.set_sync_debug_mode(before)
         return sum("synchroniz" in str(each.message) for each in caught)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What an arm is made of: a task, maybe with levers, under a policy; and what it is called."""
+
+    name: str
+    task: Task
+    policy: Policy
+
+    @classmethod
+    def plain(cls, task: Task, policy: Policy) -> Variant:
+        """A task as it is."""
+        return cls(policy.text, task, policy)
+
+    def arm(self, settings: Settings) -> Arm:
+        """A fresh one."""
+        made = Arm(self.task, self.policy, settings)
+        made.name = self.name
+        return made
 
 
 class _Reads(TorchDispatchMode):

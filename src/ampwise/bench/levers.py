@@ -1,15 +1,14 @@
 """What else makes a run faster or smaller, one at a time, and never credited to a precision.
 
-Each lever is measured against the same task in the same precision without it: the speed in a race
-of its own, the peak memory by itself. A lever that does not apply is left out; one that fails says
-why. Beside them, the batch is re-fit: how far it can grow until the peak memory is float32's again,
-and what that does for the rate.
+Each lever (`ampwise.tasks.levers`) is measured against the same task in the same precision without
+it: the speed in a race of its own, the peak memory by itself. A lever that does not fit the task is
+left out; one that fails says why. Beside them, the batch is re-fit: how far it can grow until the
+peak memory is float32's again, and what that does for the rate.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,22 +16,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from ampwise.bench.arm import Arm, Settings
 from ampwise.bench.memory import peak_bytes
 from ampwise.bench.race import FAILURES, Race, run_race, speedups
 from ampwise.clock import done_at
-from ampwise.data import leaves
-from ampwise.data.move import changed, joined
-from ampwise.errors import kind_and_words
+from ampwise.data.move import joined
+from ampwise.errors import LeverError, kind_and_words
 from ampwise.policy import Policy
 from ampwise.stats import Interval, paired_speedup
-from ampwise.step.modules import in_form
 from ampwise.tasks import Task
-from ampwise.tasks.checks import samples_in
+from ampwise.tasks.checks import build, samples_in
+from ampwise.tasks.levers import COMPILE, LEVERS, pulled
 
-_FUSED = (Adam, AdamW, SGD, Adagrad)
 _PLAIN = "as it is"
 _ROUNDS = 40
 _LARGEST = 64
@@ -119,7 +115,11 @@ def measure_levers(
 
     found.results += _padding(plain(), batches[0])
     before = peak_bytes(plain, batches, settings.device)
-    for name, make in _levers(task, policy, settings, batches[0], compiled=compiled).items():
+    for name, variant in _fitting(task, settings, compiled=compiled).items():
+
+        def make(variant: Task = variant) -> Arm:
+            return Arm(variant, policy, settings)
+
         progress(name)
         result = LeverResult(name, policy.text)
         found.results.append(result)
@@ -164,63 +164,42 @@ def refit(
         return None
     if best == 1:
         return None
-    large = joined([batch] * best)
     race = _speed(
         _named(Arm(task, policy, settings), _PLAIN),
-        _Fixed(task, policy, settings, large),
+        Joined(task, policy, settings, best),
         _cycle([batch]),
         budget_s,
     )
     rate = None if race is None else Interval(*(each * best for each in dataclasses.astuple(race)))
-    return Refit(policy.text, best, samples_in(task, large), rate, size, limit_bytes)
+    return Refit(
+        policy.text, best, samples_in(task, joined([batch] * best)), rate, size, limit_bytes
+    )
 
 
-class _Fixed(Arm):
-    """Runs a batch of its own, whatever it is given."""
+class Joined(Arm):
+    """Runs each batch it is given several times at once, as one."""
 
-    def __init__(self, task: Task, policy: Policy, settings: Settings, batch: Any) -> None:
+    def __init__(self, task: Task, policy: Policy, settings: Settings, times: int) -> None:
         super().__init__(task, policy, settings)
-        self.name, self._batch = "larger batch", batch
-
-    def run(self, batch: Any) -> None:  # noqa: ARG002
-        super().run(self._batch)
-
-
-class _ChannelsLast(Arm):
-    """Images and weights with the channels innermost."""
-
-    def __init__(self, task: Task, policy: Policy, settings: Settings) -> None:
-        super().__init__(task, policy, settings)
-        self.model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+        self.name, self._times = f"{policy.text} batch={times}", times
 
     def run(self, batch: Any) -> None:
-        super().run(changed(batch, _innermost))
+        """A whole step on it."""
+        super().run(joined([batch] * self._times))
 
 
-class _Compiled(Arm):
-    """The model through `torch.compile`."""
-
-    def prepared(self, model: nn.Module) -> nn.Module:
-        """Wrapped: `Module.compile` does nothing for PyTorch's own classes (`Sequential`)."""
-        return torch.compile(model)  # pyright: ignore[reportReturnType]
-
-
-def _levers(
-    task: Task, policy: Policy, settings: Settings, batch: Any, *, compiled: bool
-) -> dict[str, Callable[[], Arm]]:
-    """Those that apply to the task, by name."""
-    found: dict[str, Callable[[], Arm]] = {}
-    probe = Arm(task, policy, settings)
-    if any(map(_could_be_fused, probe.step.optimizers)):
-        fused = dataclasses.replace(task, optimizer=_fused(task))
-        found["fused optimizer"] = lambda: Arm(fused, policy, settings)
-    images = any(tensor.dim() == 4 for _, tensor in leaves(batch))
-    if images and any(isinstance(each, nn.Conv2d) for each in probe.model.modules()):
-        found["channels_last"] = lambda: _ChannelsLast(task, policy, settings)
-    for name, variant in task.levers.items():
-        found[name] = lambda variant=variant: Arm(variant(), policy, settings)
-    if compiled:
-        found["torch.compile"] = lambda: _Compiled(task, policy, settings)
+def _fitting(task: Task, settings: Settings, *, compiled: bool) -> dict[str, Task]:
+    """The task with each lever that fits it, by name."""
+    found: dict[str, Task] = {}
+    for name in (*LEVERS, *task.levers):
+        if name == COMPILE and not compiled:
+            continue
+        try:
+            variant = pulled(task, [name])
+            build(variant, settings.device, settings.seed)
+        except LeverError:
+            continue
+        found[name] = variant
     return found
 
 
@@ -273,32 +252,6 @@ def _padded(name: str, rows: int, ins: int, outs: int, arm: Arm) -> LeverResult:
     return LeverResult(what, arm.step.policy.text, paired_speedup(*(each[5:] for each in times)))
 
 
-def _could_be_fused(optimizer: Optimizer) -> bool:
-    return type(optimizer) in _FUSED and not any(each["fused"] for each in optimizer.param_groups)
-
-
-def _fused(task: Task) -> Callable[[Any], Any]:
-    """The task's optimizer, or several, with the same settings, fused."""
-
-    def fused(plain: Optimizer) -> Optimizer:
-        if not _could_be_fused(plain):
-            return plain
-        switched = {"fused": True, "foreach": None}
-        groups = [{**group, **switched} for group in plain.param_groups]
-        kind: Any = type(plain)
-        accepted = inspect.signature(
-            kind
-        ).parameters  # defaults hold more than the constructor takes
-        settings = {k: v for k, v in {**plain.defaults, **switched}.items() if k in accepted}
-        return kind(groups, **settings)
-
-    def make(model: Any) -> Any:
-        assert task.optimizer is not None  # the default one is fused
-        return in_form(task.optimizer(model), fused)
-
-    return make
-
-
 def _speed(plain: Arm, other: Arm, batches: Iterator[Any], budget_s: float) -> Interval | None:
     race = Race()
     run_race(
@@ -322,9 +275,3 @@ def _named(arm: Arm, name: str) -> Arm:
 def _cycle(batches: Sequence[Any]) -> Iterator[Any]:
     while True:
         yield from batches
-
-
-def _innermost(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor) and leaf.dim() == 4:
-        return leaf.contiguous(memory_format=torch.channels_last)
-    return leaf

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from ampwise.bench import student
-from ampwise.bench.arm import Arm, Settings
+from ampwise.bench.arm import Arm, Settings, Variant
 from ampwise.bench.equivalence import (
     ALPHA,
     FIRST_LOOK,
@@ -40,7 +40,6 @@ from ampwise.bench.equivalence import (
 )
 from ampwise.bench.race import FAILURES, why_it_fell_out
 from ampwise.errors import TaskError, UsageError
-from ampwise.policy import Policy
 from ampwise.tasks import Task
 from ampwise.tasks.checks import endless, higher_is_better
 from ampwise.tasks.seeding import seed_all
@@ -209,30 +208,30 @@ def _absolute(difference: float) -> str:
 
 def run_parity(
     task: Task,
-    policies: Sequence[Policy],
+    variants: Sequence[Variant],
     settings: Settings,
     plan: ParityPlan,
     report: ParityReport,
     progress: Callable[[str, int, int], None] = lambda *_: None,
 ) -> None:
-    """Train under seed after seed until every precision is decided; fills `report` as it goes.
+    """Train under seed after seed until every variant is decided; fills `report` as it goes.
 
     Parameters
     ----------
-    policies
+    variants
         float32 first.
     report
         Valid after each seed, also when an exception (Ctrl-C) ends the runs.
     progress
-        Told the precision, the seed (from 1) and the seeds planned, before each run.
+        Told the variant, the seed (from 1) and the seeds planned, before each run.
 
     Raises
     ------
     UsageError
         When the asked metric is not among those the task's `evaluate` gives.
     """
-    baseline, *others = policies
-    runs: dict[str, list[Run]] = {policy.text: [] for policy in policies}
+    baseline, *others = variants
+    runs: dict[str, list[Run]] = {each.name: [] for each in variants}
     untrained: list[dict[str, float]] = []
     undecided, started = list(others), time.monotonic()
     report.steps, report.margin = plan.steps, plan.margin
@@ -241,11 +240,12 @@ def run_parity(
         patience = plan.budget_s * (2 if seed < plan.first_look else 1)
         if not undecided or (seed and time.monotonic() - started > patience):
             break
-        for policy in [baseline, *undecided]:
-            progress(policy.text, seed + 1, plan.max_seeds)
-            run = _train(task, policy, settings, seed, plan.steps, untrained)
-            runs[policy.text].append(run)
-            if seed == 0 and policy is baseline:
+        for variant in [baseline, *undecided]:
+            progress(variant.name, seed + 1, plan.max_seeds)
+            may_fail = variant is not baseline
+            run = _train(variant, settings, seed, plan.steps, untrained, may_fail=may_fail)
+            runs[variant.name].append(run)
+            if seed == 0 and variant is baseline:
                 _choose_metric(task, plan.metric, run.metrics, untrained[0], report)
         report.seeds = seed + 1
         _fill(task, runs, untrained, plan, report)
@@ -253,23 +253,24 @@ def run_parity(
             undecided = [each for each in undecided if _decision(report, each) == "undecided"]
 
 
-def _decision(report: ParityReport, policy: Policy) -> Decision:
-    return report.arms[policy.text].decision
+def _decision(report: ParityReport, variant: Variant) -> Decision:
+    return report.arms[variant.name].decision
 
 
 def _train(
-    task: Task,
-    policy: Policy,
+    variant: Variant,
     settings: Settings,
     seed: int,
     steps: int,
     untrained: list[dict[str, float]],
+    *,
+    may_fail: bool,
 ) -> Run:
     """One run; its baseline's metrics before training go to `untrained`, once a seed."""
-    arm = Arm(task, policy, dataclasses.replace(settings, seed=settings.seed + seed))
+    arm = variant.arm(dataclasses.replace(settings, seed=settings.seed + seed))
     if len(untrained) == seed:
         untrained.append(arm.held_out())
-    batches, error, total = endless(task), "", steps * settings.accumulate
+    batches, error, total = endless(variant.task), "", steps * settings.accumulate
     rates = [float(group["lr"]) for group in arm.optimizer.param_groups]
     try:
         for index in range(total):
@@ -278,7 +279,7 @@ def _train(
             seed_all((settings.seed + seed) * 1_000_003 + index)
             arm.run(next(batches))
     except FAILURES as failure:
-        if policy.name == "fp32":
+        if not may_fail:
             raise
         error = why_it_fell_out(failure)
     history = arm.step.history
@@ -289,6 +290,19 @@ def _train(
         scales=[record.loss_scale for record in history] if arm.step.loss_scale.enabled else [],
         skipped=[record.step for record in history if record.skipped],
     )
+
+
+def steps_that_fit(step_s: float, budget_s: float) -> int:
+    """Steps of each training run, for a first look within a budget.
+
+    Parameters
+    ----------
+    step_s
+        Seconds that a step of all variants takes, one after the other.
+    """
+    # Building models and evaluating them takes its share, too.
+    fits = 0.6 * budget_s / (FIRST_LOOK * step_s)
+    return max(20, min(300, int(fits) // 10 * 10))
 
 
 def _set_rates(arm: Arm, rates: Sequence[float], factor: float) -> None:

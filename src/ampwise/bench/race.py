@@ -75,6 +75,7 @@ def run_race(
     budget_s: float,
     progress: Callable[[Race], None],
     after_turn: Callable[[str], object] = lambda _: None,
+    warm_up: int = MAX_WARM_UP,
 ) -> None:
     """Fill `race`; what it holds stays valid when an exception (Ctrl-C) ends it early.
 
@@ -90,9 +91,11 @@ def run_race(
         Called after each round.
     after_turn
         Called with the arm's name after each of its turns that counts, outside of what is timed.
+    warm_up
+        Steps of each arm that do not count, at most: until they take equally long.
     """
     running, race.baseline = list(arms), arms[0].name
-    _warm_up(running, batches, race)
+    _warm_up(running, batches, race, warm_up)
     for arm in running:
         race.times_ms[arm.name] = []
     race.planned, race.started = max_rounds, time.monotonic()
@@ -148,10 +151,10 @@ def why_it_fell_out(error: BaseException) -> str:
     return kind_and_words(error) + hint
 
 
-def _warm_up(running: list[Arm], batches: Iterator[Any], race: Race) -> None:
+def _warm_up(running: list[Arm], batches: Iterator[Any], race: Race, most: int) -> None:
     """Step until the last three steps of each arm lie within 10 % of each other, or long enough."""
     recent: dict[str, list[float]] = {arm.name: [] for arm in running}
-    for _ in range(MAX_WARM_UP):
+    for _ in range(most):
         batch = next(batches)
         for arm in list(running):
             race.times_ms[arm.name] = recent[arm.name]

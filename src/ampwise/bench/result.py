@@ -9,6 +9,7 @@ from ampwise.bench.contamination import Contamination
 from ampwise.bench.levers import Levers
 from ampwise.bench.parity import ParityReport
 from ampwise.document import Document
+from ampwise.products import OddProduct
 from ampwise.stats import Interval
 from ampwise.telemetry.environment import Environment
 
@@ -71,7 +72,9 @@ class PrecisionResult:
         Mean paired difference of the held-out loss from fp32's, relative; without parity, of the
         race's `loss_after`.
     matmul_dtypes
-        What matrix products really ran in.
+        What matrix products of forward really ran in.
+    exceptions
+        Where, if not in the precision: products of forward and backward in another dtype, by line.
     """
 
     name: str
@@ -94,6 +97,7 @@ class PrecisionResult:
     host_syncs_per_step: int | None = None
     skipped_steps: int | None = None
     matmul_dtypes: dict[str, int] = field(default_factory=dict[str, int])
+    exceptions: list[OddProduct] = field(default_factory=list[OddProduct])
     requirements: dict[str, Requirement] = field(default_factory=dict[str, Requirement])
 
 

@@ -21,9 +21,9 @@ from typing import Any, Protocol
 
 import torch
 
-from ampwise.bench.arm import Arm, Settings
+from ampwise.bench.arm import Arm, Settings, Variant
 from ampwise.bench.contamination import Watch
-from ampwise.bench.equivalence import FIRST_LOOK, MAX_SEEDS
+from ampwise.bench.equivalence import MAX_SEEDS
 from ampwise.bench.levers import Levers, measure_levers, refit
 from ampwise.bench.memory import measure
 from ampwise.bench.parity import (
@@ -32,6 +32,7 @@ from ampwise.bench.parity import (
     check_metric,
     has_quality,
     run_parity,
+    steps_that_fit,
 )
 from ampwise.bench.race import (
     FAILURES,
@@ -287,7 +288,8 @@ def _measure(
         report.parity = ParityReport()
         taught = _taught(task, config, running, results, report.parity)
         plan = _plan(config, [results[policy.text] for policy in taught])
-        run_parity(task, taught, settings, plan, report.parity, progress.seed)
+        variants = [Variant.plain(task, each) for each in taught]
+        run_parity(task, variants, settings, plan, report.parity, progress.seed)
     if config.levers_s:
         report.levers = Levers()
         _levers(task, config, running, batches, report, progress)
@@ -405,9 +407,7 @@ def _plan(config: BenchConfig, results: Sequence[PrecisionResult]) -> ParityPlan
     steps = config.parity_steps
     if steps is None:
         step_s = sum(each.step_ms.median for each in results if each.step_ms) / 1e3
-        # Building models and evaluating them takes its share, too.
-        fits = 0.6 * config.parity_budget_s / (FIRST_LOOK * step_s * config.accumulate)
-        steps = max(20, min(300, int(fits) // 10 * 10))
+        steps = steps_that_fit(step_s * config.accumulate, config.parity_budget_s)
     return ParityPlan(
         steps,
         config.max_seeds,
@@ -524,6 +524,10 @@ def _note_arm(arm: Arm, batch: Any, result: PrecisionResult) -> None:
     result.host_syncs_per_step = arm.count_host_syncs(batch)
     if arm.step.activity is not None:
         result.matmul_dtypes = dict(arm.step.activity.matmul_dtypes)
+    policy = arm.step.policy
+    others = result.matmul_dtypes.keys() - {policy.compute_dtype, policy.compute_format}
+    if policy.autocast and others and not policy.islands:  # which are meant
+        result.exceptions = arm.odd_products(batch)
 
 
 def _compare(result: PrecisionResult, baseline: PrecisionResult) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from ampwise.bench.requirements import Thresholds
 from ampwise.bench.result import BenchReport, PrecisionResult
+from ampwise.products import in_words
 from ampwise_lint.base.words import counted
 
 _WORTH_A_SWITCH = 1.05
@@ -14,6 +15,7 @@ _WORTH_SAVING = 0.05
 _WORTH_PADDING = 1.2
 _TINY_STEP_MS = 3.0
 _LOADER_SHARE = 0.2
+_NAMED = 3
 _ONLY_FOR_MEMORY = "worth it only if memory, not time, is what limits you."
 
 
@@ -167,12 +169,22 @@ def _bottleneck(
     if step_ms < _TINY_STEP_MS and best.speedup.high < 1.2:
         took = f"A step takes only {step_ms:.1f} ms"
         said.append(f"{took}: overhead, not arithmetic, sets the pace; try a larger batch.")
+    elif best.exceptions:
+        said.append(_odd(best))
     elif products is not None and products >= 2 and best.speedup.high < 1 + 0.3 * (products - 1):
         said.append(
             f"Products alone are {products:.1f}x as fast in {best.name}, the step {best.speedup}: "
             "memory traffic sets the pace; a fused optimizer or torch.compile (--compile) cuts it."
         )
     return said
+
+
+def _odd(best: PrecisionResult) -> str:
+    """Products that did not run in the precision, where the most are."""
+    odd = in_words(best.exceptions)
+    more = f", and on {counted(len(odd) - _NAMED, 'line')} more" if len(odd) > _NAMED else ""
+    said = f"Not all products ran in {best.name}: {'; '.join(odd[:_NAMED])}{more}."
+    return f"{said} Look there for a cast by hand, or autocast switched off."
 
 
 def _slower(measured: list[PrecisionResult], best: PrecisionResult | None) -> list[str]:

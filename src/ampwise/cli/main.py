@@ -28,7 +28,7 @@ COMMANDS = {
     "bench": "every precision side by side: speed, memory, verdict (the main job)",
     "verify": "every requirement on a task: measured, score; PASS, BLOCK or UNDECIDED",
     "diagnose": "where and why a precision fails: operation, line, cause, fixes tried on the step",
-    "tune": "the fewest modules that must stay in float32, and the fastest policy that holds",
+    "tune": "modules that must stay in float32; the fastest or smallest way to train",
     "lint": "find mixed-precision mistakes in code, and fix them; executes nothing",
     "report": "show a stored run again (terminal, JSON, Markdown, HTML), or compare two",
     "run": "a training script nobody changed, observed: what its precision really did",

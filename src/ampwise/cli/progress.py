@@ -108,7 +108,10 @@ def _fitted(parts: list[str], room: int) -> str:
 
 
 def _ratios(race: Race) -> list[str]:
-    """Speed of each arm but the two of float32 against the first, over all rounds so far."""
+    """Speed of each arm but float32's control against the first, over all rounds so far."""
+    from ampwise.bench.run import CONTROL
+
     totals = {name: sum(times) for name, times in race.times_ms.items() if times}
-    baseline = next(iter(totals.values()), 0.0)
-    return [f"{name} {baseline / total:.2f}x" for name, total in list(totals.items())[2:] if total]
+    baseline = totals.get(race.baseline, 0.0)
+    others = {n: each for n, each in totals.items() if n not in (race.baseline, CONTROL) and each}
+    return [f"{name} {baseline / total:.2f}x" for name, total in others.items()]

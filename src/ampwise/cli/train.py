@@ -39,6 +39,10 @@ class Options(Common):
     allow_emulated: bool = False
     """Keep a precision that this device only emulates, instead of falling back to fp32."""
 
+    levers: str = ""
+    """Comma-separated: compile, fused-optimizer, channels-last, checkpointing, batch=N, and the
+    task's own, such as chunked-loss; ampwise tune --objective speed finds which."""
+
     strict: bool = False
     """Fail instead of falling back, and fail if the precision was not active."""
 
@@ -142,6 +146,7 @@ def run(options: Options) -> int:
     from ampwise.policy.resolution import choose_device
     from ampwise.report.train import render
     from ampwise.tasks import load_task
+    from ampwise.tasks.levers import pulled
     from ampwise.telemetry.run import plain
     from ampwise.training.loop import train
     from ampwise_lint.base.console import Console
@@ -162,7 +167,7 @@ def run(options: Options) -> int:
         with train_progress(quiet=options.quiet, mute=not me.leads) as shown:
             resolution = _resolved(options, me)
             config = _config(options, resolution)
-            task = load_task(options.task, options.settings())
+            task = pulled(load_task(options.task, options.settings()), options.levers.split(","))
             announce = shown.warning if resolution.changed else shown.message
             announce(f"precision: {resolution}")
             if me.size > 1:

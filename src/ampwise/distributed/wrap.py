@@ -92,7 +92,7 @@ def shard(
         For parameters that FSDP2 cannot split.
     """
     policy = _checked(policy)
-    return _sharded(model, policy, islands_of(model, policy.islands), mesh)
+    return _sharded(model, policy, islands_of(model, policy.island_modules), mesh)
 
 
 def _sharded(
@@ -130,14 +130,14 @@ def spread(given: Any, parallel: Parallel, policy: Policy) -> Any:
     if parallel == "ddp":
         kept = _islands(whole, policy)
         return in_form(given, lambda model: _replicated(model, policy, kept, {}))
-    kept = islands_of(whole, policy.islands)
+    kept = islands_of(whole, policy.island_modules)
     return in_form(given, lambda model: _sharded(model, policy, kept, None))
 
 
 def _islands(model: nn.Module, policy: Policy) -> list[nn.Module]:
     """What stays in float32 where others are computed in the policy's format."""
     device = next(model.parameters()).device
-    return islands_in(model, policy.islands, device.type, policy.compute_dtype)
+    return islands_in(model, policy.island_modules, device.type, policy.compute_dtype)
 
 
 def _checked(policy: str | Policy) -> Policy:

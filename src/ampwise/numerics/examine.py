@@ -26,7 +26,6 @@ from ampwise.numerics.explain.cause import Fault
 from ampwise.numerics.explain.causes import CAUSES, explain, of_itself, remedies
 from ampwise.numerics.inquiry import Inquiry, phase_of, poisoned
 from ampwise.numerics.observe import compiled
-from ampwise.numerics.observe.places import NOWHERE
 from ampwise.numerics.observe.reference import Reference, reference
 from ampwise.numerics.observe.roots import Root
 from ampwise.numerics.observe.stagnation import Stagnant
@@ -35,6 +34,7 @@ from ampwise.numerics.observe.values import broken, loss_of, origin_of, passed
 from ampwise.numerics.progress import Progress, Silent
 from ampwise.numerics.remedy import fix
 from ampwise.numerics.result import Diagnosis, Fix
+from ampwise.places import NOWHERE
 from ampwise.step.compiled import is_compiled
 from ampwise.step.recorder import Stash, finite
 from ampwise.step.replayable import Replayable, Replayed

@@ -12,13 +12,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ampwise.numerics.explain.cause import Explanation, in_float64
 from ampwise.numerics.observe.bits import all_bits, extreme_of
-from ampwise.numerics.observe.places import Phase
 from ampwise.numerics.observe.roots import Root
 from ampwise.numerics.observe.shadow import ShadowRun
 from ampwise.numerics.observe.trace import Trace, watch
 from ampwise.numerics.observe.values import at, broken, exponents, loss_of, origin_of, passed
 from ampwise.numerics.progress import Progress, Silent
 from ampwise.numerics.result import Diagnosis, Finding, OpError, Origin, Passed
+from ampwise.places import Phase
 from ampwise.step.recorder import Stash
 from ampwise.step.replayable import Replayable
 from ampwise.telemetry.environment import environment

@@ -9,7 +9,6 @@ from ampwise.numerics.explain.cause import Fault
 from ampwise.numerics.explain.causes import explain, remedies
 from ampwise.numerics.explain.silent import Lost, silent_faults
 from ampwise.numerics.inquiry import Inquiry, origin_by, poisoned, worst
-from ampwise.numerics.observe.places import Place
 from ampwise.numerics.observe.reference import Reference, reference
 from ampwise.numerics.observe.stagnation import Stagnant
 from ampwise.numerics.observe.trace import Trace
@@ -17,6 +16,7 @@ from ampwise.numerics.observe.values import at, broken, passed
 from ampwise.numerics.remedy import fix, master_weights
 from ampwise.numerics.remedy.candidate import Candidate
 from ampwise.numerics.result import CauseName, Diagnosis, Extent, Finding, Fix, Origin
+from ampwise.places import Place
 from ampwise.step.recorder import Stash
 from ampwise.telemetry.ring import StepRecord
 from ampwise_lint.base.words import power

@@ -9,13 +9,13 @@ from ampwise.numerics.explain import dtype_error, mask_constant
 from ampwise.numerics.explain.cause import Fault
 from ampwise.numerics.explain.causes import explain, remedies
 from ampwise.numerics.inquiry import Inquiry
-from ampwise.numerics.observe.places import NOWHERE, Phase, Place, is_internal
 from ampwise.numerics.observe.reference import reference
 from ampwise.numerics.observe.roots import Root
 from ampwise.numerics.observe.trace import watch
 from ampwise.numerics.observe.values import at, origin_of
 from ampwise.numerics.remedy import fix
 from ampwise.numerics.result import Diagnosis
+from ampwise.places import NOWHERE, Phase, Place, is_internal
 from ampwise.policy import PRESETS
 from ampwise.step.recorder import Stash
 from ampwise.step.replay import let_go

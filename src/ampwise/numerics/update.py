@@ -22,12 +22,12 @@ from ampwise.data import to_device
 from ampwise.numerics.explain.cause import Explanation
 from ampwise.numerics.explain.causes import damaged, of_itself
 from ampwise.numerics.observe.ancestry import Ancestor, back_from
-from ampwise.numerics.observe.places import placing
 from ampwise.numerics.observe.roots import Root
 from ampwise.numerics.observe.shadow import Shadow, ShadowRun, shadowed
 from ampwise.numerics.observe.trace import watch_update
 from ampwise.numerics.observe.values import broken, origin_of, passed
 from ampwise.numerics.result import Diagnosis, Fix
+from ampwise.places import placing
 from ampwise.policy import Policy
 from ampwise.step.recorder import finite
 from ampwise.step.replay import Replay

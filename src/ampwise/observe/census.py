@@ -10,38 +10,17 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampwise.formats import dtype_name
-from ampwise.numerics.observe.places import Place, Places
 from ampwise.observe.listener import Listener
 from ampwise.observe.modules import Modules, bare
-from ampwise.observe.result import OddProduct, Ran
+from ampwise.observe.result import Ran
 from ampwise.observe.session import Session
 from ampwise.observe.steps import Attempt
-
-_PRODUCTS = frozenset(
-    ["mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "_grouped_mm", "_scaled_mm",
-     "convolution", "convolution_backward", "mkldnn_rnn_layer", "mkldnn_rnn_layer_backward",
-     "_cudnn_rnn", "_cudnn_rnn_backward", "miopen_rnn", "miopen_rnn_backward"]
-)  # fmt: skip
-_BIAS_FIRST = ("addmm", "baddbmm", "addbmm", "addmv")
-_MOST = 12
-"""Lines that are named."""
-
-
-@dataclass(frozen=True, slots=True)
-class Product:
-    """A matrix product of the step that was looked at."""
-
-    name: str
-    dtype: str
-    place: Place
+from ampwise.places import Places
+from ampwise.products import CountProducts, OddProduct, Product, odd_ones
 
 
 class Census(Listener):
@@ -95,12 +74,7 @@ class Census(Listener):
         for each, times in self.products.items():
             dtypes[each.dtype] += times
         usual = wanted & dtypes.keys() or {each for each, _ in dtypes.most_common(1)}
-        odd = [(each, n) for each, n in self.products.items() if each.dtype not in usual]
-        return [
-            OddProduct(each.place.module, each.place.file, each.place.line, each.name, each.dtype,
-                       "backward" if each.place.phase == "backward" else "forward", times)
-            for each, times in odd[:_MOST]
-        ]  # fmt: skip
+        return odd_ones(self.products, usual)
 
     def _begin(self) -> None:
         if _compiles():
@@ -110,7 +84,7 @@ class Census(Listener):
         stack = _Stack()
         self._modules.inner = stack
         self._inside.callback(setattr, self._modules, "inner", None)
-        self._inside.enter_context(_Count(Places(stack), self.products))
+        self.products = self._inside.enter_context(CountProducts(Places(stack))).found
 
 
 def _compiles() -> bool:
@@ -141,24 +115,3 @@ class _Stack:
 
     def pop(self) -> None:
         self._stack.pop()
-
-
-class _Count(TorchDispatchMode):
-    """Counts products by dtype and place."""
-
-    def __init__(self, places: Places, products: Counter[Product]) -> None:
-        super().__init__()
-        self._places, self._products = places, products
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        place = self._places.here()
-        result = func(*args, **(kwargs or {}))
-        name = func._overloadpacket.__name__
-        if name in _PRODUCTS or name.startswith("_scaled_dot_product"):
-            operand = args[1 if name in _BIAS_FIRST else 0]
-            if isinstance(operand, Tensor) and operand.is_floating_point():
-                dtype = dtype_name(operand.dtype)
-                self._products[Product(name, dtype, place)] += 1
-        return result

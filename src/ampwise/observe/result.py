@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from ampwise.document import Document
 from ampwise.numerics.result import Diagnosis
+from ampwise.products import OddProduct
 from ampwise.stats import Interval
 
 Severity = Literal["error", "warning", "info"]
@@ -39,27 +40,6 @@ class Region:
     file: str
     line: int
     entered: int
-
-
-@dataclass(frozen=True)
-class OddProduct:
-    """Matrix products of one line that ran in another dtype than most.
-
-    Attributes
-    ----------
-    module
-        FQN; "" outside of modules.
-    times
-        How many there were in the step that was looked at.
-    """
-
-    module: str
-    file: str
-    line: int
-    op: str
-    dtype: str
-    phase: Literal["forward", "backward"]
-    times: int
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from functools import cache
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-from ampwise.numerics.observe.places import kind_of
+from ampwise.places import kind_of
 
 
 class Spot(NamedTuple):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ampwise.numerics.observe.places import Place
 from ampwise.numerics.observe.values import at, loss_of
 from ampwise.numerics.result import Diagnosis
 from ampwise.observe.modules import name_of
 from ampwise.observe.replay import Recorded, policy_of, scalar_of
+from ampwise.places import Place
 from ampwise.telemetry.environment import environment
 
 

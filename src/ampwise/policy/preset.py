@@ -17,16 +17,17 @@ fp8          float32     bfloat16    no       no    autocast whose linear layers
 ===========  ==========  ==========  =======  ====  ==============================================
 
 A policy has one text spelling: the preset, then what differs from it, with ``:`` between the
-settings and ``+`` between island patterns::
+settings and ``+`` between islands::
 
     policy   = preset { ":" setting }
     setting  = "reduce=" format | "output=" format | "scaling=" switch | "tf32=" switch
-             | "islands=" pattern { "+" pattern }          (also "param=", "compute=")
+             | "islands=" island { "+" island }            (also "param=", "compute=")
              | "rounding=" ( "stochastic" | "kahan" )
              | "recipe=" ( "tensorwise" | "rowwise" | "rowwise_with_gw_hp" )
+    island   = pattern | function "()"
     switch   = "on" | "off"
 
-    bf16    fp16:scaling=off    bf16:reduce=bf16:islands=head+*.norm
+    bf16    fp16:scaling=off    bf16:reduce=bf16:islands=head+*.norm+softmax()
 
 There is no comma in it, so a list of policies can be split at commas. ``Policy.parse(p.text) == p``
 for every policy. The parameter and compute format belong to the name: a policy called ``fp16``
@@ -106,7 +107,8 @@ class Policy:
     tf32
         Whether float32 matmuls may run in the device's faster float32 mode.
     islands
-        Patterns (`fnmatch`) of module names that stay in float32.
+        What stays in float32: patterns (`fnmatch`) of module names, and torch's functions, such as
+        ``softmax()``, wherever the model or the loss calls them.
     rounding
         How updates of 16-bit parameters are rounded: ``stochastic`` or ``kahan``; empty where
         parameters stay float32.
@@ -157,6 +159,16 @@ class Policy:
     def float8(self) -> bool:
         """Whether linear layers multiply in float8."""
         return bool(self.recipe)
+
+    @property
+    def island_modules(self) -> tuple[str, ...]:
+        """Patterns of modules that stay in float32."""
+        return tuple(each for each in self.islands if not each.endswith("()"))
+
+    @property
+    def island_functions(self) -> tuple[str, ...]:
+        """Names of torch's functions that stay in float32."""
+        return tuple(each[:-2] for each in self.islands if each.endswith("()"))
 
     @property
     def compute_format(self) -> str:

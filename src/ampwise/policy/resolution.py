@@ -34,8 +34,12 @@ _AUTO = "auto"
 FP16_ON_CPU = "float16 convolution gradients run on a slow reference kernel: bench first"
 FP8_BY_NAME = "auto leaves fp8 to be asked for: it gains in compiled models only; bench it"
 GUESSED = "a guess from matrix products, until a TrainStep races its own first batch"
-_RACED = ("tf32", "bf16", "bf16-master", "fp16")
-"""What ``auto`` may become beside fp32, the plainest first."""
+_ATTENTION_ON_CPU = "bf16:islands=scaled_dot_product_attention()"
+_RACED = ("tf32", "bf16", _ATTENTION_ON_CPU, "bf16-master", "fp16")
+"""What ``auto`` may become beside fp32, the plainest first.
+
+Attention stays in float32 on CPUs, where its backward in bfloat16 takes up to five times as long.
+"""
 
 
 @dataclass(frozen=True)
@@ -74,10 +78,9 @@ class Resolution:
         return f"{use}: {'; '.join(self.reasons)}" if self.reasons else use
 
     @property
-    def asked_islands(self) -> tuple[str, ...]:
-        """Islands of the request, also where another policy came of it."""
-        asked = _as_policy(self.request)
-        return () if asked is None else asked.islands
+    def asked(self) -> Policy | None:
+        """The policy of the request, also where another came of it; None for ``auto``."""
+        return _as_policy(self.request)
 
     def to_json(self) -> dict[str, object]:
         """The resolution as plain values."""
@@ -144,14 +147,16 @@ def candidates(capability: DeviceCapability) -> tuple[list[Policy], dict[str, st
     """
     found: list[Policy] = []
     left_out: dict[str, str] = {}
-    for name in _RACED:
-        support = capability.formats.get(PRESETS[name].compute_format)
+    for policy in map(Policy.parse, _RACED):
+        name, support = policy.text, capability.formats.get(policy.compute_format)
+        if name == _ATTENTION_ON_CPU and capability.kind != "cpu":
+            continue
         if support is None or support.verdict != "native":
             left_out[name] = "unknown on this device" if support is None else support.reason
         elif name == "fp16" and capability.kind == "cpu":
             left_out[name] = FP16_ON_CPU
         else:
-            found.append(PRESETS[name])
+            found.append(policy)
     left_out["fp8"] = FP8_BY_NAME
     return found, left_out
 

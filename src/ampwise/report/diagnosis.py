@@ -10,12 +10,13 @@ from typing import Any
 from rich.text import Text
 
 from ampwise import formats
+from ampwise.lines import place
 from ampwise.numerics.observe.extent import in_words
 from ampwise.numerics.result import Diagnosis, Fix, Origin, Passed, Values, percent
 from ampwise.policy import Policy
 from ampwise.report import page as pages
 from ampwise.report.canvas import COLOURS, INK, short, svg
-from ampwise.report.page import cell, number, page, place, prose, table
+from ampwise.report.page import cell, number, page, prose, table
 from ampwise.report.table import new_table
 from ampwise_lint.base import neutral
 from ampwise_lint.base.console import Console

@@ -37,7 +37,7 @@ def speed(report: BenchReport) -> str:
             axes.axvspan(report.noise.low, report.noise.high, color=COLOURS[0], alpha=0.35)
         axes.set_yticks(range(len(rows)), [short(each.name) for each in reversed(rows)])
         axes.set_xlabel("times as fast as fp32 (line: 1; dotted: required; band: fp32 twice)")
-        asked = [each.requirements["speedup"].threshold for each in rows if each.requirements]
+        asked = [found.threshold for each in rows if (found := each.requirements.get("speedup"))]
         furthest = [1.0, *asked, *(each.speedup.high for each in rows if each.speedup)]
         axes.set_xlim(0, max(furthest) * 1.15)
 

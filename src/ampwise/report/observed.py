@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from ampwise.data.feed import SLOW_LOADER, slow_loader
+from ampwise.lines import place
 from ampwise.numerics.result import percent
-from ampwise.observe.result import Finding, OddProduct, Precision, Raced, RunReport
+from ampwise.observe.result import Finding, Precision, Raced, RunReport
+from ampwise.products import in_words
 from ampwise.report.curves import series
-from ampwise.report.page import place
 from ampwise.telemetry import names
 from ampwise.telemetry.run import read_steps
 from ampwise_lint.base.words import counted
@@ -81,7 +82,7 @@ class ObservedRun:
     @property
     def exceptions(self) -> list[str]:
         """Lines whose matrix products ran in another dtype than most."""
-        return _exceptions(self.report.precision.exceptions)
+        return in_words(self.report.precision.exceptions)
 
     @property
     def rows(self) -> list[tuple[str, str]]:
@@ -221,30 +222,6 @@ def _lines(precision: Precision, dtype: str) -> str:
     found = (place(each.file, each.line) for each in precision.asked if each.dtype == dtype)
     lines = _first([each for each in dict.fromkeys(found) if each])
     return f" ({lines})" if lines else ""
-
-
-def _exceptions(odd: Sequence[OddProduct]) -> list[str]:
-    """A line for each line of code; those of forward and its backward together."""
-    groups: dict[tuple[str, str, str], list[OddProduct]] = {}
-    for each in odd:
-        key = (each.dtype, each.module, place(each.file, each.line))
-        groups.setdefault(key, []).append(each)
-    sums = {key: sum(each.times for each in group) for key, group in groups.items()}
-    return [_exception(key, groups[key], sums[key]) for key in sorted(sums, key=lambda k: -sums[k])]
-
-
-def _exception(key: tuple[str, str, str], group: Sequence[OddProduct], times: int) -> str:
-    dtype, module, line = key
-    ops = ", ".join(dict.fromkeys(_op(each.op) for each in group))
-    where = "".join(f", {each}" for each in (module, line) if each)
-    return f"{times:,} in {dtype}: {ops}{where}"
-
-
-def _op(name: str) -> str:
-    """An operation by the name that people call it by; attention has a kernel a device."""
-    attention = "scaled_dot_product"
-    name = name.lstrip("_")
-    return f"{attention}_attention" if name.startswith(attention) else name
 
 
 def _float32(precision: Precision) -> str:

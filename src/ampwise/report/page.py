@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Container, Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
+from ampwise.lines import place
 from ampwise_lint.base import neutral
 from ampwise_lint.base.page import pages
 
@@ -23,14 +22,6 @@ def number(value: float | None, style: str) -> str:
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return ""
     return format(value, style)
-
-
-def place(file: str, line: int) -> str:
-    """``file:line``, from the working directory where it is below that; empty if not known."""
-    if not file:
-        return ""
-    below = file.startswith(f"{Path.cwd()}/")
-    return f"{os.path.relpath(file) if below else file}:{line}"
 
 
 def cell(text: str) -> str:

@@ -6,11 +6,12 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from ampwise.lines import place
 from ampwise.observe.result import Finding
 from ampwise.report import curves, diagnosis
 from ampwise.report.canvas import colour_of
 from ampwise.report.observed import NOT_ACTIVE, ObservedRun, title
-from ampwise.report.page import cell, figure, number, page, place, prose, table
+from ampwise.report.page import cell, figure, number, page, prose, table
 from ampwise_lint.base.console import Console, plain
 from ampwise_lint.base.words import counted
 

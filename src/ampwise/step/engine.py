@@ -50,7 +50,7 @@ from ampwise.step.loss_scale import LossScale
 from ampwise.step.members import Members
 from ampwise.step.parallel import OneRank, parallel_of
 from ampwise.step.pending import Pending
-from ampwise.step.precision import Precision, islands_of, precision_of
+from ampwise.step.precision import Precision, check_islands, precision_of
 from ampwise.step.skips import Skips, explain
 from ampwise.step.state import OpenState, StepState
 from ampwise.step.warn import warn_user
@@ -152,7 +152,7 @@ class Engine:
 
         if self.resolution is not None:
             # A typo is one also where this device fell back to a policy without islands.
-            islands_of(members.whole, self.resolution.asked_islands)
+            check_islands(self.resolution.asked, members.whole)
         self.skip: Literal["all", "each"] = skip
         self._strict = strict
         self._parallel = self._find_parallel(watch_every)
@@ -251,6 +251,11 @@ class Engine:
     def models(self) -> tuple[nn.Module, ...]:
         """The models, out of DDP."""
         return self._members.models
+
+    @property
+    def whole(self) -> nn.Module:
+        """The models, out of DDP, as one module: for what goes by names."""
+        return self._members.whole
 
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:

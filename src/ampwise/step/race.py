@@ -45,11 +45,12 @@ from ampwise.distributed.host_group import HostGroup, RankError, beside
 from ampwise.errors import kind_and_words
 from ampwise.policy import PRESETS, Policy, Resolution, candidates
 from ampwise.policy.resolution import GUESSED
+from ampwise.sqnr import decibels
 from ampwise.stats import Interval, paired_speedup
 from ampwise.step import gradients as grads
 from ampwise.step.compiled import eager
 from ampwise.step.loss_scale import INIT_SCALE
-from ampwise.step.modules import as_one
+from ampwise.step.precision import Calls
 from ampwise.step.recorder import RandomState, finite
 from ampwise.step.replay import Replay, Rerun, let_go, undisturbed
 from ampwise.step.train_step import TrainStep
@@ -73,6 +74,9 @@ _BLOCK = 5
 
 _BACKOFF = 16.0
 """By which a loss scale is lowered that float16 overflows at."""
+
+_FUNCTIONS = ("scaled_dot_product_attention",)
+"""Those that candidates may keep in float32, if the step calls them."""
 
 _DRAWS_DB = 3.0
 """By which two pairs of draws may differ in how far apart their gradients are."""
@@ -102,16 +106,16 @@ def race(
         return _not_raced(guess, "FSDP2 has set the dtype of its weights already")
     run = _Run(loss_fn, batch, weight, RandomState.now(step.device))
     supported = capability.probe(step.device)
-    names = host.first(lambda: [each.name for each in candidates(supported)[0]])
+    names = host.first(lambda: [each.text for each in candidates(supported)[0]])
     key = {**cache.key(supported.hardware), "step": _fingerprint(step, run, names)}
-    known = host.first(lambda: _speedups(cache.recall("race", supported.hardware, key)))
+    known = host.first(lambda: _speedups(cache.recall("race", supported.hardware, key), names))
     try:
         with _without_a_trace(step):
             field = _Field(step, run, host)
             if known:
                 return _resolution(guess, known, field, "raced before on a step like this")
             began = time.monotonic()
-            found = field.race([PRESETS[name] for name in names], guess.policy)
+            found = field.race(list(map(Policy.parse, names)), guess.policy)
             how = f"raced on this step in {time.monotonic() - began:.1f} s, {field.words}"
             resolution = _resolution(guess, found, field, how)
     except (_BaselineError, RankError) as failure:
@@ -208,6 +212,7 @@ class _Field:
         self._step, self._run, self._host = step, run, host
         self._arms: dict[str, _Arm] = {}
         self._wanted: dict[str, Tensor] = {}
+        self._called: set[str] = set()
         self._least_db = LEAST_SQNR_DB
 
     # -- who holds ---------------------------------------------------------------------------------
@@ -216,7 +221,7 @@ class _Field:
         """Whether a candidate takes part: it does if it holds on all ranks."""
         if not self._arms:
             self._begin()
-        if policy.name in self._arms:
+        if policy.text in self._arms:
             return True
         scale = INIT_SCALE if policy.loss_scaling else 1.0
         while True:
@@ -224,10 +229,10 @@ class _Field:
             why = next(filter(None, verdicts), "")
             if not why:
                 return True
-            if arm := self._arms.pop(policy.name, None):  # another rank's did not hold
+            if arm := self._arms.pop(policy.text, None):  # another rank's did not hold
                 arm.close()
             if why != _OVERFLOWS or scale <= 1:
-                self.out[policy.name] = why
+                self.out[policy.text] = why
                 return False
             scale = max(scale / _BACKOFF, 1.0)
 
@@ -246,7 +251,9 @@ class _Field:
     def _why_no_baseline(self) -> str:
         arm = _Arm(self._step, PRESETS[_BASELINE], self._run, 1.0)
         try:
-            self._wanted = arm.gradients()
+            with Calls(_FUNCTIONS) as calls:
+                self._wanted = arm.gradients()
+            self._called.update(each for each in _FUNCTIONS if each not in calls.unseen)
             if self._draws():
                 again = _sqnr_db(arm.gradients(anew=True), self._wanted)
                 self._least_db = min(LEAST_SQNR_DB, again - _DRAWS_DB)
@@ -272,7 +279,7 @@ class _Field:
             if arm is not None:
                 arm.close()
             return _told(error)
-        self._arms[policy.name] = arm
+        self._arms[policy.text] = arm
         return ""
 
     # -- who is faster -----------------------------------------------------------------------------
@@ -281,6 +288,7 @@ class _Field:
         """Speedups of those that hold, by turns; few take part where a step takes long."""
         began = time.monotonic()
         self._begin()
+        policies = [each for each in policies if self._called.issuperset(each.island_functions)]
         if self._host.first(lambda: self._is_slow(began, len(policies))):
             policies = [each for each in policies if each == guess] or policies[:1]
         for policy in policies:
@@ -345,7 +353,7 @@ def fastest(speedups: Speedups) -> str:
 def _resolution(guess: Resolution, speedups: Speedups, field: _Field, how: str) -> Resolution:
     """The decision, once the winner is known to hold on this very batch."""
     left = {name: each for name, each in speedups.items() if name not in field.out}
-    while (winner := fastest(left)) != _BASELINE and not field.admit(PRESETS[winner]):
+    while (winner := fastest(left)) != _BASELINE and not field.admit(Policy.parse(winner)):
         del left[winner]
     figures = ", ".join(f"{name} {each}" for name, each in left.items())
     said = f"{how}: {figures} of fp32 in forward, backward and guard" if left else how
@@ -353,7 +361,7 @@ def _resolution(guess: Resolution, speedups: Speedups, field: _Field, how: str) 
         said += f"; none gains {GAIN - 1:.0%}"
     out = [f"{name} is out: {why}" for name, why in field.out.items()]
     reasons = (*_of_device(guess), said, *out)
-    return replace(guess, policy=PRESETS[winner], reasons=reasons, guess=False)
+    return replace(guess, policy=Policy.parse(winner), reasons=reasons, guess=False)
 
 
 def _not_raced(guess: Resolution, why: str) -> Resolution:
@@ -377,7 +385,7 @@ def _of_guess(guess: Resolution) -> tuple[str, ...]:
 
 def _fingerprint(step: TrainStep, run: _Run, names: Sequence[str]) -> str:
     """What the times of a run depend on, beside the machine."""
-    modules = as_one(step.model).named_modules()
+    modules = step.whole.named_modules()
     facts = {
         "modules": [(name, type(each).__qualname__) for name, each in modules],
         "parameters": [
@@ -393,7 +401,7 @@ def _fingerprint(step: TrainStep, run: _Run, names: Sequence[str]) -> str:
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
-def _speedups(stored: Mapping[str, Any]) -> Speedups:
+def _speedups(stored: Mapping[str, Any], names: Sequence[str]) -> Speedups:
     """What was kept of a race; empty where there is nothing that can be trusted."""
     try:
         figures: dict[str, Any] = stored.get("speedups", {})
@@ -401,7 +409,7 @@ def _speedups(stored: Mapping[str, Any]) -> Speedups:
     except (TypeError, ValueError, AttributeError):
         return {}
     sound = all(0 < e.low <= e.median <= e.high < math.inf for e in found.values())
-    return found if sound and found.keys() <= PRESETS.keys() else {}
+    return found if sound and found.keys() <= set(names) else {}
 
 
 def _demand(quality_db: float, least_db: float) -> None:
@@ -448,9 +456,7 @@ def _sqnr_db(found: dict[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
         return -math.inf
     device = next(iter(wanted.values())).device
     noise = [found[name].sub_(each) for name, each in wanted.items()]
-    error, length = (
-        float(grads.wide_norm(list(each), device)) for each in (noise, wanted.values())
+    signal, error = (
+        float(grads.wide_norm(list(each), device)) for each in (wanted.values(), noise)
     )
-    if not error:
-        return math.inf
-    return 20 * math.log10(length / error) if length else -math.inf
+    return decibels(signal, error)

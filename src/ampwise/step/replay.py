@@ -80,7 +80,7 @@ class Replay:
     @property
     def models(self) -> Sequence[nn.Module]:
         """The models, out of DDP, as one."""
-        return (self._step._members.whole,)
+        return (self._step.whole,)
 
     @property
     def optimizers(self) -> Sequence[Optimizer]:
@@ -257,7 +257,7 @@ class Rerun(TrainStep):
             step.model if step.ranks == 1 else in_form(step.model, unwrapped),
             step.optimizer,
             policy=policy or step.policy,
-            samples=step._samples,
+            samples=step.samples,
             skip=step.skip,
             undo="window",
         )

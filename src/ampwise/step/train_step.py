@@ -124,7 +124,7 @@ class TrainStep(Engine):
         self.diagnosis: Any = None
         self._on_fault = on_fault
         self._iterates, self._seen = False, list[Activity]()
-        self._samples = samples or samples_in
+        self.samples = samples or samples_in
         self._followers = Followers(scheduler, ema, self._members, self.optimizers)
         ranks = self._parallel
         self._window = Window(accumulate, ranks.first_weight, over_ranks=ranks.size > 1)
@@ -206,7 +206,7 @@ class TrainStep(Engine):
                 returned = loss_fn(self.model, batch)
             loss: Any = returned[0] if isinstance(returned, tuple) and returned else returned
             if weight is None and self._window.weighs:
-                weight = self._samples(batch)
+                weight = self.samples(batch)
             if self.recorder is not None:
                 self.recorder.loss(scalar(loss).detach())
             self._backward(loss, None, weight, retain_graph=False)
@@ -459,10 +459,8 @@ class TrainStep(Engine):
 
     def _race(self, loss_fn: Callable[[Any, Any], Any], batch: Any, weight: Weight | None) -> None:
         """Have ``auto`` become what this step is fastest in."""
-        from ampwise.step.race import race  # which makes steps itself
-
         self._look()
-        self._adopt(race(self, loss_fn, batch, weight))
+        self._adopt(ampwise.race_precisions(self, loss_fn, batch, weight))
 
     def _check(self, named: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]) -> None:
         super()._check(named, optimizers)

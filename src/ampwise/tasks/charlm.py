@@ -142,7 +142,7 @@ def language_model(
         },
     )
     chunked = dataclasses.replace(plain, loss=chunked_loss)
-    return dataclasses.replace(plain, levers={"chunked cross-entropy": lambda: chunked})
+    return dataclasses.replace(plain, levers={"chunked-loss": lambda: chunked})
 
 
 def standard_library() -> list[bytes]:

@@ -7,12 +7,14 @@ of the step's own parts.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from ampwise.errors import UsageError
 from ampwise.step import TrainStep
+from ampwise.step.iteration import iteration_on, micro_batch_on
 from ampwise.tasks.checks import mark
 from ampwise.tasks.task import Task
 
@@ -29,6 +31,8 @@ class Iteration:
     ----------
     makes_updates
         Whether the task decides by itself what is updated when.
+    again
+        ``again(step, batch)``: the same as a replay runs it, without the update that ends a window.
 
     Raises
     ------
@@ -40,7 +44,12 @@ class Iteration:
         given, name = (task.iteration, "iteration") if task.loss is None else (task.loss, "loss")
         assert given is not None  # or there would be no such task
         self.makes_updates = task.loss is None
-        self._function = _marked(given, f"the task's {name}()")
+        self._function = run = _marked(given, f"the task's {name}()")
+        self.again: Callable[[TrainStep, Any], None] = (
+            partial(iteration_on, iteration=run)
+            if self.makes_updates
+            else partial(micro_batch_on, loss_fn=run, weight=None)
+        )
         if self.makes_updates and accumulate > 1:
             raise UsageError(
                 f"accumulate={accumulate}: task {task.name or 'task'} gives an iteration, which "
@@ -63,13 +72,6 @@ class Iteration:
         if self.makes_updates:
             return step.iterate(self._function, batch)
         return step(self._function, batch, weight=None if counts else 0, last=last)
-
-    def again(self, step: TrainStep, batch: Any) -> None:
-        """The same as a replay runs it: without the update that ends a window."""
-        if self.makes_updates:
-            step.iterate(self._function, batch)
-        else:
-            step.micro_batch(self._function, batch)
 
 
 def _marked(function: Callable[[Any, Any], Tensor], what: str) -> Callable[[Any, Any], Tensor]:

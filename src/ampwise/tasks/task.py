@@ -41,8 +41,9 @@ class Task:
         Direction of each metric. A metric that is not listed: higher is better, unless its name
         says otherwise, as ``val_loss``, ``mse``, ``perplexity``, ``wer`` and ``fid`` do.
     levers
-        Variants of the task that should train the same and cost less, by name: ``bench`` measures
-        each against the task itself.
+        Variants of the task that should train the same and cost less, by name (``chunked-loss``):
+        ``bench`` measures each against the task itself, ``tune`` may choose it, ``train --levers``
+        takes it.
     chance
         Metrics of a model that has learnt nothing, such as ``{"accuracy": 0.1}``: what training has
         to beat before precisions are compared. Default: the metrics before training.

@@ -24,13 +24,11 @@ from torch.optim.lr_scheduler import LambdaLR
 from ampwise.data import Feed
 from ampwise.distributed.host_group import everyone
 from ampwise.distributed.launch import Launch, is_lost
-from ampwise.distributed.layout import unwrapped
 from ampwise.distributed.watchdog import NoWatchdog, watched
 from ampwise.distributed.wrap import spread
 from ampwise.errors import UsageError, in_one_line, is_out_of_memory
 from ampwise.policy import Policy
 from ampwise.step import StepRecord, TrainStep
-from ampwise.step.modules import as_one, in_form
 from ampwise.step.precision import by_reason
 from ampwise.step.together import as_one_optimizer
 from ampwise.tasks import Task
@@ -167,7 +165,7 @@ class _Run:
             undo="window",  # an error ends the run
             on_fault=None if config.on_fault is None else self._on_fault,
         )
-        self.trained = Trained(as_one(in_form(model, unwrapped)), optimizer, step, scheduler)
+        self.trained = Trained(step.whole, optimizer, step, scheduler)
         self.position = Position()
         self._own_samples = 0  # since `position` was last told
         self._reseeded = False

@@ -13,10 +13,10 @@ from ampwise.numerics.diagnose import diagnose
 from ampwise.numerics.explain.causes import of_itself
 from ampwise.numerics.observe.exact import exact
 from ampwise.numerics.observe.gradient_errors import GradientErrors
-from ampwise.numerics.observe.places import NOWHERE
 from ampwise.numerics.observe.roots import Root
 from ampwise.numerics.observe.shadow import ShadowRun, shadow
 from ampwise.numerics.result import Diagnosis
+from ampwise.places import NOWHERE
 from ampwise.step import TrainStep
 from ampwise.step.replay import Replay
 from tests.numerics.cases import apart, data, line_of, task

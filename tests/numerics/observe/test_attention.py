@@ -13,8 +13,8 @@ from ampwise.numerics.diagnose import diagnose
 from ampwise.numerics.explain.causes import explain
 from ampwise.numerics.observe.attention import by_formula, inside
 from ampwise.numerics.observe.bits import NAN
-from ampwise.numerics.observe.places import NOWHERE
 from ampwise.numerics.observe.roots import Root
+from ampwise.places import NOWHERE
 from tests.numerics.cases import data, line_of, square, task
 
 FUSED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default

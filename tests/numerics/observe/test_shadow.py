@@ -14,9 +14,9 @@ from ampwise.bench.arm import Arm, Settings
 from ampwise.numerics.observe.bits import NAN, NEGATIVE, POSITIVE, bad_bits
 from ampwise.numerics.observe.gradient_errors import GradientErrors
 from ampwise.numerics.observe.shadow import shadow
-from ampwise.numerics.observe.sqnr import compare
 from ampwise.numerics.observe.trace import watch
 from ampwise.policy import Policy
+from ampwise.sqnr import compare
 from ampwise.step import TrainStep
 from ampwise.step.replay import Replay
 from ampwise.tasks import load_task

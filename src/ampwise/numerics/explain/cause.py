@@ -25,11 +25,11 @@ from ampwise import formats
 from ampwise.numerics.observe import domain
 from ampwise.numerics.observe.ancestry import Ancestor
 from ampwise.numerics.observe.exact import UnsupportedError, exact
-from ampwise.numerics.observe.places import Place
 from ampwise.numerics.observe.roots import Root
 from ampwise.numerics.remedy.candidate import Candidate
 from ampwise.numerics.remedy.precision import in_bfloat16, in_float32, scaled_otherwise
 from ampwise.numerics.result import CauseName
+from ampwise.places import Place
 from ampwise.step.recorder import Stash
 from ampwise.step.replayable import Replayable
 

@@ -13,11 +13,11 @@ from ampwise.numerics.explain import exponentials, float8
 from ampwise.numerics.explain.cause import Cause, Explanation, Fault, format_of, in_float64
 from ampwise.numerics.observe.bits import all_bits, extreme_of
 from ampwise.numerics.observe.operations import tensors
-from ampwise.numerics.observe.places import Place
 from ampwise.numerics.observe.roots import Root
 from ampwise.numerics.remedy import interventions as change
 from ampwise.numerics.remedy.candidate import Candidate
 from ampwise.numerics.remedy.interventions import Scope
+from ampwise.places import Place
 from ampwise.step.recorder import Stash
 from ampwise_lint.base.words import figure, power
 

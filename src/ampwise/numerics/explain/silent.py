@@ -28,12 +28,12 @@ from ampwise.numerics.observe.exact import UnsupportedError, exact
 from ampwise.numerics.observe.extent import extent_of, lost_elements, samples_in
 from ampwise.numerics.observe.gradient_errors import GradientErrors, in_words
 from ampwise.numerics.observe.operation_errors import RIGHT_DB, WRONG_DB, OperationError
-from ampwise.numerics.observe.places import NOWHERE, Place
 from ampwise.numerics.observe.roots import HISTORY, Root
 from ampwise.numerics.observe.shadow import ShadowRun, shadow
 from ampwise.numerics.observe.trace import Trace
 from ampwise.numerics.observe.values import passed, which_loss
 from ampwise.numerics.result import CauseName, Extent, Passed, percent
+from ampwise.places import NOWHERE, Place
 from ampwise.policy import PRESETS
 from ampwise.step.recorder import Stash
 from ampwise.step.replayable import Replayable

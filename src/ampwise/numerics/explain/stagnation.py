@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from ampwise.numerics.explain.cause import Cause, Fault
-from ampwise.numerics.observe.places import Place
 from ampwise.numerics.observe.stagnation import Stagnant
 from ampwise.numerics.observe.values import at
 from ampwise.numerics.remedy.candidate import Candidate
 from ampwise.numerics.result import Origin, percent
+from ampwise.places import Place
 from ampwise.step.replayable import Replayable
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ampwise.numerics.observe.places import Place
+from ampwise.places import Place
 
 DIFFERENCES = frozenset(["sub", "sub_", "rsub", "add", "add_", "sum", "mean"])
 """Operations whose result may be small beside what they add and subtract."""

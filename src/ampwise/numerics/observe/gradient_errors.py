@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ampwise.numerics.observe.sqnr import Error, compare, decibels
+from ampwise.sqnr import Error, compare, decibels
 
 NEGLIGIBLE = 1e-6
 """Gradients this small beside the largest (root mean square) are zero in exact arithmetic."""

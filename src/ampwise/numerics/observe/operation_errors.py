@@ -20,10 +20,10 @@ from ampwise import formats
 from ampwise.formats import dtype_name
 from ampwise.numerics.observe.exact import UnsupportedError, exact
 from ampwise.numerics.observe.operations import Operation, tensors
-from ampwise.numerics.observe.places import Place
-from ampwise.numerics.observe.sqnr import compare, rms, sqnr_db
 from ampwise.numerics.observe.twins import Key, Twins, key_of
 from ampwise.numerics.result import Extent
+from ampwise.places import Place
+from ampwise.sqnr import compare, rms, sqnr_db
 
 RIGHT_DB, WRONG_DB = 20.0, 15.0
 """SQNR above which inputs are right, and below which a result of such inputs is wrong."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ampwise.numerics.observe.bits import all_bits
 from ampwise.numerics.observe.operations import tensors
-from ampwise.numerics.observe.places import Place
+from ampwise.places import Place
 
 HISTORY = 6
 """Operations before a root that are told."""

@@ -39,10 +39,10 @@ from ampwise.numerics.observe.operations import (
     tensors,
     written,
 )
-from ampwise.numerics.observe.places import Place, Places, placing
 from ampwise.numerics.observe.terms import Terms
 from ampwise.numerics.observe.trace import sources
 from ampwise.numerics.observe.twins import Key, Twins, key_of
+from ampwise.places import Place, Places, placing
 from ampwise.policy import Policy
 from ampwise.step.recorder import Stash
 from ampwise.step.replayable import Replayable, Replayed

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from ampwise.data import leaves
 from ampwise.numerics.observe.bits import bad_bits
-from ampwise.numerics.observe.places import Place, placing
 from ampwise.numerics.observe.roots import Root
 from ampwise.numerics.observe.watcher import Watcher
+from ampwise.places import Place, placing
 from ampwise.step.recorder import Stash
 from ampwise.step.replayable import Replayable, Replayed
 

@@ -16,9 +16,9 @@ from ampwise.formats import dtype_name
 from ampwise.numerics.observe.ancestry import Ancestor
 from ampwise.numerics.observe.extent import CHANNELS_SECOND, extent_of, samples_in
 from ampwise.numerics.observe.operations import held_by
-from ampwise.numerics.observe.places import Place
 from ampwise.numerics.observe.roots import Flow, Root
 from ampwise.numerics.result import Extent, Origin, Passed, Values
+from ampwise.places import Place
 from ampwise.step.recorder import Stash
 
 _SAMPLE = 20_000

@@ -29,8 +29,8 @@ from ampwise.numerics.observe.operations import (
     tensors,
     written,
 )
-from ampwise.numerics.observe.places import NOWHERE, Phase, Place, Places
 from ampwise.numerics.observe.roots import BadValues, Flow, Root
+from ampwise.places import NOWHERE, Phase, Place, Places
 
 _CAPTURED = 8
 """Roots whose inputs are kept."""

@@ -15,14 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from ampwise.numerics.observe import domain
 from ampwise.numerics.observe.extent import which
-from ampwise.numerics.observe.places import is_internal
-from ampwise.step.precision import Islands
+from ampwise.places import is_internal
+from ampwise.step.precision import CallMode, Islands
 from ampwise.step.recorder import finite
 
 _SINGULAR = {
@@ -59,20 +58,15 @@ def as_it_is(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(*args, **kwargs)
 
 
-class InScope(TorchFunctionMode):
+class InScope(CallMode):
     """Torch calls of a scope are made through `change`, all others through `elsewhere`."""
 
     def __init__(self, scope: Scope, change: Change, elsewhere: Change = as_it_is) -> None:
         super().__init__()
         self._scope, self._change, self._elsewhere = scope, change, elsewhere
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is Tensor.backward:
-            with self:  # for what is recomputed in it: activation checkpointing
-                return _backward(args[0], **kwargs)
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make a call, changed if it is of the scope."""
         if getattr(func, "__name__", "") in _ACCESS:
             return func(*args, **kwargs)
         change = self._change if self._scope.holds() else self._elsewhere
@@ -96,16 +90,6 @@ def _looked_at(device_type: str) -> Change:
             return func(*tree_map(same, args), **tree_map(same, kwargs))
 
     return change
-
-
-def _backward(
-    loss: Tensor, gradient: Tensor | None, inputs: Sequence[Tensor] | None, **kwargs: Any
-) -> None:
-    """`Tensor.backward` with function modes left on: on gradient edges they do not take it over."""
-    edge = torch.autograd.graph.get_gradient_edge
-    seed = torch.ones_like(loss) if gradient is None else gradient
-    leaves = None if inputs is None else [edge(each) for each in inputs]
-    torch.autograd.backward(edge(loss), seed, inputs=leaves, **kwargs)
 
 
 _ACCESS = frozenset(["__get__", "__set__", "size", "dim", "stride", "numel", "is_floating_point"])

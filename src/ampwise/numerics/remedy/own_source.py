@@ -9,13 +9,13 @@ from pathlib import Path
 
 import ampwise
 from ampwise.numerics.explain.causes import CAUSES
-from ampwise.numerics.observe.places import kind_of
 from ampwise.numerics.remedy.costs import Cost
 from ampwise.numerics.remedy.patches import Proposal, proposals
 from ampwise.numerics.remedy.patches.site import Site
 from ampwise.numerics.remedy.patches.source import UNREADABLE, SourceFile, dotted, unified
 from ampwise.numerics.remedy.probe import formats_at
 from ampwise.numerics.result import Diagnosis, Fix
+from ampwise.places import kind_of
 from ampwise.step.recorder import Stash
 from ampwise.step.replayable import Replayable
 

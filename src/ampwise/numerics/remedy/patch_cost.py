@@ -7,10 +7,10 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from ampwise.errors import kind_and_words
-from ampwise.numerics.observe.places import kind_of
 from ampwise.numerics.remedy import handover
 from ampwise.numerics.remedy.costs import Cost, Run, cost_of
 from ampwise.numerics.remedy.overlay import Overlay
+from ampwise.places import kind_of
 from ampwise.step.replay import Replay
 from ampwise.tasks import Task, load_task
 

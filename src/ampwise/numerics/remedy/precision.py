@@ -11,10 +11,10 @@ from functools import partial
 
 from torch import nn
 
-from ampwise.numerics.observe.places import Place
 from ampwise.numerics.remedy import interventions as change
 from ampwise.numerics.remedy.candidate import Candidate
 from ampwise.numerics.remedy.interventions import Scope, on
+from ampwise.places import Place
 from ampwise.policy import PRESETS, RECIPES
 from ampwise.step.replayable import Replayable
 

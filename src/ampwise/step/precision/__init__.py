@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import nn
 
 from ampwise.policy import Policy
 from ampwise.step.members import Members
@@ -12,13 +13,27 @@ from ampwise.step.precision.base import Part, Precision
 from ampwise.step.precision.cast_weights import CastWeights
 from ampwise.step.precision.float8 import Float8, by_reason
 from ampwise.step.precision.float32_mode import Float32Mode
+from ampwise.step.precision.functions import CallMode, Calls, FunctionIslands, functions_named
 from ampwise.step.precision.islands import Found, Islands, islands_in, islands_of, raised
 from ampwise.step.precision.pure import PureBFloat16, lower, settle
 
 __all__ = [
-    "Float32Mode", "Islands", "Part", "Precision", "by_reason", "islands_in", "islands_of",
-    "lower", "precision_of", "raised", "settle",
+    "CallMode", "Calls", "Float32Mode", "Islands", "Part", "Precision", "by_reason",
+    "check_islands", "islands_in", "islands_of", "lower", "precision_of", "raised", "settle",
 ]  # fmt: skip
+
+
+def check_islands(policy: Policy | None, model: nn.Module) -> None:
+    """Look whether a model and torch have what a policy keeps in float32.
+
+    Raises
+    ------
+    PolicyError
+        When they do not: a typo would otherwise protect nothing, silently.
+    """
+    if policy is not None:
+        islands_of(model, policy.island_modules)
+        functions_named(policy.island_functions)
 
 
 def precision_of(
@@ -45,8 +60,8 @@ def precision_of(
     Raises
     ------
     PolicyError
-        When a pattern of the policy's islands matches no module, or no layer can multiply in
-        float8 where that is the policy.
+        When one of the policy's islands is no module or function there is, or no layer can multiply
+        in float8 where that is the policy.
     MissingExtraError
         For ``fp8`` without torchao.
     """
@@ -54,9 +69,11 @@ def precision_of(
     if not policy.autocast:
         return Precision(policy, device_type, parts)
     dtype = policy.compute_dtype
-    islands = Found(policy.islands, device_type, dtype, members)
+    islands = Found(policy.island_modules, device_type, dtype, members)
     islands()
     parts.append(Islands(islands, device_type))
+    if policy.island_functions:
+        parts.append(FunctionIslands(policy.island_functions, device_type))
     if policy.master_weights and casts:
         parts.append(CastWeights(getattr(torch, policy.param_dtype), members, islands))
     if policy.pure:

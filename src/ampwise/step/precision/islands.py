@@ -43,13 +43,7 @@ class Islands(Placed):
 
     def instead(self, module: nn.Module, forward: Forward) -> Forward:  # noqa: ARG002
         """A module's forward in float32."""
-
-        def island(*args: Any, **kwargs: Any) -> Any:
-            with torch.autocast(self._device_type, enabled=False):
-                return forward(*tree_map(raised, args), **tree_map(raised, kwargs))
-
-        vars(island)["is_island"] = True
-        return island
+        return in_float32(forward, self._device_type)
 
 
 def is_island(forward: Forward) -> bool:
@@ -134,6 +128,17 @@ def islands_of(module: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
                 )
         found += [each for each in matching.values() if each not in found]
     return found
+
+
+def in_float32(forward: Forward, device_type: str) -> Forward:
+    """A function as it runs in an island: without autocast, on 16-bit inputs raised to float32."""
+
+    def island(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(device_type, enabled=False):
+            return forward(*tree_map(raised, args), **tree_map(raised, kwargs))
+
+    vars(island)["is_island"] = True
+    return island
 
 
 def raised(value: Any) -> Any:
