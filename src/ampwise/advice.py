@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ampwise import capability
-from ampwise.capability import PROBED, DeviceCapability, FormatSupport, cache
+from ampwise.capability import FLOAT8, PROBED, DeviceCapability, FormatSupport, cache
 from ampwise.policy import FP16_ON_CPU, PRESETS, Resolution, choose_device, resolve
 
 SCHEMA = "ampwise.advise/1"
@@ -38,6 +38,18 @@ class DeviceAdvice:
         if any(support.gains for support in formats.values()):
             return f"Keep fp32 on {device}: only float16 is faster, and {FP16_ON_CPU}."
         return f"Keep fp32 on {device}: none of {', '.join(PROBED)} is faster than float32 there."
+
+    @property
+    def on_float8(self) -> str:
+        """What fp8 is good for on this device, in one sentence."""
+        support = self.capability.formats[FLOAT8]
+        what = {
+            "native": "fp8 has to be asked for: measure it, compiled, with ampwise bench "
+            "--precisions bf16,fp8 --compile",
+            "emulated": "fp8 runs emulated here, for its numerics only",
+            "unsupported": "fp8 cannot run here, not even emulated",
+        }
+        return f"{what[support.verdict]}: {support.reason}."
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +119,7 @@ def _device_json(advice: DeviceAdvice) -> dict[str, object]:
         "formats": [_format_json(support) for support in advice.capability.formats.values()],
         "pick": advice.pick.to_json(),
         "advice": advice.sentence,
+        "float8": advice.on_float8,
     }
 
 

@@ -37,6 +37,8 @@ _STEPS = tuple(
     _OURS + each for each in ("step/", "observe/replay.py", "numerics/update_of_state.py")
 )
 """Of our own files, those that run a step: what called them made none of its operations."""
+_FORWARDS = _OURS + "step/precision/"
+"""Of these, what runs in place of a module's forward."""
 _USERLIKE = (_OURS + "tasks/", _OURS + "losses.py")
 """Of our own files, those that stand in for a user's: the built-in tasks."""
 _LIBRARIES = tuple(
@@ -217,7 +219,7 @@ def kind_of(file: str) -> Literal["user", "library", "internal", "engine", "step
         return "engine"
     if file.startswith(_INTERNAL) or file.startswith("<"):
         return "internal"
-    if file.startswith(_STEPS):
+    if file.startswith(_STEPS) and not file.startswith(_FORWARDS):
         return "step"
     if file.startswith(_OURS):
         return "user" if file.startswith(_USERLIKE) else "internal"

@@ -616,3 +616,58 @@ def test_a_hopelessly_slow_precision_is_not_taught_unless_asked_for(asked, taugh
         return
     assert judged["accuracy_difference"].status == "not measured"
     assert "17 times as long" in judged["accuracy_difference"].reason
+
+
+# -- emulated --------------------------------------------------------------------------------------
+
+
+def with_linears() -> Task:
+    """A task whose head does not fit float8."""
+    task = small_task()
+    return dataclasses.replace(
+        task, model=lambda: nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8))
+    )
+
+
+def test_an_emulated_precision_has_memory_and_accuracy_but_no_speed():
+    pytest.importorskip("torchao", reason="needs ampwise[fp8]")
+    config = BenchConfig(
+        CPU, [PRESETS["fp8"]], max_rounds=4, max_seeds=3, parity_steps=4, parity_budget_s=60
+    )
+    report = run_bench(with_linears(), config, Silent())
+    (_, fp8) = report.precisions
+    assert fp8.status == "measured"
+    assert fp8.speedup is None
+    speed = fp8.requirements["speedup"]
+    assert speed.status == "not measured"
+    assert speed.reason.startswith("emulated: float8 is multiplied in float32 here, so speed says")
+    assert fp8.memory_reduction is not None
+    assert fp8.accuracy is not None
+    assert fp8.matmul_dtypes == {"float8_e4m3fn": 1, "bfloat16": 1}
+    assert "fp8: not in float8: 2 (out_features of 8 is no multiple of 16)" in report.notes
+    assert any(each.startswith("fp8 is emulated") for each in report.notes)
+    assert report.verdict[0] == "Keep fp32: no other precision runs here other than emulated."
+
+
+def test_a_model_that_fp8_does_not_fit_leaves_the_others_alone():
+    pytest.importorskip("torchao", reason="needs ampwise[fp8]")
+    policies = [PRESETS["bf16"], PRESETS["fp8"]]
+    report = run_bench(
+        small_task(width=24), BenchConfig(CPU, policies, max_rounds=2, max_seeds=0), Silent()
+    )
+    _, bf16, fp8 = report.precisions
+    assert (bf16.status, fp8.status) == ("measured", "failed")
+    assert "no layer of the model can multiply in float8" in fp8.reason
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_fp8_is_measured_by_default_where_it_gains_and_torchao_is_there(installed, monkeypatch):
+    from ampwise.bench import run
+    from ampwise.capability import Measurement, classify, hardware
+
+    monkeypatch.setattr(run, "find_spec", lambda _: object() if installed else None)
+    fast = dict.fromkeys(hardware.PROBED, Measurement(4096, 9.0, 9.0, 9.0))
+    hopper = classify(hardware.cuda("cuda:0", "H100", (9, 0)), fast)
+    chosen, left_out = choose(None, hopper)
+    assert (PRESETS["fp8"] in chosen) == installed
+    assert ("torchao is not installed" in left_out.get("fp8", "")) != installed

@@ -71,10 +71,43 @@ def test_tf32_on_a_cpu_is_called_what_it_is() -> None:
     assert reason.startswith("bf16 math for float32 matmuls on this CPU is native (AMX-BF16): 3.2x")
 
 
-def test_float8_is_documented_not_measured_and_never_gains() -> None:
-    support = classify(hardware.cuda("cuda:0", "H100", (9, 0)), {}).formats["float8_e4m3fn"]
-    assert (support.verdict, support.gains) == ("native", False)
-    assert support.reason == "float8_e4m3fn matmul on H100 (sm_90) is native (tensor cores)"
+@pytest.mark.parametrize(
+    ("machine", "measured", "verdict", "reason"),
+    [
+        (
+            hardware.cuda("cuda:0", "H100", (9, 0)),
+            times(20.0, 4096),
+            "native",
+            "float8_e4m3fn matmul on H100 (sm_90) is native (tensor cores): 20.0x of float32, "
+            "measured at 4096x4096",
+        ),
+        (
+            hardware.cuda("cuda:0", "A100", (8, 0)),
+            Measurement(error="RuntimeError: only from 8.9 on"),
+            "emulated",
+            "float8_e4m3fn matmul on A100 (sm_80) is emulated: RuntimeError: only from 8.9 on",
+        ),
+        (
+            hardware.cpu(frozenset({"avx2"}), "AVX2"),
+            times(0.003, 128),
+            "emulated",
+            "float8_e4m3fn matmul on this CPU is emulated (no float8_e4m3fn unit): 0.003x of "
+            "float32, measured at 128x128",
+        ),
+        (
+            hardware.mps("Apple M3", "15.1"),
+            Measurement(error="TypeError: no such dtype"),
+            "unsupported",
+            "float8_e4m3fn matmul on Apple M3 (macOS 15.1) is unsupported: TypeError: no such dtype",
+        ),
+    ],
+)
+def test_what_each_device_does_in_float8(
+    machine: Hardware, measured: Measurement, verdict: str, reason: str
+) -> None:
+    support = classify(machine, {hardware.FLOAT8: measured}).formats[hardware.FLOAT8]
+    assert (support.verdict, support.gains) == (verdict, verdict == "native")
+    assert support.reason == reason
 
 
 @pytest.mark.parametrize(
@@ -93,7 +126,9 @@ def test_cpu_units_by_instruction_set(
     flags: set[str], bfloat16: str | None, float16: str | None
 ) -> None:
     units = hardware.cpu(frozenset(flags), "").units
-    assert units == {"tf32": bfloat16, "bfloat16": bfloat16, "float16": float16}
+    float8 = "" if flags else None
+    wanted = {"tf32": bfloat16, "bfloat16": bfloat16, "float16": float16, "float8_e4m3fn": float8}
+    assert units == wanted
 
 
 @pytest.mark.parametrize(
@@ -138,9 +173,11 @@ def test_mps_and_xpu_units() -> None:
         "tf32": "",
         "bfloat16": None,
         "float16": "GPU ALU",
+        "float8_e4m3fn": None,
     }
     for engines, unit in ((True, "XMX"), (False, ""), (None, None)):
-        assert set(hardware.xpu("xpu:0", "Arc", engines).units.values()) == {unit}
+        units = hardware.xpu("xpu:0", "Arc", engines).units
+        assert units == dict.fromkeys(hardware.PROBED, unit) | {"float8_e4m3fn": None}
 
 
 @pytest.mark.parametrize(

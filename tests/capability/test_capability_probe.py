@@ -66,6 +66,29 @@ def test_probe_of_this_cpu_is_short_and_complete() -> None:
     assert (found.device, found.kind, found.cached) == ("cpu", "cpu", False)
 
 
+def test_float8_products_are_those_of_what_was_rounded() -> None:
+    """The probe times what it says: a product in float8, against one in float64."""
+    left, right = (torch.randn(32, 32).to(torch.float8_e4m3fn) for _ in "ab")
+    found = matmul._product(left, right)()
+    torch.testing.assert_close(
+        found.double(), left.double() @ right.double().t(), rtol=2**-8, atol=0
+    )
+
+
+def test_a_measurement_that_lacks_a_format_is_not_recalled(
+    count: list[str], forget: Callable[[], None], cache_folder: Path
+) -> None:
+    """As those kept by a version that probed fewer formats."""
+    probe("cpu")
+    (path,) = cache_folder.glob("capability-*.json")
+    stored = json.loads(path.read_text())
+    del stored["measurements"][hardware.FLOAT8]
+    path.write_text(json.dumps(stored))
+    forget()
+    probe("cpu")
+    assert count == [*PROBED, *PROBED]
+
+
 def test_ratio_is_float32_time_over_format_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """With clocks replaced: the format takes 4 ms where float32 takes 8 and then 10."""
     times_ms = {"float32": iter([8.0, 8.0, 10.0] * 99), "bfloat16": iter([4.0] * 99)}
@@ -79,7 +102,7 @@ def test_a_hopeless_format_is_cut_short_at_the_first_size(monkeypatch: pytest.Mo
     _replace_clock(monkeypatch, times_ms)
     found = measure(CPU, "float16", decisive=1.1, budget_s=1e9)
     assert (found.size, found.speedup) == (128, 0.01)
-    assert 99 - len(list(times_ms["float16"])) == 1 + 5, "one warm-up and five rounds"
+    assert 99 - len(list(times_ms["float16"])) == 1 + 2, "one warm-up and two rounds"
 
 
 def test_sizes_grow_until_float32_takes_long_enough(monkeypatch: pytest.MonkeyPatch) -> None:

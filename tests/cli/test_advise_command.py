@@ -62,7 +62,8 @@ def test_the_table_fits_80_columns_without_breaking_a_row() -> None:
     rows = [line.split() for line in text.splitlines()]
     assert ["bfloat16", "bf16,", "bf16-master", "tensor", "cores", "13.2x"] in [r[:6] for r in rows]
     assert ["float16", "fp16", "AVX512-FP16", "0.97x"] in [r[:4] for r in rows]
-    assert sum(row[:1] == ["float8"] for row in rows) == 1, "fp8 where there is a unit, only"
+    float8 = [row[1:3] for row in rows if row[:1] == ["float8"]]
+    assert float8 == [["fp8", "tensor"], ["fp8", "none"]], "on each device"
 
 
 @pytest.mark.parametrize(
@@ -76,7 +77,7 @@ def test_the_table_fits_80_columns_without_breaking_a_row() -> None:
         ),
         (
             device(PLAIN, 0.97, 0.3, 0.003),
-            "Keep fp32 on cpu: none of tf32, bfloat16, float16 is faster than float32 there.",
+            "Keep fp32 on cpu: none of tf32, bfloat16, float16, float8_e4m3fn is faster than float32 there.",
         ),
         (
             device(PLAIN, 0.97, 0.3, 1.8),
@@ -88,6 +89,52 @@ def test_one_sentence_says_what_to_pick_and_why(found: DeviceCapability, sentenc
     what = report(found)
     assert what.devices[0].sentence == sentence
     assert sentence in drawn(what, width=300)
+
+
+@pytest.mark.parametrize(
+    ("machine", "measured", "sentence"),
+    [
+        (
+            hardware.cuda("cuda:0", "H100", (9, 0)),
+            Measurement(4096, 20.0, 19.0, 21.0),
+            "fp8 has to be asked for: measure it, compiled, with ampwise bench --precisions "
+            "bf16,fp8 --compile: float8_e4m3fn matmul on H100 (sm_90) is native (tensor cores): "
+            "20.0x of float32, measured at 4096x4096.",
+        ),
+        (
+            hardware.rocm("cuda:0", "MI300X", "gfx942"),
+            Measurement(4096, 9.0, 9.0, 9.0),
+            "fp8 has to be asked for: measure it, compiled, with ampwise bench --precisions "
+            "bf16,fp8 --compile: float8_e4m3fn matmul on MI300X (gfx942) is native (matrix cores): "
+            "9.0x of float32, measured at 4096x4096.",
+        ),
+        (
+            hardware.cuda("cuda:0", "A100", (8, 0)),
+            Measurement(error="RuntimeError: only from 8.9 on"),
+            "fp8 runs emulated here, for its numerics only: float8_e4m3fn matmul on A100 (sm_80) "
+            "is emulated: RuntimeError: only from 8.9 on.",
+        ),
+        (
+            PLAIN,
+            Measurement(128, 0.003, 0.003, 0.003),
+            "fp8 runs emulated here, for its numerics only: float8_e4m3fn matmul on this CPU is "
+            "emulated (no float8_e4m3fn unit): 0.003x of float32, measured at 128x128.",
+        ),
+        (
+            hardware.mps("Apple M3", "15.1"),
+            Measurement(error="TypeError: no such dtype"),
+            "fp8 cannot run here, not even emulated: float8_e4m3fn matmul on Apple M3 (macOS "
+            "15.1) is unsupported: TypeError: no such dtype.",
+        ),
+    ],
+)
+def test_what_fp8_is_good_for_is_said_of_each_device(
+    machine: hardware.Hardware, measured: Measurement, sentence: str
+) -> None:
+    what = report(classify(machine, {"float8_e4m3fn": measured}))
+    assert what.devices[0].on_float8 == sentence
+    assert drawn(what, width=400).count(sentence) == 1
+    assert what.to_json()["devices"][0]["float8"] == sentence  # pyright: ignore[reportIndexIssue]
 
 
 def test_an_unsupported_format_is_shown_with_its_error() -> None:

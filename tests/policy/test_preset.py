@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from ampwise.errors import PolicyError
 from ampwise.policy import DTYPES, PRESETS, Policy
-from ampwise.policy.preset import ROUNDINGS
+from ampwise.policy.preset import RECIPES, ROUNDINGS
 
-HALF = ["fp16", "bf16", "bf16-master", "bf16-pure"]
+HALF = ["fp16", "bf16", "bf16-master", "bf16-pure", "fp8"]
 patterns = st.text("ab0._-*?[]!=λ", min_size=1)
 
 
@@ -32,6 +32,8 @@ def policies(draw: st.DrawFn) -> Policy:
         }
     if preset.pure:
         changes["rounding"] = draw(st.sampled_from(ROUNDINGS))
+    if preset.float8:
+        changes["recipe"] = draw(st.sampled_from(RECIPES))
     return dataclasses.replace(preset, **changes)
 
 
@@ -54,7 +56,9 @@ def test_presets_are_what_the_design_says() -> None:
         "bf16": ("float32", "bfloat16", False, False),
         "bf16-master": ("bfloat16", "bfloat16", False, False),
         "bf16-pure": ("bfloat16", "bfloat16", False, False),
+        "fp8": ("float32", "bfloat16", False, False),
     }
+    assert [p.recipe for p in PRESETS.values() if p.float8] == ["tensorwise"]
     assert [p.rounding for p in PRESETS.values() if p.pure] == ["stochastic"]
     assert [p.name for p in PRESETS.values() if p.autocast] == HALF
     assert [p.name for p in PRESETS.values() if p.master_weights] == ["bf16-master"]
@@ -65,6 +69,7 @@ def test_presets_are_what_the_design_says() -> None:
         "bfloat16",
         "bfloat16",
         "bfloat16",
+        "float8_e4m3fn",
     ]
     assert all(p.reduce_dtype == p.output_dtype == "float32" for p in PRESETS.values())
 
@@ -111,7 +116,11 @@ def test_fields_accept_any_spelling_of_a_dtype_and_keep_one() -> None:
         ),
         ("float64", r"unknown precision 'float64'"),
         ("", r"unknown precision ''"),
-        ("fp8", r"'fp8' is not available yet in this version; available: fp32"),
+        ("bf16:recipe=rowwise", r"a recipe is of products in float8; that is fp8"),
+        ("fp8:recipe=mx", r"recipe is tensorwise or rowwise or rowwise_with_gw_hp, not mx"),
+        ("fp8:recipe=", r"recipe is tensorwise .*, not none"),
+        ("fp8:rounding=kahan", r"rounding is of updates of 16-bit parameters"),
+        ("fp8:compute=fp16", r"compute_dtype is bfloat16, not float16"),
         (
             "bf16-master:rounding=kahan",
             r"rounding is of updates of 16-bit parameters; that is bf16-",

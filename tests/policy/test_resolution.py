@@ -158,8 +158,45 @@ def test_fp16_on_a_cpu_warns_of_its_convolutions(install: Install) -> None:
 def test_hopper_mentions_fp8(install: Install) -> None:
     install(DEVICES["hopper"])
     assert any("float8_e4m3fn" in reason for reason in resolve("bf16").reasons)
+    assert not any("float8" in reason for reason in resolve("fp8").reasons[1:])
     install(DEVICES["ampere"])
     assert not any("float8" in reason for reason in resolve("bf16").reasons)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_auto_never_takes_fp8_and_says_so(device: str) -> None:
+    found, left_out = policy.candidates(DEVICES[device])
+    assert PRESETS["fp8"] not in found
+    assert "asked for" in left_out["fp8"]
+    assert policy.decide(None, DEVICES[device])[0] != PRESETS["fp8"]
+
+
+def test_fp8_where_there_is_no_unit_is_for_its_numerics_only(install: Install) -> None:
+    refused = {"float8_e4m3fn": Measurement(error="only on 8.9 and later")}
+    for capability_ in (DEVICES["plain cpu"], classify(nvidia(8, 0), refused)):
+        install(capability_)
+        result = resolve("fp8", capability_.device)
+        assert result.policy == PRESETS["fp32"]
+        assert "is emulated" in result.reasons[0]
+        assert "allow_emulated trains in it all the same" in result.reasons[1]
+        with pytest.raises(PolicyError, match=r"'fp8' refused on .*allow_emulated"):
+            resolve("fp8", capability_.device, strict=True)
+        kept = resolve("fp8:recipe=rowwise", capability_.device, allow_emulated=True)
+        assert kept.policy == Policy.parse("fp8:recipe=rowwise")
+        assert not kept.changed
+
+
+@pytest.mark.parametrize("device", ["hopper", "mi300"])
+def test_fp8_is_used_where_it_gains(install: Install, device: str) -> None:
+    install(DEVICES[device])
+    result = resolve("fp8", strict=True)
+    assert (result.policy, result.changed) == (PRESETS["fp8"], False)
+
+
+def test_fp8_cannot_be_emulated_where_there_is_no_float8_at_all(install: Install) -> None:
+    refused = {"float8_e4m3fn": Measurement(error="TypeError: MPS has no float8")}
+    install(classify(hardware.mps("Apple M3", "15.1"), refused))
+    assert resolve("fp8", "mps", allow_emulated=True).policy == PRESETS["fp32"]
 
 
 @pytest.mark.parametrize("strict", [False, True])

@@ -54,6 +54,9 @@ OLD_PACKAGES = Trigger(
 )
 """A package called amp: it has old homes (torch.cuda.amp, apex.amp), wherever they are named."""
 
+FLOAT8 = Trigger(("convert_to_float8_training",), anywhere=True)
+"""Layers are converted to float8 by torchao, wherever that is."""
+
 STEP = Trigger(
     ("autocast", "GradScaler", "unscale_", "scale_loss"),
     (

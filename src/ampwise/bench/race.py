@@ -14,7 +14,13 @@ import torch
 
 from ampwise.bench.arm import Arm
 from ampwise.clock import done_at
-from ampwise.errors import RunError, SkippedStepsError, kind_and_words
+from ampwise.errors import (
+    MissingExtraError,
+    PolicyError,
+    RunError,
+    SkippedStepsError,
+    kind_and_words,
+)
 from ampwise.stats import Interval, paired_speedup
 
 MIN_ROUNDS = 20
@@ -23,8 +29,11 @@ STEADY = 0.1
 DECIDED = 0.02
 """Relative half-width of the speedup's interval at which a race ends early."""
 
-FAILURES = (RuntimeError, RunError)
-"""What a precision may raise without ending the others: no kernel, out of memory, only skips."""
+FAILURES = (RuntimeError, RunError, PolicyError, MissingExtraError)
+"""What a precision may raise without ending the others: no kernel, out of memory, only skips.
+
+Or that it does not fit the model, or is not installed.
+"""
 
 GPU_BLOCK = 10
 """Steps between two device events on a GPU; one sync a block."""

@@ -81,6 +81,8 @@ def _speedup(
 ) -> Requirement:
     """Decided where the whole interval, widened by the noise floor, lies on one side."""
     measured = precision.speedup
+    if precision.emulated:
+        return Requirement("not measured", None, threshold, precision.emulated)
     if measured is None:
         return Requirement("not measured", None, threshold, _why_not(precision, ended))
     floor = 1.0 if noise is None else max(noise.median, 1 / noise.median)

@@ -43,6 +43,8 @@ class PrecisionResult:
         Whether it was measured, and if not, why.
     note
         What the device does in this format, where it gains nothing.
+    emulated
+        Why the speed of its steps says nothing about the format, where it does not.
     matmul_speedup
         How many times faster than float32 plain products are in this format, by the probe.
     step_ms
@@ -79,6 +81,7 @@ class PrecisionResult:
     status: ArmStatus = "measured"
     reason: str = ""
     note: str = ""
+    emulated: str = ""
     matmul_speedup: float | None = None
     step_ms: Interval | None = None
     samples_per_s: float | None = None

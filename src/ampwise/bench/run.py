@@ -16,6 +16,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 import torch
@@ -44,10 +45,12 @@ from ampwise.bench.requirements import Thresholds, judge
 from ampwise.bench.result import BenchReport, PrecisionResult
 from ampwise.bench.trial import limit_from, reference_step, slow, try_first_step
 from ampwise.bench.verdict import verdict
-from ampwise.capability import DeviceCapability, probe
+from ampwise.capability import DeviceCapability, multiplies_float8, probe
 from ampwise.errors import kind_and_words
+from ampwise.installation import extra_command
 from ampwise.policy import PRESETS, Policy
 from ampwise.stats import typical
+from ampwise.step.precision import by_reason
 from ampwise.tasks import Task
 from ampwise.tasks.checks import endless, first_batch, samples_in, trained_on
 from ampwise.telemetry.environment import environment
@@ -56,6 +59,10 @@ MEMORY_STEPS = 3
 BASELINE = "fp32"
 CONTROL = "fp32 again"
 """A second float32 arm: how far two equal arms seem to lie apart is the noise of the machine."""
+_EMULATED = (
+    "emulated: float8 is multiplied in float32 here, so speed says nothing, and the memory "
+    "includes what that takes"
+)
 
 
 @dataclass(frozen=True)
@@ -173,6 +180,7 @@ def _begun(
             PrecisionResult(
                 policy.text,
                 note=_note(policy, capability),
+                emulated=_emulated(policy, config.device),
                 matmul_speedup=_matmul_speedup(policy, capability),
             )
             for policy in policies
@@ -225,6 +233,8 @@ def choose(
             continue
         if policy.pure:
             left_out[name] = "it changes what the model holds; name it to measure it"
+        elif policy.float8 and support.gains and not find_spec("torchao"):
+            left_out[name] = f"torchao is not installed: {extra_command('fp8')}"
         elif support.gains or name == "fp16" or (name == "bf16" and nothing_gains):
             chosen.append(policy)
         else:
@@ -235,6 +245,10 @@ def choose(
 def _matmul_speedup(policy: Policy, capability: DeviceCapability) -> float | None:
     support = capability.formats.get(policy.compute_format)
     return None if support is None else support.measured.speedup
+
+
+def _emulated(policy: Policy, device: torch.device) -> str:
+    return _EMULATED if policy.float8 and not multiplies_float8(device) else ""
 
 
 def _note(policy: Policy, capability: DeviceCapability) -> str:
@@ -315,6 +329,8 @@ def _race(
     batch = first_batch(task)
     for arm in arms:
         _note_arm(arm, batch, results[arm.name])
+        if arm.step.left_out:
+            report.notes.append(f"{arm.name}: not in float8: {by_reason(arm.step.left_out)}")
 
 
 def _levers(
@@ -344,7 +360,8 @@ def _levers(
         budget_s=config.levers_s,
         progress=lambda name: progress.stage(f"lever: {name}"),
     )
-    smallest = min(policies, key=lambda each: results[each.text].peak_memory_bytes or math.inf)
+    usable = [each for each in policies if not results[each.text].emulated]
+    smallest = min(usable, key=lambda each: results[each.text].peak_memory_bytes or math.inf)
     limit = results[BASELINE].peak_memory_bytes
     if smallest.autocast and limit:
         progress.stage("the batch that fits into fp32's memory")
@@ -444,7 +461,7 @@ def _first_steps(
         result.resident_bytes = trial.resident_bytes
         if trial.error:
             result.status, result.reason = "failed", f"{policy.text}: {trial.error}"
-        elif trial.hopeless(reference):
+        elif trial.hopeless(reference) and not (trial.finished and result.emulated):
             result.status = "cut short"
             result.reason = f"{policy.text}: {slow(trial, reference)}"
             if result.note:
@@ -487,9 +504,12 @@ def _note_race(race: Race, results: dict[str, PrecisionResult], report: BenchRep
             "much beside its intervals; run longer (--steps), or on a quieter machine"
         )
     for name, speedup in found.items():
-        results[name].speedup = speedup
+        if not results[name].emulated:
+            results[name].speedup = speedup
     if race.rounds and race.times_ms.get(BASELINE):
         report.loading_ms = race.loading_s / race.rounds * 1e3
+    emulated = [each for each in results.values() if each.emulated]
+    report.notes += [f"{each.name} is {each.emulated}" for each in emulated]
     for name in sorted(race.launch_bound):
         report.notes.append(f"{name} is bound by launches or input: the GPU waits for the host")
 
@@ -505,7 +525,7 @@ def _note_arm(arm: Arm, batch: Any, result: PrecisionResult) -> None:
     if arm.step.activity is not None:
         result.matmul_dtypes = dict(arm.step.activity.matmul_dtypes)
     policy = arm.step.policy
-    others = result.matmul_dtypes.keys() - {policy.compute_dtype}
+    others = result.matmul_dtypes.keys() - {policy.compute_dtype, policy.compute_format}
     if policy.autocast and others and not policy.islands:  # which are meant
         result.exceptions = arm.odd_products(batch)
 

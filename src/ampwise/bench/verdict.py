@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from ampwise.bench.requirements import Thresholds
 from ampwise.bench.result import BenchReport, PrecisionResult
@@ -31,8 +32,7 @@ def verdict(report: BenchReport, thresholds: Thresholds) -> list[str]:
     measured = [each for each in others if each.speedup is not None and each not in refused]
     best = max(measured, key=lambda each: each.speedup.median if each.speedup else 0, default=None)
     if best is None or best.speedup is None:
-        usable = "trained as well here" if refused else "could be measured here"
-        said = [f"Keep fp32: no other precision {usable}."]
+        said = [f"Keep fp32: no other precision {_could(others, refused)}."]
     elif best.speedup.low >= _WORTH_A_SWITCH:
         said = [_switch(best, thresholds)]
     else:
@@ -51,6 +51,14 @@ def verdict(report: BenchReport, thresholds: Thresholds) -> list[str]:
             "gains less; compare with tf32."
         )
     return said + _accuracy(report)
+
+
+def _could(others: Sequence[PrecisionResult], refused: Sequence[PrecisionResult]) -> str:
+    """What no precision did."""
+    if refused:
+        return "trained as well here"
+    emulated = any(each.emulated for each in others)
+    return "runs here other than emulated" if emulated else "could be measured here"
 
 
 def _next(report: BenchReport) -> list[str]:

@@ -10,7 +10,7 @@ import torch
 
 from ampwise.capability import cache
 from ampwise.capability.classify import FASTER, DeviceCapability, FormatSupport, classify, ratio
-from ampwise.capability.hardware import PROBED, Hardware, describe
+from ampwise.capability.hardware import FLOAT8, PROBED, Hardware, describe, multiplies_float8
 from ampwise.capability.matmul import (
     Measurement,
     fast_float32_mode,
@@ -20,6 +20,7 @@ from ampwise.capability.matmul import (
 
 __all__ = [
     "FASTER",
+    "FLOAT8",
     "PROBED",
     "DeviceCapability",
     "FormatSupport",
@@ -28,6 +29,7 @@ __all__ = [
     "classify",
     "fast_float32_mode",
     "float32_precision",
+    "multiplies_float8",
     "present_devices",
     "probe",
     "ratio",

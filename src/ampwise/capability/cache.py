@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ampwise.capability.hardware import Hardware
+from ampwise.capability.hardware import PROBED, Hardware
 from ampwise.capability.matmul import Measurement
 
 
@@ -51,7 +51,7 @@ def load(hardware: Hardware) -> dict[str, Measurement] | None:
     """The stored measurements of a device, or None when there are none that can be trusted."""
     try:
         stored = recall("capability", hardware, key(hardware))["measurements"]
-        return {fmt: _measurement(**values) for fmt, values in stored.items()}
+        return {fmt: _measurement(**stored[fmt]) for fmt in PROBED}
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
 

@@ -8,7 +8,8 @@ give 1.5x to 16x, emulation 0.003x to 0.9x.
 =================  ==============  ==========================================================
 documented unit    measured        verdict
 =================  ==============  ==========================================================
-any                raises          unsupported
+none, of float8    raises          emulated: torchao multiplies in float32 there
+any other          raises          unsupported
 yes                >= 0.5          native (and gains from 1.1 on)
 yes                < 0.5           emulated: PyTorch does not use the unit
 unknown            >= 1.1          native
@@ -26,7 +27,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ampwise.capability.hardware import PROBED, Hardware
+from ampwise.capability.hardware import FLOAT8, Hardware
 from ampwise.capability.matmul import Measurement
 
 FASTER = 1.1
@@ -100,16 +101,16 @@ def classify(
 
 def _support(fmt: str, hardware: Hardware, measured: Measurement) -> FormatSupport:
     unit = hardware.units[fmt]
-    verdict = _verdict(unit, measured)
+    verdict = _verdict(fmt, unit, measured)
     faster = bool(unit) if measured.speedup is None else measured.speedup >= FASTER
-    gains = verdict == "native" and faster and fmt in PROBED
+    gains = verdict == "native" and faster
     reason = _reason(fmt, hardware, measured, verdict, gains)
     return FormatSupport(fmt, verdict, gains, unit, measured, reason)
 
 
-def _verdict(unit: str | None, measured: Measurement) -> Verdict:
+def _verdict(fmt: str, unit: str | None, measured: Measurement) -> Verdict:
     if measured.error:
-        return "unsupported"
+        return "emulated" if fmt == FLOAT8 and unit == "" else "unsupported"
     if measured.speedup is None:
         return "native" if unit else "emulated"
     needed = FASTER if unit is None else USED if unit else CLEARLY_FASTER
@@ -124,8 +125,6 @@ def _reason(
     if measured.error:
         return f"{subject}: {measured.error}"
     said = f"{subject}{_unit_clause(fmt, hardware, verdict)}"
-    if fmt not in PROBED:
-        return said
     if verdict == "native" and not gains:
         said += " but gains nothing"
     return f"{said}: {_figure(measured)}"

@@ -1,9 +1,9 @@
 """What the vendor's documentation says a device has; nothing here is measured.
 
 For each format: the unit that multiplies matrices in it, "" where the device is known to have
-none, None where that cannot be told; float8 is listed only where there is a unit for it. The CPU
-answers by instruction set, CUDA by compute capability, ROCm by gfx target, XPU by its matrix
-engines. `torch.cuda.is_bf16_supported` is not asked: it says yes under emulation.
+none, None where that cannot be told. The CPU answers by instruction set, CUDA by compute
+capability, ROCm by gfx target, XPU by its matrix engines. `torch.cuda.is_bf16_supported` is not
+asked: it says yes under emulation.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from pathlib import Path
 
 import torch
 
-PROBED = ("tf32", "bfloat16", "float16")
+FLOAT8 = "float8_e4m3fn"
+"""Stands for both formats of float8: units that multiply one multiply the other."""
+
+PROBED = ("tf32", "bfloat16", "float16", FLOAT8)
 """The formats that are compared with float32."""
 
 _CPUINFO = Path("/proc/cpuinfo")
@@ -86,20 +89,23 @@ def cpu(flags: frozenset[str], simd: str, name: str = "") -> Hardware:
     bfloat16 = _first(flags, _BFLOAT16_UNITS)
     float16 = _first(flags, _FLOAT16_UNITS)
     # oneDNN's bf16 math, the CPU's counterpart of TF32, runs on the bfloat16 units.
-    units = {"tf32": bfloat16, "bfloat16": bfloat16, "float16": float16}
+    float8 = _first(flags, {})  # PyTorch has a kernel for it, and uses no unit of any CPU
+    units = {"tf32": bfloat16, "bfloat16": bfloat16, "float16": float16, FLOAT8: float8}
     return Hardware("cpu", "cpu", name or platform.machine(), simd, units)
 
 
 def cuda(device: str, name: str, capability: tuple[int, int]) -> Hardware:
-    """An NVIDIA GPU by compute capability: Volta brought FP16, Ampere BF16 and TF32 units."""
+    """An NVIDIA GPU by compute capability.
+
+    Volta brought FP16, Ampere BF16 and TF32, Ada (8.9) and Hopper (9.0) FP8.
+    """
     ampere = "tensor cores" if capability >= (8, 0) else ""
     units = {
         "tf32": ampere,
         "bfloat16": ampere,
         "float16": "tensor cores" if capability >= (7, 0) else "",
+        FLOAT8: "tensor cores" if capability >= (8, 9) else "",
     }
-    if capability >= (8, 9):
-        units["float8_e4m3fn"] = "tensor cores"
     return Hardware(device, "cuda", name, f"sm_{capability[0]}{capability[1]}", units)
 
 
@@ -112,22 +118,26 @@ def rocm(device: str, name: str, gfx: str) -> Hardware:
         "tf32": "matrix cores" if re.match(r"gfx94", target) else "",
         "bfloat16": matrix,
         "float16": matrix or packed,
+        FLOAT8: "matrix cores" if re.match(r"gfx(94|95|12)", target) else "",
     }
-    if re.match(r"gfx(94|95|12)", target):
-        units["float8_e4m3fn"] = "matrix cores"
     return Hardware(device, "rocm", name, target, units)
 
 
 def mps(name: str, macos: str) -> Hardware:
     """An Apple GPU: float16 always, bfloat16 by generation (measured), no TF32."""
-    units = {"tf32": "", "bfloat16": None, "float16": "GPU ALU"}
+    units = {"tf32": "", "bfloat16": None, "float16": "GPU ALU", FLOAT8: None}
     return Hardware("mps", "mps", name, f"macOS {macos}".strip(), units)
 
 
 def xpu(device: str, name: str, matrix_engines: bool | None) -> Hardware:
-    """An Intel GPU: all three formats run on its XMX engines, where it has them."""
+    """An Intel GPU: all but float8 run on its XMX engines, where it has them."""
     unit = None if matrix_engines is None else "XMX" if matrix_engines else ""
-    return Hardware(device, "xpu", name, "", dict.fromkeys(PROBED, unit))
+    return Hardware(device, "xpu", name, "", dict.fromkeys(PROBED, unit) | {FLOAT8: None})
+
+
+def multiplies_float8(device: torch.device) -> bool:
+    """Whether a device has a unit for float8 that PyTorch uses; the same on all such devices."""
+    return bool(describe(device).units[FLOAT8])
 
 
 def cpu_flags() -> frozenset[str]:

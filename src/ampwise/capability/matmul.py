@@ -5,7 +5,7 @@ drift hit both alike; the figure is the median of the paired ratios. Sizes doubl
 
 - the float32 product takes long enough for the device to be busy, not waiting (5 ms),
 - the format turns out hopeless (ten times slower: emulated float16 can be 300 times slower,
-  and would take seconds a call one size further), or
+  and would take seconds a call one size further; two rounds are enough to see that), or
 - the next size would not fit the time budget.
 
 The largest size reached counts: native formats win only once the matrix is large enough to
@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampwise.capability.hardware import FLOAT8
 from ampwise.clock import done_at
 from ampwise.errors import kind_and_words
 
@@ -37,6 +38,8 @@ _ROUNDS = 5
 _MAX_ROUNDS = 15
 _LONG_ENOUGH_MS = 5.0
 _HOPELESS = 0.1
+_ENOUGH_TO_GIVE_UP = 2
+"""Rounds after which what is hopeless is not timed any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +123,7 @@ class _Arm:
     """A matrix product in one format, ready to run; `fastest_ms` is the fastest call so far."""
 
     def __init__(self, device: torch.device, fmt: str, size: int) -> None:
-        dtype = torch.float32 if fmt == "tf32" else getattr(torch, fmt)
+        dtype = _dtype(device, fmt)
         # An own generator: the user's random state must not move.
         generator = torch.Generator(device).manual_seed(0)
         left, right = (
@@ -148,7 +151,18 @@ def _ready(device: torch.device, fmt: str, size: int) -> _Arm:
     return arm
 
 
+def _dtype(device: torch.device, fmt: str) -> torch.dtype:
+    """What matrices of a format are in; AMD's first units of float8 have their own encoding."""
+    if fmt == FLOAT8 and torch.version.hip is not None:
+        target = torch.cuda.get_device_properties(device).gcnArchName
+        return torch.float8_e4m3fnuz if target.startswith("gfx94") else torch.float8_e4m3fn
+    return torch.float32 if fmt == "tf32" else getattr(torch, fmt)
+
+
 def _product(left: Tensor, right: Tensor) -> Callable[[], Tensor]:
+    if left.dtype.itemsize == 1:
+        one, right = torch.ones((), device=left.device), right.t()
+        return lambda: torch._scaled_mm(left, right, one, one, out_dtype=torch.bfloat16)
     out = torch.empty_like(left)
     return lambda: torch.mm(left, right, out=out)
 
@@ -166,6 +180,8 @@ def _paired_ratios(reference: _Arm, arm: _Arm, decisive: float, deadline: float)
         else:
             float32_ms, format_ms = reference.run_ms(), arm.run_ms()
         ratios.append(float32_ms / format_ms)
+        if len(ratios) == _ENOUGH_TO_GIVE_UP and max(ratios) < _HOPELESS:
+            break
     return ratios
 
 

@@ -33,8 +33,8 @@ class Options(Common):
     """Train a task: checkpoints, resume, live progress, trackers."""
 
     precision: str = "auto"
-    """fp32, tf32, fp16, bf16, bf16-master, bf16-pure, a policy such as bf16:islands=head, or auto:
-    what the first step is fastest in."""
+    """fp32, tf32, fp16, bf16, bf16-master, bf16-pure, fp8, a policy such as bf16:islands=head, or
+    auto: what the first step is fastest in."""
 
     allow_emulated: bool = False
     """Keep a precision that this device only emulates, instead of falling back to fp32."""

@@ -160,7 +160,7 @@ class _Held(nn.Module):
 
 
 def _check(policy: Policy) -> None:
-    if policy.master_weights or policy.pure or policy.islands:
+    if policy.master_weights or policy.pure or policy.float8 or policy.islands:
         raise UsageError(
             f"policy: expected fp16, bf16, tf32 or fp32, got {policy.text!r}, which changes "
             "forward; forward is the script's own here: train with ampwise.TrainStep for that"

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from ampwise.policy.preset import DTYPES, NOT_YET, PRESETS, Policy
+from ampwise.policy.preset import DTYPES, PRESETS, RECIPES, Policy
 from ampwise.policy.resolution import (
     FP16_ON_CPU,
     Resolution,
@@ -17,8 +17,8 @@ from ampwise.policy.resolution import (
 __all__ = [
     "DTYPES",
     "FP16_ON_CPU",
-    "NOT_YET",
     "PRESETS",
+    "RECIPES",
     "Policy",
     "Resolution",
     "candidates",

@@ -12,6 +12,8 @@ bf16-master  bfloat16    bfloat16    no       no    forward and backward in bflo
                                                     the float32 parameters, the master weights
 bf16-pure    bfloat16    bfloat16    no       no    parameters, gradients and optimizer state in
                                                     bfloat16, updates rounded stochastically
+fp8          float32     bfloat16    no       no    autocast whose linear layers multiply in float8,
+                                                    scaled tensor by tensor
 ===========  ==========  ==========  =======  ====  ==============================================
 
 A policy has one text spelling: the preset, then what differs from it, with ``:`` between the
@@ -21,6 +23,7 @@ settings and ``+`` between islands::
     setting  = "reduce=" format | "output=" format | "scaling=" switch | "tf32=" switch
              | "islands=" island { "+" island }            (also "param=", "compute=")
              | "rounding=" ( "stochastic" | "kahan" )
+             | "recipe=" ( "tensorwise" | "rowwise" | "rowwise_with_gw_hp" )
     island   = pattern | function "()"
     switch   = "on" | "off"
 
@@ -49,14 +52,19 @@ DTYPES = ("float32", "bfloat16", "float16")
 ROUNDINGS = ("stochastic", "kahan")
 """How updates of 16-bit parameters are rounded."""
 
-NOT_YET = ("fp8",)
-"""Presets that later versions will bring; asking for one says so."""
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+"""How tensors are scaled into float8, by torchao's names.
+
+The first is the default, as it is torchao's: the fastest, and the one whose products every device
+with float8 has. An outlier in a tensor costs its other elements bits; in a row, only those of it.
+"""
 
 _DTYPE_FIELDS = ("param_dtype", "compute_dtype", "reduce_dtype", "output_dtype")
 _FP32: dict[str, Any] = dict.fromkeys(_DTYPE_FIELDS, "float32") | {
     "loss_scaling": False,
     "tf32": False,
     "rounding": "",
+    "recipe": "",
 }
 _PRESET_FIELDS: Mapping[str, dict[str, Any]] = {
     "fp32": _FP32,
@@ -66,7 +74,13 @@ _PRESET_FIELDS: Mapping[str, dict[str, Any]] = {
     "bf16-master": _FP32 | {"compute_dtype": "bfloat16", "param_dtype": "bfloat16"},
     "bf16-pure": _FP32
     | {"compute_dtype": "bfloat16", "param_dtype": "bfloat16", "rounding": "stochastic"},
+    "fp8": _FP32 | {"compute_dtype": "bfloat16", "recipe": RECIPES[0]},
 }
+_CHOICES = {
+    "rounding": (ROUNDINGS, "rounding is of updates of 16-bit parameters; that is bf16-pure"),
+    "recipe": (RECIPES, "a recipe is of products in float8; that is fp8"),
+}
+"""Field -> its values where the preset has one, and what is said elsewhere."""
 _PATTERN = re.compile(r"[^\s,:+]+")
 
 
@@ -98,6 +112,8 @@ class Policy:
     rounding
         How updates of 16-bit parameters are rounded: ``stochastic`` or ``kahan``; empty where
         parameters stay float32.
+    recipe
+        How operands of linear layers are scaled into float8 (`RECIPES`); empty where they are not.
 
     Raises
     ------
@@ -114,6 +130,7 @@ class Policy:
     tf32: bool = False
     islands: tuple[str, ...] = ()
     rounding: str = ""
+    recipe: str = ""
 
     def __post_init__(self) -> None:
         for field in _DTYPE_FIELDS:
@@ -139,6 +156,11 @@ class Policy:
         return bool(self.rounding)
 
     @property
+    def float8(self) -> bool:
+        """Whether linear layers multiply in float8."""
+        return bool(self.recipe)
+
+    @property
     def island_modules(self) -> tuple[str, ...]:
         """Patterns of modules that stay in float32."""
         return tuple(each for each in self.islands if not each.endswith("()"))
@@ -150,7 +172,9 @@ class Policy:
 
     @property
     def compute_format(self) -> str:
-        """The format the matmuls run in: `compute_dtype`, or ``tf32``."""
+        """The format the matmuls run in: `compute_dtype`, ``tf32`` or float8."""
+        if self.float8:
+            return formats.FLOAT8_E4M3FN.name
         return "tf32" if self.tf32 and not self.autocast else self.compute_dtype
 
     @property
@@ -199,10 +223,12 @@ def _contradiction(policy: Policy) -> str:  # noqa: C901 - one rule after the ot
             return f"its {field} is {expected}, not {value}{instead}"
     if policy.output_dtype not in ("float32", policy.compute_dtype):
         return f"output is float32 or the compute dtype, not {policy.output_dtype}"
-    if policy.rounding not in (ROUNDINGS if preset["rounding"] else ("",)):
-        if not preset["rounding"]:
-            return "rounding is of updates of 16-bit parameters; that is bf16-pure"
-        return f"rounding is {' or '.join(ROUNDINGS)}, not {policy.rounding or 'none'}"
+    for field, (choices, elsewhere) in _CHOICES.items():
+        value = getattr(policy, field)
+        if value and not preset[field]:
+            return elsewhere
+        if preset[field] and value not in choices:
+            return f"{field} is {' or '.join(choices)}, not {value or 'none'}"
     for pattern in policy.islands:
         if not _PATTERN.fullmatch(pattern):
             return f"island pattern {pattern!r} is empty or has a space, comma, colon or plus in it"
@@ -236,8 +262,6 @@ def _short_name(word: str) -> str:
 
 def _unknown_name(name: str) -> str:
     legal = ", ".join(_PRESET_FIELDS)
-    if name in NOT_YET:
-        return f"precision {name!r} is not available yet in this version; available: {legal}, auto"
     if name == "auto":
         return f"'auto' is a request for ampwise.resolve, not a policy; policies are {legal}"
     close = nearest(name.lower(), (*_PRESET_FIELDS, "auto"))
@@ -271,6 +295,7 @@ _WORDS = {
     "tf32": "tf32",
     "islands": "islands",
     "rounding": "rounding",
+    "recipe": "recipe",
 }
 """Word in the text spelling -> field."""
 
@@ -280,6 +305,7 @@ _READERS: dict[str, Callable[[str], object]] = {
     "tf32": _switch,
     "islands": _patterns,
     "rounding": str,
+    "recipe": str,
 }
 
 
@@ -304,7 +330,7 @@ def _print(value: str | bool | tuple[str, ...]) -> str:
         return "on" if value else "off"
     if isinstance(value, tuple):
         return "+".join(value)
-    if value in ROUNDINGS:
+    if value in (*ROUNDINGS, *RECIPES):
         return value
     return formats.lookup(value).short
 

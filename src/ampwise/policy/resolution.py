@@ -8,7 +8,8 @@
    run at all.
 3. ``auto`` takes the first of bf16, fp16, tf32 that gains, else fp32. bfloat16 comes first
    because it has float32's range and needs no loss scaling. On a CPU it never takes fp16: PyTorch
-   runs float16 convolution gradients there on a reference kernel, whatever its matmuls do.
+   runs float16 convolution gradients there on a reference kernel, whatever its matmuls do. It
+   takes fp8 nowhere: what that gains shows in compiled models only, and it costs accuracy.
 
 Matrix products say little about a step of small ones, so ``auto`` is a guess here, and says so
 (`Resolution.guess`). A `TrainStep` races the `candidates` on its own first batch and knows better.
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 _AUTO = "auto"
 FP16_ON_CPU = "float16 convolution gradients run on a slow reference kernel: bench first"
+FP8_BY_NAME = "auto leaves fp8 to be asked for: it gains in compiled models only; bench it"
 GUESSED = "a guess from matrix products, until a TrainStep races its own first batch"
 _ATTENTION_ON_CPU = "bf16:islands=scaled_dot_product_attention()"
 _RACED = ("tf32", "bf16", _ATTENTION_ON_CPU, "bf16-master", "fp16")
@@ -155,6 +157,7 @@ def candidates(capability: DeviceCapability) -> tuple[list[Policy], dict[str, st
             left_out[name] = FP16_ON_CPU
         else:
             found.append(policy)
+    left_out["fp8"] = FP8_BY_NAME
     return found, left_out
 
 
@@ -211,6 +214,8 @@ def decide(
     if allow_emulated and support.verdict != "unsupported":
         return asked, (support.reason, "kept all the same, as allowed")
     instead = _instead(asked, capability)
+    if asked.float8 and support.verdict == "emulated":
+        instead += "; allow_emulated trains in it all the same, for its numerics"
     if strict:
         raise PolicyError(
             f"precision {asked.text!r} refused on {capability.device}: {support.reason}; "
@@ -242,9 +247,9 @@ def _reasons_for(support: FormatSupport, capability: DeviceCapability) -> tuple[
     reasons = [support.reason]
     if support.gains and support.format == "float16" and capability.kind == "cpu":
         reasons.append(FP16_ON_CPU)
-    fp8 = capability.formats.get("float8_e4m3fn")
-    if support.gains and fp8 is not None:
-        reasons.append(f"{fp8.reason}, but no preset of this version uses it yet")
+    fp8 = capability.formats.get(PRESETS["fp8"].compute_format)
+    if support.gains and fp8 is not None and fp8.gains and fp8 is not support:
+        reasons.append(f"{fp8.reason}; {FP8_BY_NAME}")
     return tuple(reasons)
 
 

@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ampwise.advice import AdviseReport, DeviceAdvice
-from ampwise.capability import FormatSupport, ratio
+from ampwise.capability import FLOAT8, FormatSupport, ratio
 from ampwise.policy import PRESETS, Policy
 from ampwise.report.table import new_table
 from ampwise_lint.base.console import Console
@@ -33,9 +33,10 @@ def _render_device(advice: DeviceAdvice, report: AdviseReport, console: Console)
     console.print(Text(facts.removeprefix(", "), style="dim"))
     console.print(_table(advice))
     for support in advice.capability.formats.values():
-        if support.verdict == "unsupported":
+        if support.verdict == "unsupported" and support.format != FLOAT8:
             console.print(Padding(Text(support.reason), (0, 0, 0, 2)))
     console.print(Text(advice.sentence, style="bold"))
+    console.print(Text(advice.on_float8))
     console.print()
 
 

@@ -166,6 +166,8 @@ def _milliseconds(step: Interval | None) -> str:
 def _speedup(precision: PrecisionResult) -> str:
     if precision.speedup is not None:
         return str(precision.speedup)
+    if precision.emulated:
+        return "emulated"
     return "1x" if precision.step_ms is not None else precision.status
 
 

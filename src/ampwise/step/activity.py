@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from ampwise.errors import InactivePolicyError
-from ampwise.formats import dtype_name
+from ampwise.formats import FLOAT8_E4M3FN, dtype_name
 from ampwise.policy import Policy
 from ampwise.step.warn import warn_user
 
@@ -38,6 +38,9 @@ _PRODUCTS = frozenset(
     )
 )  # fmt: skip
 """Autograd nodes of matrix products, convolutions, attention and RNN layers."""
+
+_FLOAT8 = "matmul_with_hp_or_float8_argsBackward"
+"""Autograd node of a linear layer in float8, of torchao's."""
 
 _WHOLE_PARTS = ("CompiledFunctionBackward", "CheckpointFunctionBackward")
 _HALF = ("float16", "bfloat16")
@@ -77,6 +80,8 @@ class Activity:
             if name in _PRODUCTS:
                 result = next(each for each in node._input_metadata if each is not None)
                 ran[dtype_name(result.dtype)] += 1
+            elif name == _FLOAT8:
+                ran[FLOAT8_E4M3FN.name] += 1
             elif isinstance(node, BackwardCFunction):
                 hidden |= name in _WHOLE_PARTS
                 custom = True
@@ -106,12 +111,13 @@ class Activity:
                 if lowered
                 else ""
             )
-        if policy.compute_dtype in ran or self.hidden:
+        wanted = policy.compute_format
+        if wanted in ran or self.hidden:
             return ""
         if not ran:
-            return f"the model ran no matrix product, so {policy.compute_dtype} had nothing to do"
+            return f"the model ran no matrix product, so {wanted} had nothing to do"
         return (
-            f"no matrix product ran in {policy.compute_dtype}, but {_counted(ran)}: look for a "
+            f"no matrix product ran in {wanted}, but {_counted(ran)}: look for a "
             "nested autocast(enabled=False) or casts by hand in the model or loss"
         )
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
+from ampwise.capability import multiplies_float8
 from ampwise.errors import UsageError
 from ampwise.formats import dtype_name
 from ampwise.policy import Policy, Resolution, resolve
@@ -201,7 +202,9 @@ def policy_for(request: Any, device: torch.device) -> tuple[Policy, Resolution |
         return request.policy, request
     if isinstance(request, str):
         if request.strip().lower() != "auto":
-            return Policy.parse(request), None
+            policy = Policy.parse(request)
+            _tell_emulated(policy, device)
+            return policy, None
         resolution = resolve(request, device)
         return resolution.policy, resolution
     instead = f"; did you mean {_SPELLED[request]!r}?" if request in _SPELLED else ""
@@ -209,6 +212,15 @@ def policy_for(request: Any, device: torch.device) -> tuple[Policy, Resolution |
         "policy: expected a precision such as 'bf16', or an ampwise.Policy, got "
         f"{request!r}{instead}"
     )
+
+
+def _tell_emulated(policy: Policy, device: torch.device) -> None:
+    """Warn where float8 is asked for by name and multiplied in float32."""
+    if policy.float8 and not multiplies_float8(device):
+        warn_user(
+            f"policy {policy.text}: no unit of {device} multiplies float8, so it is emulated in "
+            "float32: for its numerics only, its speed and memory say nothing"
+        )
 
 
 def loss_scale_for(policy: Policy, settings: Any, device: torch.device) -> LossScale:

@@ -433,6 +433,12 @@ class Engine:
         return self._precision.held_bytes
 
     @property
+    def left_out(self) -> dict[str, str]:
+        """Linear layers that `fp8` leaves in bfloat16, with the reason; none in other policies."""
+        self._look()
+        return self._precision.left_out
+
+    @property
     def syncs_per_step(self) -> int:
         """Host syncs that a step costs on an accelerator; 0 with fused optimizers."""
         self._look()

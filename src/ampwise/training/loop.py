@@ -29,6 +29,7 @@ from ampwise.distributed.wrap import spread
 from ampwise.errors import UsageError, in_one_line, is_out_of_memory
 from ampwise.policy import Policy
 from ampwise.step import StepRecord, TrainStep
+from ampwise.step.precision import by_reason
 from ampwise.step.together import as_one_optimizer
 from ampwise.tasks import Task
 from ampwise.tasks.checks import (
@@ -183,6 +184,8 @@ class _Run:
             self.result.ranks, self.result.parallel = me.size, config.parallel
         if resumes:
             self._resume()
+        if step.left_out:
+            self.say(f"{policy.text}: not in float8: {by_reason(step.left_out)}")
         self._describe()
         self.trackers = TrackerSet(
             config.track if me.leads else (),

@@ -137,8 +137,12 @@ DTYPES = {
 for _type, _dtype in (("HalfTensor", "float16"), ("BFloat16Tensor", "bfloat16")):
     DTYPES[f"torch.cuda.{_type}"] = DTYPES[f"torch.{_type}"] = _dtype
 
+CONVERT_TO_FLOAT8 = {
+    "torchao.float8.convert_to_float8_training",
+    "torchao.float8.float8_linear_utils.convert_to_float8_training",
+}
 SAME_NETWORK = {
-    "torch.compile", "torch.jit.script", "torch.jit.trace",
+    *CONVERT_TO_FLOAT8, "torch.compile", "torch.jit.script", "torch.jit.trace",
     "torch.nn.SyncBatchNorm.convert_sync_batchnorm",
 }  # fmt: skip
 """Functions that give back the network they are given, changed inside."""

@@ -27,7 +27,7 @@ from ampwise.numerics.observe.ancestry import Ancestor
 from ampwise.numerics.observe.exact import UnsupportedError, exact
 from ampwise.numerics.observe.roots import Root
 from ampwise.numerics.remedy.candidate import Candidate
-from ampwise.numerics.remedy.precision import in_bfloat16, in_float32
+from ampwise.numerics.remedy.precision import in_bfloat16, in_float32, scaled_otherwise
 from ampwise.numerics.result import CauseName
 from ampwise.places import Place
 from ampwise.step.recorder import Stash
@@ -129,12 +129,12 @@ class Fault:
         return in_float32(self.step, self.place, self.spans)
 
     def in_bfloat16(self) -> list[Candidate]:
-        """The step in bfloat16, where it is in float16."""
+        """The step in bfloat16, where it is in float16 or float8."""
         return in_bfloat16(self.step)
 
     def in_another_precision(self) -> list[Candidate]:
-        """Islands in float32, or all of it in bfloat16."""
-        return [*self.in_float32(), *self.in_bfloat16()]
+        """Other scales of float8, islands in float32, or all of it in bfloat16."""
+        return [*scaled_otherwise(self.step), *self.in_float32(), *self.in_bfloat16()]
 
 
 @dataclass(frozen=True, slots=True)

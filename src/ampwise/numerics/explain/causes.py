@@ -22,6 +22,7 @@ from ampwise.numerics.explain import (
     dtype_error,
     empty_reduction,
     eps_underflow,
+    float8,
     mask_constant,
     masked_row,
     nondeterministic,
@@ -80,7 +81,7 @@ def explain(step: Replayable, stash: Stash, root: Root) -> Explanation:
     if found is None:
         at = (root.name, root.place, root.occurrence)
         found = damaged(root, shadow(step, stash, errors=False, at=at))
-    return found
+    return replace(found, words=found.words + float8.as_a_scale(root))
 
 
 def of_itself(root: Root) -> Explanation | None:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ampwise.data.move import changed, leaves
-from ampwise.numerics.explain import exponentials
+from ampwise.numerics.explain import exponentials, float8
 from ampwise.numerics.explain.cause import Cause, Explanation, Fault, format_of, in_float64
 from ampwise.numerics.observe.bits import all_bits, extreme_of
 from ampwise.numerics.observe.operations import tensors
@@ -35,11 +35,12 @@ def _by_itself(root: Root) -> Explanation | None:
         return None
     fmt, peak = format_of(root), extreme_of(local)
     if abs(peak) > fmt.max:
+        scaled = f" {float8.scale_that_fits(fmt, peak)}." if float8.is_float8(fmt.name) else ""
         return Explanation(
             "RANGE_OVERFLOW",
             f"The result of {root.name} would be {figure(peak)}; {fmt} ends at "
             f"{figure(math.copysign(fmt.max, peak))}. Its inputs are finite, the largest "
-            f"{figure(extreme_of(tensors((root.args, root.kwargs))))}.",
+            f"{figure(extreme_of(tensors((root.args, root.kwargs))))}.{scaled}",
         )
     return Explanation(
         "RANGE_OVERFLOW",

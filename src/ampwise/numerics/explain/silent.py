@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ampwise import formats
 from ampwise.data import leaves
+from ampwise.numerics.explain import float8
 from ampwise.numerics.observe.ancestry import Ancestor, back_from, largest_before, narrow_before
 from ampwise.numerics.observe.exact import UnsupportedError, exact
 from ampwise.numerics.observe.extent import extent_of, lost_elements, samples_in
@@ -33,6 +34,7 @@ from ampwise.numerics.observe.trace import Trace
 from ampwise.numerics.observe.values import passed, which_loss
 from ampwise.numerics.result import CauseName, Extent, Passed, percent
 from ampwise.places import NOWHERE, Place
+from ampwise.policy import PRESETS
 from ampwise.step.recorder import Stash
 from ampwise.step.replayable import Replayable
 from ampwise.telemetry.ring import StepRecord
@@ -180,6 +182,10 @@ def _culprits(
             op, place, _ = root.swallowed_by
             note = f"{op} on line {place.line} makes finite, wrong values of it: {damage}."
             return [Lost(None, note, root.place, root.name, "", severe=True, root=root)]
+    if (cast := float8.worst_cast(run.errors)) is not None and _sound_without(step, stash, run):
+        each, cause, words = cast
+        return [Lost(cause, f"{words}. Silently wrong: {damage}.", each.place, each.name,
+                     each.dtype, severe=True)]  # fmt: skip
     for each in (error for error in run.errors if error.place.phase == "forward"):
         if each.inputs_db >= RIGHT_DB and each.propagated_db < WRONG_DB:
             before = shadow(step, stash, errors=False, at=(each.name, each.place, each.occurrence))
@@ -188,6 +194,16 @@ def _culprits(
             lost = began or _lost_at(each, damage)
             return [replace(lost, extent=_extent(each, before, stash), history=_history(before))]
     return []
+
+
+def _sound_without(step: Replayable, stash: Stash, run: ShadowRun) -> bool:
+    """Whether a step whose policy is float8 has a sound gradient in bfloat16."""
+    if not step.policy.float8:  # the model rounds by itself
+        return True
+    wider = replace(PRESETS["bf16"], islands=step.policy.islands)
+    result = step.replay(stash, policy=wider)
+    errors = GradientErrors(result.gradients, run.gradients)
+    return result.clean and errors.sqnr_db >= GRADIENT_DB and not errors.missing()
 
 
 def _where_it_began(run: ShadowRun, error: OperationError, damage: str) -> Lost | None:

@@ -45,6 +45,7 @@ def bits_and_extreme(tensor: Tensor) -> tuple[int, float]:
 
 def extreme_of(tensors: Iterable[Tensor]) -> float:
     """The finite value of the largest magnitude, with its sign; 0 without any."""
-    held = (each.detach()[torch.isfinite(each)] for each in tensors if each.is_floating_point())
+    wide = (each.detach().double() for each in tensors if each.is_floating_point())
+    held = (each[torch.isfinite(each)] for each in wide)
     ends = [float(end) for each in held if each.numel() for end in torch.aminmax(each)]
     return max(ends, key=abs, default=0.0)

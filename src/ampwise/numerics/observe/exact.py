@@ -12,7 +12,10 @@ from torch.utils._pytree import tree_map
 from ampwise.numerics.observe.attention import by_formula, is_attention
 from ampwise.numerics.observe.operations import arguments_by_name, operation, written
 
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+FLOATS = (
+    torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32,
+    torch.float64,
+)  # fmt: skip
 """Formats that values are compared in."""
 
 
@@ -85,9 +88,19 @@ def _recast(args: Any, kwargs: Any, _result: Any) -> list[Tensor]:
     return [args[0].to(torch.float64, copy=True)]
 
 
+def _scaled_product(args: Any, kwargs: Any, _result: Any) -> list[Tensor]:
+    """A product of float8 by the inverses of its operands' scales."""
+    given = arguments_by_name(torch.ops.aten._scaled_mm.default, args, kwargs)
+    left, right, bias = given["self"], given["mat2"], given.get("bias")
+    scaled = left.double() * given["scale_a"].double(), right.double() * given["scale_b"].double()
+    made = scaled[0] @ scaled[1]
+    return [made if bias is None else made + bias.double()]
+
+
 _SPECIAL: dict[str, Callable[[Any, Any, Any], list[Tensor]]] = {
     "native_dropout": _dropout,
     "_to_copy": _recast,
+    "_scaled_mm": _scaled_product,
 }
 _NO_FORM = frozenset(
     ["_local_scalar_dense", "_amp_foreach_non_finite_check_and_unscale_", "_amp_update_scale_",

@@ -57,6 +57,8 @@ class OperationError:
         Of a result with a low `local_db`: as in `sqnr.Error`.
     integers
         Whether integers came out rounded.
+    beyond
+        Of a result in float8: share of values beyond its largest.
     miscounted
         Whether the result is wrong and integers that were rounded before took part in it.
     occurrence
@@ -79,6 +81,7 @@ class OperationError:
     flushed: float = 0.0
     zeros: float = 0.0
     integers: bool = False
+    beyond: float = 0.0
     miscounted: bool = False
     occurrence: int = 0
     func: Any = None
@@ -216,9 +219,15 @@ class OperationErrors:
         size = rms(local)
         if 0 < size < math.inf:
             error.bias = float((actual.detach().double() - local).mean()) / size
-        if error.local_db < _LOW_DB:
+        narrow = actual.element_size() == 1
+        if error.local_db < _LOW_DB or narrow:
             found = compare(actual, local)
             error.flushed, error.zeros = found.flushed, found.zeros
+        if narrow:
+            sizes = local.abs()
+            most = formats.lookup(actual.dtype).max
+            error.beyond = float((sizes > most).double().mean())
+            error.exact_amax = float(sizes.max())
         if counts and error.local_db < math.inf:
             error.integers = bool((local == local.round()).all())
             if error.integers:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
@@ -28,12 +29,15 @@ class Operation:
         Whether it writes some of its arguments.
     empty
         Whether it gives memory that nobody has written.
+    composite
+        Whether it is made of others, which are seen instead; a subclass of tensors calls such.
     """
 
     name: str
     func: Any
     mutates: bool
     empty: bool
+    composite: bool
 
 
 @cache
@@ -43,7 +47,10 @@ def operation(func: Any) -> Operation:
     schema = func._schema
     mutates = any(each.alias_info is not None and each.alias_info.is_write
                   for each in schema.arguments)  # fmt: skip
-    return Operation(name, func, mutates, name in _EMPTY)
+    composite = torch._C._dispatch_has_kernel_for_dispatch_key(
+        func.name(), "CompositeImplicitAutograd"
+    )
+    return Operation(name, func, mutates, name in _EMPTY, composite)
 
 
 def written(operation: Operation, args: Any, kwargs: Any, result: Any) -> list[Tensor]:
@@ -74,6 +81,15 @@ def tensors(value: Any) -> list[Tensor]:
     if isinstance(value, dict):
         return [tensor for each in value.values() for tensor in tensors(each)]
     return []
+
+
+def is_for_subclass(types: Any) -> bool:
+    """Whether a subclass of tensors is to take an operation apart first: float8 of torchao's, say.
+
+    What it makes of it are operations on plain tensors, which are seen in turn.
+    """
+    plain: Any = Tensor
+    return any(each.__torch_dispatch__ is not plain.__torch_dispatch__ for each in types)
 
 
 def copied(value: Any) -> Any:

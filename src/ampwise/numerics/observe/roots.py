@@ -46,6 +46,8 @@ class Root:
         The tensor from outside whose infinities, taken for a mask, are among its inputs.
     before
         What made the largest of its inputs, with what came before that.
+    scales
+        Format of float8 of a larger tensor that it was multiplied into.
     """
 
     index: int
@@ -61,6 +63,7 @@ class Root:
     swallowed_by: tuple[str, Place, int] | None = None
     fed_by: Root | None = None
     before: Flow | None = None
+    scales: str = ""
 
     @property
     def history(self) -> list[Flow]:

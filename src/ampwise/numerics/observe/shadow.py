@@ -33,6 +33,7 @@ from ampwise.numerics.observe.operation_errors import (
 )
 from ampwise.numerics.observe.operations import (
     copied,
+    is_for_subclass,
     is_hollow,
     operation,
     tensors,
@@ -175,7 +176,12 @@ class Shadow(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if is_for_subclass(types):
+            return NotImplemented
         op = operation(func)
+        if op.composite:
+            with self:
+                return func.decompose(*args, **kwargs)
         place = self._places.here()
         index, self._count = self._count, self._count + 1
         if self._count % _PRUNE_EVERY == 0:
@@ -230,7 +236,8 @@ class Shadow(TorchDispatchMode):
         wanted = made.references[0] if made.references else result.double()
         count, rounded_to = cancelled(name, made.args, ideal, result, wanted)
         gone = flushed(result, wanted, formats.lookup(result.dtype).min_subnormal)
-        ends = torch.aminmax(result.detach()) if result.numel() else ()
+        wide = result.detach().float() if result.element_size() == 1 else result.detach()
+        ends = torch.aminmax(wide) if result.numel() else ()
         extreme = max(map(float, ends), key=abs, default=0.0)
         lost = lost_constants(name, made.args, ideal, result)
         maker = Ancestor(

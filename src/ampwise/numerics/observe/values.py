@@ -102,7 +102,7 @@ def values_of(name: str, tensor: Tensor) -> Values:
     count = max(1, flat.numel())
     finite = flat[torch.isfinite(flat)]
     nonzero = finite[finite > 0]
-    signed = tensor.flatten()[torch.isfinite(flat)]
+    signed = tensor.double().flatten()[torch.isfinite(flat)]
     return Values(
         name=name,
         dtype=dtype_name(tensor.dtype),

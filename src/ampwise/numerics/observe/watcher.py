@@ -22,6 +22,7 @@ from ampwise.numerics.observe.operations import (
     Operation,
     copied,
     held_by,
+    is_for_subclass,
     is_whole,
     memory,
     operation,
@@ -155,7 +156,12 @@ class Watcher(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if is_for_subclass(types):
+            return NotImplemented
         op = operation(func)
+        if op.composite:
+            with self:
+                return func.decompose(*args, **kwargs)
         place = self._places.here()
         if self._phase is not None:
             place = replace(place, phase=self._phase)
@@ -193,6 +199,7 @@ class Watcher(TorchDispatchMode):
         elif faulty:
             self.values.carried(call.index, *key, (each.maker for each in faulty))
             state = _State(bits, maker=call.index)
+            self._note_scales(bad, faulty)
         else:
             root = self._root(call, bits, occurrence, bad)
             root.before = before
@@ -231,6 +238,14 @@ class Watcher(TorchDispatchMode):
             root.args, root.kwargs = call.copies or copied((call.args, call.kwargs))
             root.outputs = [each.detach().clone() for each in bad]
         return root
+
+    def _note_scales(self, bad: list[Tensor], faulty: list[_State]) -> None:
+        """Note of the roots of a bad tensor of float8 those that were a scale of it."""
+        for tensor in bad:
+            if tensor.element_size() == 1:
+                for root in self._behind(faulty):
+                    if root.outputs and root.outputs[0].numel() < tensor.numel():
+                        root.scales = dtype_name(tensor.dtype)
 
     def _behind(self, states: Iterable[_State]) -> list[Root]:
         return [root for each in states for root in self.values.behind(each.maker)]

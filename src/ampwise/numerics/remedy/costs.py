@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ampwise.bench.requirements import NOISY
+from ampwise.capability import multiplies_float8
 from ampwise.clock import done_at
 from ampwise.numerics.remedy.candidate import AS_IT_IS, Candidate
 from ampwise.numerics.remedy.interventions import InScope
@@ -99,6 +100,8 @@ Pair = tuple[Run, Run]
 
 def costs(step: Replayable, stash: Stash, fixes: Sequence[Candidate]) -> list[Cost]:
     """What each of some fixes costs that are known to mend the step."""
+    if step.policy.float8 and not multiplies_float8(step.device):
+        return [Cost("cost not measured: float8 is emulated here")] * len(fixes)
     changed = [Run(step, stash, each) for each in fixes]
     return _measured(Run(step, stash), [(each, each.beside()) for each in changed])
 

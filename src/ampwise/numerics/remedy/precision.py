@@ -15,12 +15,29 @@ from ampwise.numerics.remedy import interventions as change
 from ampwise.numerics.remedy.candidate import Candidate
 from ampwise.numerics.remedy.interventions import Scope, on
 from ampwise.places import Place
-from ampwise.policy import PRESETS
+from ampwise.policy import PRESETS, RECIPES
 from ampwise.step.replayable import Replayable
+
+_SCALED = {
+    "rowwise": "a scale for each row",
+    "rowwise_with_gw_hp": "a scale for each row, and weight gradients in bfloat16",
+}
+
+
+def scaled_otherwise(step: Replayable) -> list[Candidate]:
+    """The more exact recipes of float8."""
+    if not step.policy.float8:
+        return []
+    others = RECIPES[RECIPES.index(step.policy.recipe) + 1 :]
+    policies = [replace(step.policy, recipe=each) for each in others]
+    return [Candidate(_SCALED[each.recipe], step.how(each), policy=each) for each in policies]
 
 
 def in_bfloat16(step: Replayable) -> list[Candidate]:
-    """The whole step in bfloat16, where it is in float16."""
+    """The whole step in bfloat16, where it is in float16 or float8."""
+    if step.policy.float8:
+        wider = replace(PRESETS["bf16"], islands=step.policy.islands)
+        return [Candidate("bfloat16, which needs no scales", step.how(wider), policy=wider)]
     if step.policy.compute_dtype != "float16":
         return []
     return [

@@ -11,14 +11,15 @@ from ampwise.policy import Policy
 from ampwise.step.members import Members
 from ampwise.step.precision.base import Part, Precision
 from ampwise.step.precision.cast_weights import CastWeights
+from ampwise.step.precision.float8 import Float8, by_reason
 from ampwise.step.precision.float32_mode import Float32Mode
 from ampwise.step.precision.functions import CallMode, Calls, FunctionIslands, functions_named
 from ampwise.step.precision.islands import Found, Islands, islands_in, islands_of, raised
 from ampwise.step.precision.pure import PureBFloat16, lower, settle
 
 __all__ = [
-    "CallMode", "Calls", "Float32Mode", "Islands", "Part", "Precision", "check_islands",
-    "islands_in", "islands_of", "lower", "precision_of", "raised", "settle",
+    "CallMode", "Calls", "Float32Mode", "Islands", "Part", "Precision", "by_reason",
+    "check_islands", "islands_in", "islands_of", "lower", "precision_of", "raised", "settle",
 ]  # fmt: skip
 
 
@@ -59,7 +60,10 @@ def precision_of(
     Raises
     ------
     PolicyError
-        When one of the policy's islands is no module or function there is.
+        When one of the policy's islands is no module or function there is, or no layer can multiply
+        in float8 where that is the policy.
+    MissingExtraError
+        For ``fp8`` without torchao.
     """
     parts: list[Part] = [Float32Mode(policy, device_type)]
     if not policy.autocast:
@@ -74,4 +78,6 @@ def precision_of(
         parts.append(CastWeights(getattr(torch, policy.param_dtype), members, islands))
     if policy.pure:
         parts.append(PureBFloat16(policy, members, islands, agreed))
+    if policy.float8:
+        parts.append(Float8(policy, members, islands))
     return Precision(policy, device_type, parts)

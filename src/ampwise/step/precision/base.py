@@ -55,6 +55,11 @@ class Part:
         """Memory of tensors that stay between steps."""
         return 0
 
+    @property
+    def left_out(self) -> dict[str, str]:
+        """Modules that stay out of it against the policy's name, with the reason."""
+        return {}
+
     def state_dict(self) -> dict[str, Any]:
         """What the next step depends on, as plain values, by names of its own."""
         return {}
@@ -151,6 +156,11 @@ class Precision:
     def held_bytes(self) -> int:
         """Memory of tensors that stay between steps, in bytes."""
         return sum(part.held_bytes for part in self._parts)
+
+    @property
+    def left_out(self) -> dict[str, str]:
+        """Modules that stay out of it against the policy's name, with the reason."""
+        return {name: why for part in self._parts for name, why in part.left_out.items()}
 
     def close(self) -> None:
         """Let go of the models."""

@@ -1,16 +1,13 @@
 """Islands: modules that run in float32 although the policy computes in 16 bits.
 
 Inside an island autocast is off and 16-bit inputs are raised to float32. An island is entered by
-way of its module's ``forward``, put in place while a step's forward or backward runs: it holds
-where the module is called without its hooks, and the compiler sees plain code.
+way of its module's ``forward`` (`placed`).
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,12 +17,7 @@ from torch.utils._pytree import tree_map
 from ampwise.errors import PolicyError
 from ampwise.step.members import Members
 from ampwise.step.modules import modules_of
-from ampwise.step.precision.base import Part
-
-_Forward = Callable[..., Any]
-
-_PLACED = ("forward", "__deepcopy__")
-"""What an island puts on its module."""
+from ampwise.step.precision.placed import Forward, Placed
 
 _UNCOVERED: Mapping[tuple[str, str], tuple[type[nn.Module], ...]] = {
     ("cpu", "bfloat16"): (nn.Bilinear,),
@@ -34,7 +26,7 @@ _UNCOVERED: Mapping[tuple[str, str], tuple[type[nn.Module], ...]] = {
 """Modules, by device and dtype, that get mixed dtypes from autocast, or have no kernel."""
 
 
-class Islands(Part):
+class Islands(Placed):
     """Runs modules in float32.
 
     Parameters
@@ -46,37 +38,17 @@ class Islands(Part):
     """
 
     def __init__(self, find: Callable[[], Sequence[nn.Module]], device_type: str) -> None:
-        self._find = find
+        super().__init__(find)
         self._device_type = device_type
-        # Kept, so that a compiler that has seen an island once knows it again.
-        self._made: dict[nn.Module, tuple[_Forward, _Forward]] = {}
-        self._placed: list[tuple[nn.Module, dict[str, Any]]] = []
 
-    def enter(self) -> None:
-        """Put the islands in place."""
-        for module in self._find():
-            own = {name: vars(module)[name] for name in _PLACED if name in vars(module)}
-            self._placed.append((module, own))
-            vars(module)["__deepcopy__"] = partial(_copy_outside, module, own)
-            vars(module)["forward"] = self._island(module)
-
-    def leave(self) -> None:
-        """Put back what was there."""
-        while self._placed:
-            _take_out(*self._placed.pop())
-
-    def close(self) -> None:
-        """Forget the modules."""
-        self._made.clear()
-
-    def _island(self, module: nn.Module) -> _Forward:
+    def instead(self, module: nn.Module, forward: Forward) -> Forward:  # noqa: ARG002
         """A module's forward in float32."""
-        forward, island = self._made.get(module, (None, None))
-        if island is None or forward != module.forward:
-            forward = module.forward
-            island = in_float32(forward, self._device_type)
-            self._made[module] = (forward, island)
-        return island
+        return in_float32(forward, self._device_type)
+
+
+def is_island(forward: Forward) -> bool:
+    """Whether a module's forward is that of an island."""
+    return getattr(forward, "is_island", False)
 
 
 class Found:
@@ -158,33 +130,14 @@ def islands_of(module: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
     return found
 
 
-def _take_out(module: nn.Module, own: Mapping[str, Any]) -> None:
-    """Have a module as it was, with what it had of its own."""
-    for name in _PLACED:
-        vars(module).pop(name, None)
-    vars(module).update(own)
-
-
-def _copy_outside(module: nn.Module, own: Mapping[str, Any], memo: dict[int, Any]) -> nn.Module:
-    """A deep copy, made inside a forward, of the module as it is outside.
-
-    The island would otherwise go into the copy, and call the module it was made for.
-    """
-    placed = {name: vars(module)[name] for name in _PLACED}
-    _take_out(module, own)
-    try:
-        return copy.deepcopy(module, memo)
-    finally:
-        vars(module).update(placed)
-
-
-def in_float32(forward: _Forward, device_type: str) -> _Forward:
+def in_float32(forward: Forward, device_type: str) -> Forward:
     """A function as it runs in an island: without autocast, on 16-bit inputs raised to float32."""
 
     def island(*args: Any, **kwargs: Any) -> Any:
         with torch.autocast(device_type, enabled=False):
             return forward(*tree_map(raised, args), **tree_map(raised, kwargs))
 
+    vars(island)["is_island"] = True
     return island
 
 
