@@ -32,7 +32,6 @@ from ampwise.bench.trial import limit_from, reference_step, slow, try_first_step
 from ampwise.capability import probe
 from ampwise.clock import done_at
 from ampwise.policy import PRESETS, Policy, candidates
-from ampwise.stats import Interval
 from ampwise.tasks import Task
 from ampwise.tasks.checks import first_batch
 from ampwise.tasks.levers import BATCH, LEVERS, pulled, times_in
@@ -41,6 +40,7 @@ from ampwise.tune.islands import faster_in_float32
 from ampwise.tune.result import Credit, Measured, Objective, Tuned
 from ampwise.tune.setting import PLAIN, Setting
 from ampwise.tune.turns import Progress, Turns
+from ampwise.tune.verdict import verdict
 
 MARGIN = 0.01
 """Difference in quality that does not matter."""
@@ -310,7 +310,7 @@ class _Search:
         others = [each for each in finalists if each != PLAIN]
         self._turns.halve(others, PLAIN, self._deadline("result"), at_any_cost=True)
         if self._for_speed:
-            self.best = max(finalists, key=self._speed)
+            self.best = next(iter(self._faster(finalists)), PLAIN)
         while not self._for_speed and len(self._path) > 1 and not self._fast_enough(self.best):
             self._path.pop()  # the last one saved the least
             self.best = self._path[-1]
@@ -377,64 +377,3 @@ class _Search:
             size = saved = None
         why = self._turns.why.get(setting, "")
         return Measured(setting.text, self._turns.ratio(setting, PLAIN), size, saved, why)
-
-
-def verdict(found: Tuned) -> list[str]:
-    """What to do, in sentences."""
-    settings = found.settings
-    assert settings is not None
-    chosen = settings.chosen
-    if settings.refused is not None:
-        return [f"Keep fp32: with {_with_figures(settings.refused, settings)}."]
-    if chosen is None or chosen.setting == PLAIN.text:
-        better = "faster" if found.objective == "speed" else "smaller and fast enough"
-        return [f"Keep fp32 as it is: nothing that was tried is {better}."]
-    said = [f"Use {_with_figures(chosen, settings)}."]
-    said += [
-        f"{each.pattern} stays in float32: by itself it is {each.alone} as fast there, the whole "
-        f"step with it {each.together}."
-        for each in settings.islands
-        if each.pattern in settings.train["precision"]
-    ]
-    levers = settings.train.get("levers", "").split(",")
-    if batch := next((each for each in levers if times_in(each) > 1), None):
-        said.append(
-            f"With {batch} an epoch has fewer, larger steps; its parity is with fp32 on the same "
-            "batches, and the learning rate may want to be raised."
-        )
-    if settings.parity_reason:
-        said.append(f"Parity was not measured: {settings.parity_reason}.")
-    return said
-
-
-def _with_figures(each: Measured, settings: result.Settings) -> str:
-    figures = [
-        _rate(each.speedup, settings.unit),
-        _memory(each.memory_reduction),
-        _equivalence(settings),
-    ]
-    return f"{each.setting}: {', '.join(figure for figure in figures if figure)}"
-
-
-def _rate(ratio: Interval | None, unit: str) -> str:
-    return "" if ratio is None else f"{ratio} as many {unit} a second as fp32"
-
-
-def _memory(saved: float | None) -> str:
-    if saved is None:
-        return ""
-    return f"{abs(saved):.0%} {'less' if saved >= 0 else 'more'} peak memory"
-
-
-def _equivalence(settings: result.Settings) -> str:
-    parity = settings.parity
-    if parity is None or not parity.arms:
-        return ""
-    ((name, found),) = parity.arms.items()
-    if not parity.learning:
-        return "parity not decided"
-    words = {
-        "equivalent": f"equivalent within {parity.margin:g}",
-        "different": "but it does not train the same",
-    }
-    return f"{words.get(found.decision, 'parity not decided')} ({parity.said(name)})"
