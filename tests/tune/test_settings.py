@@ -14,6 +14,7 @@ from ampwise.bench.arm import Arm, Settings
 from ampwise.cli.main import main
 from ampwise.document import load
 from ampwise.policy import Policy
+from ampwise.report.tune import _credit
 from ampwise.stats import Interval
 from ampwise.tasks import load_task
 from ampwise.tune import settings as search_module
@@ -105,6 +106,17 @@ def test_the_better_half_gets_twice_the_turns(made_up):
     assert found.median == pytest.approx(2)
 
 
+def test_a_few_turns_are_no_figure(made_up, monkeypatch):
+    """Seen: 19.2x [19.2, 19.2] of one turn on a busy machine."""
+    made_up(lambda name: 4.0 if name == "bf16" else 8.0)
+    monkeypatch.setattr(turns_module, "_FIRST_ROUNDS", 4)
+    turns, bf16 = Turns(blocky(), CPU, Silent()), setting("bf16")
+    turns.halve([bf16], PLAIN, 0.0)
+    assert turns.ratio(bf16, PLAIN) is None
+    turns.halve([bf16], PLAIN, 0.0)
+    assert turns.ratio(bf16, PLAIN) is not None
+
+
 def test_a_larger_batch_is_compared_by_samples(made_up):
     made_up(lambda name: 30.0 if "batch" in name else 10.0)
     turns = Turns(blocky(), CPU, Silent())
@@ -169,6 +181,16 @@ def test_a_lever_that_does_nothing_beside_the_others_is_not_chosen(made_up):
     found = searched(levers=["checkpointing", "compile"])
     assert found.settings is not None
     assert sum(each.chosen for each in found.settings.credits) == 1
+
+
+def test_what_there_was_no_time_for_is_said(made_up):
+    made_up(gains(bf16=2.0, checkpointing=1.5))
+    found = searched(levers=["checkpointing"], budget_s=1e-6)
+    assert found.settings is not None
+    (credit,) = found.settings.credits
+    assert "--budget gives more" in credit.reason
+    assert not credit.chosen
+    assert _credit(credit)[1:3] == (str(credit.alone), credit.reason)
 
 
 def test_the_runner_up_precision_is_tried_with_the_levers(made_up):

@@ -111,8 +111,10 @@ def _tried(each: Tried) -> tuple[str, ...]:
 
 
 def _precisions(settings: Settings) -> Grid:
-    chosen = [] if settings.chosen is None else [settings.chosen]
-    rows = [_measured(each) for each in (*settings.precisions, *chosen)]
+    result = [each for each in (settings.refused, settings.chosen) if each is not None]
+    named = [each.setting for each in result]
+    others = [each for each in settings.precisions if each.setting not in named]
+    rows = [_measured(each) for each in (*others, *result)]
     return Grid(
         "precisions",
         "Precisions, and the result",
@@ -144,7 +146,9 @@ def _levers(settings: Settings) -> Grid:
 def _credit(each: Credit) -> tuple[str, ...]:
     alone = _gain(each.alone, each.memory_alone)
     together = _gain(each.together, each.memory_together)
-    return (each.lever, alone or each.reason, together, "yes" if each.chosen else "")
+    if not alone:
+        return (each.lever, each.reason, "", "")
+    return (each.lever, alone, together or each.reason, "yes" if each.chosen else "")
 
 
 def _gain(ratio: Interval | None, saved: float | None) -> str:

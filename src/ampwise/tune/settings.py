@@ -32,7 +32,6 @@ from ampwise.bench.trial import limit_from, reference_step, slow, try_first_step
 from ampwise.capability import probe
 from ampwise.clock import done_at
 from ampwise.policy import PRESETS, Policy, candidates
-from ampwise.stats import Interval
 from ampwise.tasks import Task
 from ampwise.tasks.checks import first_batch
 from ampwise.tasks.levers import BATCH, LEVERS, pulled, times_in
@@ -41,6 +40,7 @@ from ampwise.tune.islands import faster_in_float32
 from ampwise.tune.result import Credit, Measured, Objective, Tuned
 from ampwise.tune.setting import PLAIN, Setting
 from ampwise.tune.turns import Progress, Turns
+from ampwise.tune.verdict import verdict
 
 MARGIN = 0.01
 """Difference in quality that does not matter."""
@@ -54,6 +54,8 @@ _SMALLER = 0.01
 _MOST_ISLANDS = 3
 _SHARES = {"precisions": 0.2, "islands": 0.35, "levers": 0.65, "together": 0.85, "result": 1.0}
 """By when of the budget each stage ends."""
+
+_TOO_LATE = "not enough turns in the time; --budget gives more"
 
 _LEAST = 0.05
 """Share of the budget that each part of a stage gets, also where others took theirs."""
@@ -161,7 +163,7 @@ class _Search:
         self._progress.stage("first steps")
         settings = self._that_end([Setting(each) for each in policies])
         self._progress.stage("precisions")
-        self._turns.halve(settings, PLAIN, self._deadline("precisions"))
+        self._turns.halve(settings, PLAIN, self._deadline("precisions"), at_any_cost=True)
         self._found.precisions = [self._measured(Setting(each), peak=True) for each in policies]
         able = [each for each in settings if each not in self._turns.why]
         ranked = self._faster(able) if self._for_speed else self._smaller(able)
@@ -223,6 +225,8 @@ class _Search:
                 credit.memory_alone = self._saved(setting, base)
             credit.alone = self._turns.ratio(setting, base)
             credit.reason = self._turns.why.get(setting, "")
+            if self._for_speed and credit.alone is None and not credit.reason:
+                credit.reason = _TOO_LATE
 
     def _to_try(self) -> list[str]:
         if self._config.levers is not None:
@@ -241,6 +245,9 @@ class _Search:
         for credit in sorted(self._found.credits, key=self._strength, reverse=True):
             if self._strength(credit) <= 0:
                 break
+            if self._for_speed and time.monotonic() > self._began + self._config.budget_s:
+                credit.reason = _TOO_LATE
+                continue
             self._progress.stage(f"{credit.lever} beside the others")
             self._add(credit, self.best.having(credit.lever))
 
@@ -257,11 +264,12 @@ class _Search:
         if self._for_speed:
             self._turns.halve([setting], before, self._deadline("together"))
             credit.together = self._turns.ratio(setting, before)
+            credit.reason = "" if credit.together else _TOO_LATE
             better = credit.together is not None and credit.together.low > 1
         else:
             credit.memory_together = self._saved(setting, before)
             better = (credit.memory_together or 0.0) > _SMALLER
-        credit.reason = credit.reason or self._turns.why.get(setting, "")
+        credit.reason = self._turns.why.get(setting, credit.reason)
         if better:
             self._take(setting)
 
@@ -299,13 +307,14 @@ class _Search:
         finalists = [self.best]
         if self._second is not None and self.best.levers:
             finalists.append(Setting(self._second, self.best.levers))
-        self._turns.halve([e for e in finalists if e != PLAIN], PLAIN, self._deadline("result"))
+        others = [each for each in finalists if each != PLAIN]
+        self._turns.halve(others, PLAIN, self._deadline("result"), at_any_cost=True)
         if self._for_speed:
-            self.best = max(finalists, key=self._speed)
+            self.best = next(iter(self._faster(finalists)), PLAIN)
         while not self._for_speed and len(self._path) > 1 and not self._fast_enough(self.best):
             self._path.pop()  # the last one saved the least
             self.best = self._path[-1]
-            self._turns.halve([self.best], PLAIN, self._deadline("result"))
+            self._turns.halve([self.best], PLAIN, self._deadline("result"), at_any_cost=True)
         self._found.chosen = self._measured(self.best, peak=True)
 
     def _speed(self, setting: Setting) -> float:
@@ -368,64 +377,3 @@ class _Search:
             size = saved = None
         why = self._turns.why.get(setting, "")
         return Measured(setting.text, self._turns.ratio(setting, PLAIN), size, saved, why)
-
-
-def verdict(found: Tuned) -> list[str]:
-    """What to do, in sentences."""
-    settings = found.settings
-    assert settings is not None
-    chosen = settings.chosen
-    if settings.refused is not None:
-        return [f"Keep fp32: with {_with_figures(settings.refused, settings)}."]
-    if chosen is None or chosen.setting == PLAIN.text:
-        better = "faster" if found.objective == "speed" else "smaller and fast enough"
-        return [f"Keep fp32 as it is: nothing that was tried is {better}."]
-    said = [f"Use {_with_figures(chosen, settings)}."]
-    said += [
-        f"{each.pattern} stays in float32: by itself it is {each.alone} as fast there, the whole "
-        f"step with it {each.together}."
-        for each in settings.islands
-        if each.pattern in settings.train["precision"]
-    ]
-    levers = settings.train.get("levers", "").split(",")
-    if batch := next((each for each in levers if times_in(each) > 1), None):
-        said.append(
-            f"With {batch} an epoch has fewer, larger steps; its parity is with fp32 on the same "
-            "batches, and the learning rate may want to be raised."
-        )
-    if settings.parity_reason:
-        said.append(f"Parity was not measured: {settings.parity_reason}.")
-    return said
-
-
-def _with_figures(each: Measured, settings: result.Settings) -> str:
-    figures = [
-        _rate(each.speedup, settings.unit),
-        _memory(each.memory_reduction),
-        _equivalence(settings),
-    ]
-    return f"{each.setting}: {', '.join(figure for figure in figures if figure)}"
-
-
-def _rate(ratio: Interval | None, unit: str) -> str:
-    return "" if ratio is None else f"{ratio} as many {unit} a second as fp32"
-
-
-def _memory(saved: float | None) -> str:
-    if saved is None:
-        return ""
-    return f"{abs(saved):.0%} {'less' if saved >= 0 else 'more'} peak memory"
-
-
-def _equivalence(settings: result.Settings) -> str:
-    parity = settings.parity
-    if parity is None or not parity.arms:
-        return ""
-    ((name, found),) = parity.arms.items()
-    if not parity.learning:
-        return "parity not decided"
-    words = {
-        "equivalent": f"equivalent within {parity.margin:g}",
-        "different": "but it does not train the same",
-    }
-    return f"{words.get(found.decision, 'parity not decided')} ({parity.said(name)})"

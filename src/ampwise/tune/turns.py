@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,8 @@ from ampwise.tasks.levers import pulled
 from ampwise.tune.setting import Setting
 
 _FIRST_ROUNDS, _LAST_ROUNDS = 6, 48
+_LEAST_PAIRS = 5
+"""Below, an interval says nothing about how far the next pair may lie off."""
 _MEMORY_STEPS = 3
 _ONE_ROUND_S = 1.0
 """What a race gets at least: a round begun is finished, however long it takes."""
@@ -101,15 +104,29 @@ class Turns:
         return self._peaks.get(setting)
 
     def ratio(self, setting: Setting, beside: Setting) -> Interval | None:
-        """Samples a second over those of another setting, as measured so far."""
+        """Samples a second over those of another setting; None after too few turns."""
         times = self._times.get((setting, beside))
-        if times is None or not times.own:
+        if times is None or len(times.own) < _LEAST_PAIRS:
             return None
         found, factor = paired_speedup(times.beside, times.own), setting.times / beside.times
         return Interval(*(each * factor for each in dataclasses.astuple(found)))
 
-    def halve(self, others: Sequence[Setting], beside: Setting, deadline: float) -> None:
-        """Race settings beside another; what it found stays known when it is interrupted."""
+    def halve(
+        self,
+        others: Sequence[Setting],
+        beside: Setting,
+        deadline: float,
+        *,
+        at_any_cost: bool = False,
+    ) -> None:
+        """Race settings beside another; what it found stays known when it is interrupted.
+
+        Parameters
+        ----------
+        deadline
+            By the monotonic clock; after it no round starts, but the first ones where they are to
+            be had `at_any_cost`.
+        """
         running = [arm for each in others if (arm := self._built(each)) is not None]
         if not running:
             return
@@ -117,13 +134,14 @@ class Turns:
         base, rounds, warm_up = self.arm(beside), _FIRST_ROUNDS, MAX_WARM_UP
         while running and rounds <= _LAST_ROUNDS:
             race = Race()
+            left_s = max(deadline - time.monotonic(), _ONE_ROUND_S)
             try:
                 run_race(
                     [base, *running],
                     endless(self.task),
                     race,
                     max_rounds=rounds,
-                    budget_s=max(deadline - time.monotonic(), _ONE_ROUND_S),
+                    budget_s=math.inf if at_any_cost else left_s,
                     progress=self.progress.round,
                     warm_up=warm_up,
                 )
@@ -132,7 +150,7 @@ class Turns:
             if time.monotonic() > deadline:
                 return
             running = self._better_half(running, by_name, beside)
-            rounds, warm_up = 2 * rounds, 1
+            rounds, warm_up, at_any_cost = 2 * rounds, 1, False
 
     def _built(self, setting: Setting) -> Arm | None:
         try:
