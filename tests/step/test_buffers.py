@@ -91,7 +91,7 @@ def test_buffers_that_are_only_read_are_not_copied_after_the_first_window():
     step = TrainStep(model, torch.optim.AdamW(model.parameters()))
     for _ in range(2):
         step(loss_of, torch.randn(16, 8))
-    step._buffers.before(begins=True)
-    copied = {id(each.tensor) for each in step._buffers._window.kept if each.copy is not None}
+    step._open.buffers.before(begins=True)
+    copied = {id(each.tensor) for each in step._open.buffers._window.kept if each.copy is not None}
     assert id(model[1].mask) not in copied
     assert {id(model[1].mean), id(model[2].running_var)} <= copied

@@ -48,8 +48,8 @@ def test_plain_optimizers_cost_one_and_say_so(monkeypatch):
     model = mlp()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     step = TrainStep(model, sgd, policy="fp16")
-    step._outcomes.at_once = False
-    step._outcomes.settle = lambda found_inf: [False]
+    step._log.outcomes.at_once = False
+    step._log.outcomes.settle = lambda found_inf: [False]
     assert count_syncs(step, 4) == 4
     assert step.syncs_per_step == 1
 

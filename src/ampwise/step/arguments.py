@@ -136,6 +136,39 @@ def _check_formats(names: Mapping[int, str], held: Iterable[Tensor], policy: Pol
     )
 
 
+def scalar(loss: Any) -> Tensor:
+    """The loss as a 0-dimensional tensor of at least float32.
+
+    A 16-bit loss is raised first: multiplied by the scale in its own format it would be inf.
+
+    Raises
+    ------
+    UsageError
+        When it is no scalar that requires grad.
+    """
+    if not isinstance(loss, Tensor):
+        raise UsageError(
+            f"loss: expected a scalar tensor, got {type(loss).__name__}; loss_fn returns the loss, "
+            "or a tuple that begins with it"
+        )
+    if not loss.is_floating_point():
+        raise UsageError(
+            f"loss: expected a floating-point scalar, got {loss.dtype}, which has no gradient"
+        )
+    if loss.numel() != 1:
+        raise UsageError(
+            f"loss: expected a scalar, got shape {tuple(loss.shape)}; reduce it with .mean()"
+        )
+    if not loss.requires_grad:
+        raise UsageError(
+            "loss: it does not require grad; compute it from the model's output, outside "
+            "torch.no_grad(), without .item() or .detach()"
+        )
+    if loss.dtype in (torch.float16, torch.bfloat16):
+        loss = loss.float()
+    return loss.reshape(()) if loss.dim() else loss
+
+
 # -- settings --------------------------------------------------------------------------------------
 
 

@@ -8,7 +8,7 @@
     loss scale  back off or grow                                     (`loss_scale`)
     buffers     put back if the step was skipped                     (`buffers`)
     telemetry   one row on the device                                (`telemetry.ring`)
-    host        learns of the outcome when that costs no wait        (`host`, `skips`)
+    host        learns of the outcome when that costs no wait        (`log`)
 
 It has no window, no schedule and no EMA: that is for loops that have their own (a trainer's). The
 step that people write loops with, `TrainStep`, is this with these three.
@@ -17,7 +17,8 @@ float32 takes the same path as every precision, with a scale of 1 that divides n
 say where the host waits for the device; with fused optimizers it nowhere does.
 
 Nothing is changed about models and optimizers, and what belongs to them is read when it is needed
-(`members`). A call that raises leaves everything as before (`attempt`).
+(`members`). What there is of a step between its calls is one thing (`open_step`), and a call that
+raises leaves everything as before (`attempt`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ import math
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from threading import get_ident
 from types import TracebackType
 from typing import Any, Literal, NoReturn
 
@@ -38,24 +38,24 @@ from torch.optim import Optimizer
 from ampwise.distributed.host_group import beside
 from ampwise.errors import UsageError
 from ampwise.policy import Policy, Resolution
-from ampwise.step import accelerate, arguments
+from ampwise.step import accelerate, arguments, nesting
 from ampwise.step import gradients as grads
 from ampwise.step.activity import Activity
+from ampwise.step.arguments import scalar
 from ampwise.step.attempt import Attempt
-from ampwise.step.buffers import BufferGuard
 from ampwise.step.guard import Guard
 from ampwise.step.hooks import counting, true_gradients
-from ampwise.step.host import HostFlag, Outcomes
+from ampwise.step.host import HostFlag
+from ampwise.step.log import StepLog
 from ampwise.step.loss_scale import LossScale
 from ampwise.step.members import Members
+from ampwise.step.open_step import OpenStep
 from ampwise.step.parallel import OneRank, parallel_of
 from ampwise.step.pending import Pending
 from ampwise.step.precision import Precision, check_islands, precision_of
-from ampwise.step.skips import Skips, explain
-from ampwise.step.state import OpenState, StepState
-from ampwise.step.warn import warn_user
-from ampwise.step.window import Weight, Window, divide
-from ampwise.telemetry.ring import Ring, StepRecord, Totals
+from ampwise.step.state import StepState
+from ampwise.step.window import Weight, divide
+from ampwise.telemetry.ring import StepRecord, Totals
 
 
 class Engine:
@@ -107,8 +107,6 @@ class Engine:
         The policy in force.
     resolution
         How it came about, when it was resolved rather than named.
-    steps
-        Completed steps; skipped ones count.
     loss_scale
         The loss scale, its state on the device.
     activity
@@ -146,7 +144,6 @@ class Engine:
         accelerate.check_once(members.models, members.optimizers, self.policy)
         self._scale_settings = loss_scale
         self.loss_scale = self._first_loss_scale()
-        self.steps = 0
         self.grad_norm = torch.full((), math.nan, device=self.device)
         self.activity: Activity | None = None
 
@@ -158,20 +155,15 @@ class Engine:
         self._parallel = self._find_parallel(watch_every)
         self._precision = self._in_force()
         self._undoes_micro_batch = undo == "micro-batch" and self._parallel.size == 1
-        self._attempt: Attempt | None = None
-        self._window = Window()
-        self._buffers = BufferGuard(members)
-        self._pending = Pending(
+        pending = Pending(
             members,
             self.device,
             max_grad_norm,
             together=skip == "all",
             make_step=self._precision.step,
         )
-        self._outcomes = Outcomes(self.device)
-        self._missed: dict[int, list[str]] = {}  # buffers that a skip would not put back, by step
-        self._skips = Skips(max_skips)
-        self._ring = Ring(self.device)
+        self._open = OpenStep(members, pending)
+        self._log = StepLog(self.device, max_skips)
 
     def _first_loss_scale(self) -> LossScale:
         """The policy's loss scale; under ``auto`` settings may turn out to be of no use."""
@@ -197,8 +189,8 @@ class Engine:
         self.policy = resolution.policy
         self.loss_scale = self._first_loss_scale()
         self._precision = self._in_force()
-        self._pending.make_step = self._precision.step
-        self._pending.forget_guards()
+        self._open.pending.make_step = self._precision.step
+        self._open.pending.forget_guards()
 
     def _find_parallel(self, watch_every: int) -> OneRank:
         """The processes that train these models together."""
@@ -239,13 +231,13 @@ class Engine:
     @property
     def max_grad_norm(self) -> float | None:
         """Limit of the global L2 norm of true gradients; None for no clipping. May be changed."""
-        return self._pending.max_grad_norm
+        return self._open.pending.max_grad_norm
 
     @max_grad_norm.setter
     def max_grad_norm(self, max_grad_norm: float | None) -> None:
         arguments.check_norm(max_grad_norm)
-        self._pending.max_grad_norm = max_grad_norm
-        self._pending.forget_guards()
+        self._open.pending.max_grad_norm = max_grad_norm
+        self._open.pending.forget_guards()
 
     @property
     def models(self) -> tuple[nn.Module, ...]:
@@ -314,9 +306,9 @@ class Engine:
             )
         self._look()
         every = self._members.indices(None)
-        if self._window.position and not self._window.agreed:
-            self._parallel.agree(self._pending.guard(tuple(every)), self._window)
-        self._pending.unscale(self._pending.with_gradients(every), self._divisor())
+        if self._open.window.position and not self._open.window.agreed:
+            self._parallel.agree(self._open.pending.guard(tuple(every)), self._open.window)
+        self._open.pending.unscale(self._open.pending.with_gradients(every), self._divisor())
         named = self._members.named()
         return {name: each.grad for name, each in named.items() if each.grad is not None}
 
@@ -354,21 +346,17 @@ class Engine:
         After a skipped step it is. On accelerators a skip is known one step late, and the schedule
         then stands still at that step instead: the same number of steps in the end.
         """
-        return self._skips.holds()
+        return self._log.skips.holds()
 
     def discard(self) -> None:
         """Drop what there is of a step: gradients go, buffers are as before its first forward."""
-        self._buffers.undo()
+        self._open.buffers.undo()
         self._drop()
 
     def _drop(self) -> None:
         """Drop what there is of a step; buffers stay as they are."""
-        self._buffers.forget()
         self._parallel.drop_rest()
-        self._window.close()
-        self._pending.clear()
-        for parameter in self._members.held:
-            parameter.grad = None
+        self._open.drop()
 
     def reset(self) -> None:
         """Forget everything but settings, as after going back to an earlier state of the model.
@@ -377,28 +365,33 @@ class Engine:
         state, and stay as they are.
         """
         self._drop()
-        self._window.unit = None
+        self._open.window.unit = None
         self.loss_scale = self.loss_scale.fresh(self.device)
         self._precision.load_state_dict({})
-        self._start_from(Totals())
+        self._log.start_from(Totals())
 
     def close(self) -> None:
         """Let go of model and optimizer, which are as the user made them; a step is dropped."""
         self.discard()
         self._precision.close()
-        self._pending.forget_guards()
+        self._open.pending.forget_guards()
 
     # -- for replays -------------------------------------------------------------------------------
 
     def rewind_buffers(self) -> None:
         """Put buffers back to where an open step began, and leave it open."""
-        self._buffers.undo()
+        self._open.buffers.undo()
 
     def apart(self) -> AbstractContextManager[None]:
         """Context: this process by itself; what is in DDP sums nothing."""
         return self._parallel.apart()
 
     # -- what happened -----------------------------------------------------------------------------
+
+    @property
+    def steps(self) -> int:
+        """Completed steps; skipped ones count."""
+        return self._log.steps
 
     @property
     def stopping(self) -> bool:
@@ -442,24 +435,24 @@ class Engine:
     def syncs_per_step(self) -> int:
         """Host syncs that a step costs on an accelerator; 0 with fused optimizers."""
         self._look()
-        sets = self._pending.sets(self._members.indices(None))
-        return sum(not self._pending.guard(each).folds for each in sets)
+        sets = self._open.pending.sets(self._members.indices(None))
+        return sum(not self._open.pending.guard(each).folds for each in sets)
 
     @property
     def history(self) -> list[StepRecord]:
         """What happened in the last 10,000 steps, the oldest first; waits for the device."""
-        return self._ring.history
+        return self._log.ring.history
 
     def poll(self) -> list[StepRecord]:
         """Records that have arrived since the last `poll` or `drain`; never waits.
 
         As `history` does, it goes back 10,000 steps at most.
         """
-        return self._ring.poll()
+        return self._log.ring.poll()
 
     def drain(self) -> list[StepRecord]:
         """All records since the last `poll` or `drain`; waits for the device."""
-        return self._ring.drain()
+        return self._log.ring.drain()
 
     # -- state -------------------------------------------------------------------------------------
 
@@ -469,8 +462,7 @@ class Engine:
         In the middle of a step it holds the gradients collected so far, and the buffers as they
         were before it.
         """
-        self._learn(self._outcomes.drain())
-        totals = self._ring.complete_totals
+        totals, skips = self._log.complete_totals(), self._log.skips
         state = StepState(
             policy=self.policy.text,
             loss_scale=self.loss_scale.state_dict(),
@@ -478,13 +470,12 @@ class Engine:
             skipped=totals.skipped,
             growths=totals.growths,
             backoffs=totals.backoffs,
-            skipped_in_a_row=self._skips.in_a_row,
-            held=self._skips.to_hold,
-            unit=self._window.unit,
+            skipped_in_a_row=skips.in_a_row,
+            held=skips.to_hold,
+            unit=self._open.window.unit,
             precision=self._precision.state_dict(),
+            open=self._open.state(),
         )
-        if self._is_open:
-            state.open = self._open_state()
         return state.to_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -514,52 +505,14 @@ class Engine:
             scale.load_state_dict(loaded.loss_scale)
         self.reset()
         self.loss_scale = scale
-        self._start_from(Totals(int(loaded.steps), loaded.skipped, loaded.growths, loaded.backoffs))
+        totals = Totals(int(loaded.steps), loaded.skipped, loaded.growths, loaded.backoffs)
+        self._log.start_from(totals, in_a_row=loaded.skipped_in_a_row, held=loaded.held)
         self._precision.load_state_dict(loaded.precision)
-        self._skips.in_a_row, self._skips.to_hold = loaded.skipped_in_a_row, loaded.held
         if self.ranks > 1 and loaded.unit is not None:
             unit = torch.tensor(loaded.unit, dtype=torch.float64, device=self.device)
-            self._window.unit = unit
+            self._open.window.unit = unit
         if opened is not None:
-            self._reopen(opened, named)
-
-    @property
-    def _is_open(self) -> bool:
-        """Whether there are gradients that nobody has stepped on."""
-        return self._window.position > 0 or self._pending.is_open
-
-    def _open_state(self) -> OpenState:
-        named, pending = self._members.named(), self._pending
-        carried = pending.carried
-        return OpenState(
-            window=self._window.state_dict(),
-            gradients={n: e.grad.clone() for n, e in named.items() if e.grad is not None},
-            unscaled=sorted(pending.unscaled),
-            found=[each.tensor.clone() for each in pending.found],
-            norms=[each.clone() for each in pending.norms],
-            carried={n: carried[e].clone() for n, e in named.items() if e in carried},
-            buffers=self._buffers.state_dict(),
-        )
-
-    def _reopen(self, state: OpenState, named: Mapping[str, Tensor]) -> None:
-        pending, device = self._pending, self.device
-        self._window.load_state_dict(state.window)
-        self._buffers.load_state_dict(state.buffers)
-        pending.unscaled = set(state.unscaled)
-        pending.found = [HostFlag(each.to(device)) for each in state.found]
-        pending.norms = [each.to(device) for each in state.norms]
-        for name, gradient in state.gradients.items():
-            named[name].grad = gradient.to(named[name].device, copy=True)
-        for name, gradient in state.carried.items():
-            pending.carried[named[name]] = gradient.to(named[name].device, copy=True)
-
-    def _start_from(self, totals: Totals) -> None:
-        """Count on from somewhere, with nothing known of what came before."""
-        self.steps = totals.steps
-        self._outcomes.drain()
-        self._missed.clear()
-        self._skips = Skips(self._skips.limit, known=totals.steps, skipped=totals.skipped)
-        self._ring = Ring(self.device, totals)
+            self._open.load(opened, named, self.device)
 
     def __reduce_ex__(self, _: Any) -> NoReturn:
         """Refuse to be copied or pickled: the copy would share some things, and not others.
@@ -579,11 +532,11 @@ class Engine:
     def _look(self) -> None:
         """See which optimizers and parameters there are now, and check them if they are new."""
         if self._members.look(self._check):
-            self._pending.forget_guards()
+            self._open.pending.forget_guards()
 
     def _divisor(self) -> Tensor | None:
         """What the step's gradients must be divided by; None if they are true as they are."""
-        total = self._window.divisor
+        total = self._open.window.divisor
         if not isinstance(total, Tensor) and total == 1:
             return self.loss_scale.divisor
         return self.loss_scale.scale * total
@@ -601,9 +554,9 @@ class Engine:
         self._parallel.end_forward()
         with self._attempting(forward=False) as attempt:
             chosen = self._members.indices(optimizers)
-            self._pending.make_way(chosen, self._window.whose)
-            divided_by = self._window.add(loss.detach(), weight, chosen)
-            counts = self._window.counts
+            self._open.pending.make_way(chosen, self._open.window.whose)
+            divided_by = self._open.window.add(loss.detach(), weight, chosen)
+            counts = self._open.window.counts
             if counts is not False or self.ranks > 1:
                 held = self._members.held_by(optimizers)
                 attempt.begin_backward(held, exact=self._undoes_micro_batch)
@@ -625,24 +578,6 @@ class Engine:
         """Backward itself."""
         loss.backward(seed, retain_graph=retain_graph, inputs=inputs)
 
-    def _drop_earlier_gradients(self) -> None:
-        """Have a window begin without gradients: those of before are of no known scale."""
-        earlier = [(each, each.grad) for each in self._members.held if each.grad is not None]
-        if not earlier:
-            return
-        for parameter, _ in earlier:
-            parameter.grad = None
-        lost = [id(each) for each, gradient in earlier if gradient.is_sparse or gradient.any()]
-        if lost:
-            names = {id(each): name for name, each in self._members.named().items()}
-            shown = ", ".join([names[each] for each in lost[:3]])
-            more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
-            warn_user(
-                f"gradients of {shown}{more} were there before the step's first backward, from "
-                "another loop, loss.backward(), or a time when no optimizer held the parameter; "
-                "they are dropped: train with step.backward(loss), and call zero_grad() before"
-            )
-
     def _seed(self, divided_by: Weight, dtype: torch.dtype) -> Tensor | None:
         """What backward starts from; None for 1, which it does by itself with less ceremony."""
         if not self.loss_scale.enabled and not isinstance(divided_by, Tensor) and divided_by == 1:
@@ -662,17 +597,6 @@ class Engine:
         seen.demand(self.policy, strict=self._strict)
         self.activity = seen
 
-    def _refuse_nesting(self, what: str) -> None:
-        """Refuse a step inside a forward that trains the same parameters."""
-        for thread, other in _forwards:
-            mine = other is self or other._members.shares_with(self._members)
-            if mine and thread == get_ident():
-                whose = "the same step" if other is self else "another step on the same model"
-                raise UsageError(
-                    f"{what} inside a forward of {whose}: a step is over before the next begins; "
-                    "call it after that"
-                )
-
     def _only(self, parameters: list[Tensor] | None) -> AbstractContextManager[list[Tensor] | None]:
         """Context: a backward to some parameters (None: all); what to give it as its inputs.
 
@@ -688,30 +612,29 @@ class Engine:
 
     def _decide(self, optimizers: Sequence[Optimizer] | None, *, last: bool) -> None:
         """Guard, and step or skip, for each set of optimizers; their gradients are used up."""
-        if _forwards:
-            self._refuse_nesting("update()")
-        if not self._is_open:
+        nesting.refuse("update()", self._members)
+        if not self._open.begun:
             raise UsageError(
                 "update() without a backward() before it: there is nothing to step on; call "
                 "step.backward(loss) instead of loss.backward()"
             )
         self._parallel.sum_rest()
-        for indices in self._pending.sets(self._members.indices(optimizers)):
+        for indices in self._open.pending.sets(self._members.indices(optimizers)):
             self._step_or_skip(indices, last=last)
         if not last:  # else the next forward begins a window
             self._precision.moved(self._members.held_by(optimizers))
 
     def _step_or_skip(self, indices: tuple[int, ...], *, last: bool) -> None:
-        guard = self._pending.decide(
+        guard = self._open.pending.decide(
             indices,
             self._divisor,
-            lambda each: self._parallel.agree(each, self._window),
-            keep=self._undoes_micro_batch and self._attempt is None,  # else the attempt knows
+            lambda each: self._parallel.agree(each, self._open.window),
+            keep=self._undoes_micro_batch and self._open.attempt is None,  # else the attempt knows
         )
         # A guard writes its flag anew in the next update of this iteration, if there is one.
         flag = guard.flag if last else HostFlag(guard.flag.tensor.clone())
-        self._pending.note(flag, guard.grad_norm, is_nothing=self._window.is_nothing)
-        self._window.use_up(indices)
+        self._open.pending.note(flag, guard.grad_norm, is_nothing=self._open.window.is_nothing)
+        self._open.window.use_up(indices)
         self._decided(guard)
 
     def _decided(self, guard: Guard) -> None:
@@ -719,21 +642,21 @@ class Engine:
 
     def _close(self) -> None:
         """End the step."""
-        self._follow(self._close_on_host(self._close_on_device(self._ring.row)))
+        self._follow(self._close_on_host(self._close_on_device(self._log.ring.row)))
 
     def _close_on_device(self, row: Tensor) -> HostFlag:
         """End the step on the device: loss scale, buffers, a row of telemetry; its found_inf."""
-        whose = self._window.whose
-        if whose and (left := self._pending.with_gradients(whose)):
+        whose = self._open.window.whose
+        if whose and (left := self._open.pending.with_gradients(whose)):
             # Of optimizers that did not step: the scale they were made under is about to change.
-            self._pending.unscale(left, self._divisor())
-        flag, grad_norm, counts = self._pending.outcome()
+            self._open.pending.unscale(left, self._divisor())
+        flag, grad_norm, counts = self._open.pending.outcome()
         self.grad_norm = grad_norm
-        found_inf, scale, loss = flag.tensor, self.loss_scale.scale, self._window.loss
+        found_inf, scale, loss = flag.tensor, self.loss_scale.scale, self._open.window.loss
         before = scale.clone() if self.loss_scale.enabled else scale
         if counts:
             self.loss_scale.update(found_inf)
-        self._buffers.settle(flag)
+        self._open.buffers.settle(flag)
         if loss is None:  # gradients of earlier steps alone
             loss = torch.full((), torch.nan, device=self.device)
         torch.stack((loss, before, scale, grad_norm, found_inf), out=row)
@@ -741,56 +664,33 @@ class Engine:
 
     def _close_on_host(self, found_inf: HostFlag) -> list[bool]:
         """End the step on the host; what became known of steps, the oldest first."""
-        self._ring.written(self._members.optimizers[0].param_groups[0].get("lr", math.nan))
-        self._window.close()
-        self.steps += 1
-        if self._buffers.missed:
-            self._missed[self.steps] = self._buffers.missed
-        known = self._outcomes.settle(found_inf)  # and so the device is done with the step before
+        lr = self._members.optimizers[0].param_groups[0].get("lr", math.nan)
+        known = self._log.close(lr, found_inf, self._open.buffers.missed)
+        self._open.window.close()
         self._parallel.close(self.steps, self.loss_scale)
         return known
 
     def _follow(self, known: Sequence[bool]) -> None:
         """What comes of outcomes on the host."""
-        self._learn(known)
-        self._enforce_limit()
-
-    def _enforce_limit(self) -> None:
-        if self._skips.exhausted:
-            raise explain(self.history, self._skips.in_a_row, self.policy)
-
-    def _learn(self, known: Sequence[bool]) -> None:
-        first = self._skips.known + 1
-        self._skips.learn(known)
-        for step, skipped in enumerate(known, first) if self._missed else ():
-            missed = self._missed.pop(step, [])
-            if skipped and missed:
-                warn_user(
-                    f"buffers {', '.join(missed[:6])} were written for the first time, made or "
-                    "reshaped in a step that was skipped; they could not be put back"
-                )
+        self._log.learn(known)
+        self._log.enforce_limit(self.policy)
 
     def _attempting(self, *, forward: bool) -> Attempt:
         """Context: an error leaves the step as before the outermost one."""
-        if self._attempt is not None:
-            return self._attempt
+        if self._open.attempt is not None:
+            return self._open.attempt
         self._look()
-        begins = not self._is_open
+        begins = not self._open.begun
         if begins:
-            self._drop_earlier_gradients()
+            self._open.drop_earlier_gradients()
         if begins and forward:
-            self._precision.begin_window(anew=self._buffers.open)
-        back = self._buffers.before(begins=begins) if forward else None
-        self._attempt = Attempt(self._window, self._pending, back, self.discard, self._end_attempt)
-        return self._attempt
-
-    def _end_attempt(self) -> None:
-        self._attempt = None
+            self._precision.begin_window(anew=self._open.buffers.open)
+        return self._open.try_call(self.discard, begins=begins, forward=forward)
 
     def _evaluation(self) -> AbstractContextManager[None]:
         """Context of a forward without backward: nothing to put back, nothing to prove."""
         self._look()
-        if self._buffers.open:
+        if self._open.buffers.open:
             return self._beside_window()
         self._precision.begin_window()
         return self._precision.forward()
@@ -820,7 +720,7 @@ class _Training:
     def __enter__(self) -> None:
         engine = self._engine
         # Within a call of the step that is what an error ends.
-        self._attempt = engine._attempting(forward=True) if engine._attempt is None else None
+        self._attempt = engine._attempting(forward=True) if engine._open.attempt is None else None
         engine._parallel.begin_forward()
         self._forward = engine._precision.forward()
         try:
@@ -828,7 +728,7 @@ class _Training:
         except BaseException as error:
             self._end(error)
             raise
-        _forwards.append((get_ident(), engine))
+        nesting.enter(engine._members)
 
     def __exit__(
         self,
@@ -836,7 +736,7 @@ class _Training:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        _forwards.remove((get_ident(), self._engine))
+        nesting.leave(self._engine._members)
         try:
             self._forward.__exit__(kind, error, trace)
         except BaseException as raised:
@@ -848,41 +748,4 @@ class _Training:
     def _end(self, error: BaseException | None) -> None:
         if self._attempt is not None:
             self._attempt.end(error)
-            self._engine._buffers.leave()
-
-
-_forwards: list[tuple[int, Engine]] = []
-"""The engines whose forward a thread is in, by thread."""
-
-
-def scalar(loss: Any) -> Tensor:
-    """The loss as a 0-dimensional tensor of at least float32.
-
-    A 16-bit loss is raised first: multiplied by the scale in its own format it would be inf.
-
-    Raises
-    ------
-    UsageError
-        When it is no scalar that requires grad.
-    """
-    if not isinstance(loss, Tensor):
-        raise UsageError(
-            f"loss: expected a scalar tensor, got {type(loss).__name__}; loss_fn returns the loss, "
-            "or a tuple that begins with it"
-        )
-    if not loss.is_floating_point():
-        raise UsageError(
-            f"loss: expected a floating-point scalar, got {loss.dtype}, which has no gradient"
-        )
-    if loss.numel() != 1:
-        raise UsageError(
-            f"loss: expected a scalar, got shape {tuple(loss.shape)}; reduce it with .mean()"
-        )
-    if not loss.requires_grad:
-        raise UsageError(
-            "loss: it does not require grad; compute it from the model's output, outside "
-            "torch.no_grad(), without .item() or .detach()"
-        )
-    if loss.dtype in (torch.float16, torch.bfloat16):
-        loss = loss.float()
-    return loss.reshape(()) if loss.dim() else loss
+            self._engine._open.buffers.leave()

@@ -26,8 +26,12 @@ class Windowed(Protocol):
     """What a recorder asks of a step: where it is, and the scale its window has."""
 
     device: torch.device
-    steps: int
     loss_scale: LossScale
+
+    @property
+    def steps(self) -> int:
+        """Completed steps; skipped ones count."""
+        ...
 
     @property
     def position(self) -> int:

@@ -264,7 +264,7 @@ class Rerun(TrainStep):
         self.recorder = recorder
         # The first window may never have run: a replay is no proof of activity.
         self.activity = Activity({}, {}, loss_scale_live=False, watched=False)
-        self._window = step._window.again()
+        self._open.window = step._open.window.again()
         fixed: LossScale = UnitLossScale()
         if step.loss_scale.enabled or scale != 1:
             fixed = LossScale(scale, floor=min(scale, 1.0), ceiling=max(scale, 1.0))
@@ -284,8 +284,8 @@ class Rerun(TrainStep):
 
     def gradient_norms(self, optimizers: Sequence[Optimizer] | None = None) -> list[Tensor]:
         """Norms of the gradients of some optimizers (default: all), as guards read them."""
-        sets = self._pending.sets(self._members.indices(optimizers))
-        return [norm for each in sets for norm in self._pending.guard(each).read()]
+        sets = self._open.pending.sets(self._members.indices(optimizers))
+        return [norm for each in sets for norm in self._open.pending.guard(each).read()]
 
 
 class _Replaying(Rerun):
@@ -305,7 +305,7 @@ class _Replaying(Rerun):
         listener: _Listener,
     ) -> None:
         super().__init__(step, policy, scale, listener)
-        self.steps = stash.step - 1
+        self._log.steps = stash.step - 1
         self._listener, self._stash = listener, stash
         self._among_ranks = step.ranks > 1
         self._updates = iter(stash.updates)
@@ -377,7 +377,7 @@ class _Replaying(Rerun):
                 key = f"{name} (update {before + 1})" if before else name
                 self._gradients[key], each.grad = each.grad, None
         self._put(next(self._updates, {}))
-        self._window.use_up(self._members.indices(optimizers))
+        self._open.window.use_up(self._members.indices(optimizers))
         self._listener.resume()
 
     def collected(self) -> dict[str, Tensor]:

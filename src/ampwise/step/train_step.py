@@ -24,12 +24,13 @@ import ampwise
 from ampwise.data.move import changed
 from ampwise.errors import UsageError
 from ampwise.policy import Policy, Resolution
-from ampwise.step import arguments
+from ampwise.step import arguments, nesting
 from ampwise.step.activity import Activity
+from ampwise.step.arguments import scalar
 from ampwise.step.capture import CapturedStep
-from ampwise.step.engine import Engine, scalar
+from ampwise.step.engine import Engine
 from ampwise.step.guard import Guard
-from ampwise.step.host import HostFlag, Outcomes
+from ampwise.step.host import HostFlag
 from ampwise.step.iteration import iteration_on, micro_batch_on, reported, warn_of_rest
 from ampwise.step.loss_scale import LossScale
 from ampwise.step.recorder import Recorder
@@ -127,8 +128,8 @@ class TrainStep(Engine):
         self.samples = samples or samples_in
         self._followers = Followers(scheduler, ema, self._members, self.optimizers)
         ranks = self._parallel
-        self._window = Window(accumulate, ranks.first_weight, over_ranks=ranks.size > 1)
-        self._outcomes = Outcomes(self.device, at_once=ema is not None)
+        self._open.window = Window(accumulate, ranks.first_weight, over_ranks=ranks.size > 1)
+        self._log.outcomes.at_once |= ema is not None
 
     # -- the whole step ----------------------------------------------------------------------------
 
@@ -175,8 +176,8 @@ class TrainStep(Engine):
                 "the call is step(loss_fn, batch)"
             )
         self._refuse_iterating("step()")
-        self._refuse_nesting("step()")
-        last = last or self._window.fills
+        nesting.refuse("step()", self._members)
+        last = last or self._open.window.fills
         with self._parallel.telling():
             if self._undecided:
                 self._race(loss_fn, batch, weight)
@@ -205,7 +206,7 @@ class TrainStep(Engine):
             with self.autocast():
                 returned = loss_fn(self.model, batch)
             loss: Any = returned[0] if isinstance(returned, tuple) and returned else returned
-            if weight is None and self._window.weighs:
+            if weight is None and self._open.window.weighs:
                 weight = self.samples(batch)
             if self.recorder is not None:
                 self.recorder.loss(scalar(loss).detach())
@@ -259,11 +260,11 @@ class TrainStep(Engine):
             drops what is open; updates that came before it stay.
         """
         self._refuse_iterating("iterate()")
-        self._refuse_nesting("iterate()")
-        if self._window.accumulate > 1:
+        nesting.refuse("iterate()", self._members)
+        if self._open.window.accumulate > 1:
             raise UsageError(
                 f"iterate: an iteration updates by itself, so expected a step with accumulate=1, "
-                f"got {self._window.accumulate}; several backward() before an update() add up"
+                f"got {self._open.window.accumulate}; several backward() before an update() add up"
             )
         if self.recorder is not None:
             again = partial(iteration_on, iteration=iteration)
@@ -274,10 +275,10 @@ class TrainStep(Engine):
         try:
             with self._parallel.telling():
                 loss = iteration(self, batch)
-            loss = reported(loss, updated=self._pending.has_decided)
+            loss = reported(loss, updated=self._open.pending.has_decided)
             if self._seen:
                 self._note_activity(reduce(operator.add, self._seen))
-            if left := self._pending.with_gradients(self._window.whose):
+            if left := self._open.pending.with_gradients(self._open.window.whose):
                 warn_of_rest([type(self.optimizers[index]).__name__ for index in left], left)
         except BaseException:
             self.discard()
@@ -286,7 +287,7 @@ class TrainStep(Engine):
             self._iterates = False
         with self._parallel.telling():
             loss = self._parallel.mean(loss.detach().to(self.device, torch.float32).reshape(()))
-            self._window.report(loss)
+            self._open.window.report(loss)
             self._close()
         return loss
 
@@ -296,7 +297,7 @@ class TrainStep(Engine):
         With several ranks this costs a micro-batch, to sum the gradients; ``last=True`` with the
         last one costs nothing.
         """
-        if self._window.position:
+        if self._open.window.position:
             self.update()
 
     def captured(self, loss_fn: Callable[[Any, Batch], Returned]) -> Callable[[Batch], Returned]:
@@ -312,7 +313,7 @@ class TrainStep(Engine):
         """
         if self.ranks > 1:
             raise UsageError("captured: expected one process; several have not been tried")
-        if self._window.accumulate > 1:
+        if self._open.window.accumulate > 1:
             raise UsageError("captured: expected accumulate=1; a window of several cannot be one")
         if self.syncs_per_step:
             raise UsageError(
@@ -332,7 +333,7 @@ class TrainStep(Engine):
             return returned, self._close_on_device(row)
 
         def on_host(row: Tensor, found_inf: HostFlag) -> None:
-            self._ring.row.copy_(row)
+            self._log.ring.row.copy_(row)
             self._follow(self._close_on_host(found_inf))
 
         row = torch.zeros(COLUMNS, device=self.device)
@@ -395,7 +396,7 @@ class TrainStep(Engine):
     @property
     def position(self) -> int:
         """Micro-batches in the open window."""
-        return self._window.position
+        return self._open.window.position
 
     @property
     def syncs_per_step(self) -> int:
@@ -419,7 +420,7 @@ class TrainStep(Engine):
     @ema.setter
     def ema(self, ema: AveragedModel | None) -> None:
         self._followers = Followers(self.scheduler, ema, self._members, self.optimizers)
-        self._outcomes.at_once |= ema is not None
+        self._log.outcomes.at_once |= ema is not None
 
     # -- state -------------------------------------------------------------------------------------
 
@@ -483,11 +484,11 @@ class TrainStep(Engine):
 
     def _count_nothing(self, loss_fn: Callable[[Any, Batch], Any], batch: Batch) -> None:
         """A micro-batch that sums over ranks what was collected, and counts nothing itself."""
-        with self._buffers.kept():
+        with self._open.buffers.kept():
             self.micro_batch(loss_fn, batch, 0)
 
     def _decide(self, optimizers: Sequence[Optimizer] | None, *, last: bool) -> None:
-        if self._on_fault is not None and self._outcomes.last_skipped():
+        if self._on_fault is not None and self._log.outcomes.last_skipped():
             # An accelerator's last step, known while it works on this one's backward; nothing has
             # changed since, so it can still be replayed.
             self._examine()
@@ -505,13 +506,13 @@ class TrainStep(Engine):
 
     def _follow(self, known: Sequence[bool]) -> None:
         """Schedule and EMA make a step, unless one was skipped; too many skips abort."""
-        self._learn(known)
-        skipped = self._outcomes.at_once and bool(known) and known[-1]
-        scheduled = None if self.schedule_holds() else self._skips.scheduled(self.steps)
+        self._log.learn(known)
+        skipped = self._log.outcomes.at_once and bool(known) and known[-1]
+        scheduled = None if self.schedule_holds() else self._log.skips.scheduled(self.steps)
         self._followers.follow(scheduled, skipped=skipped)
         if self._on_fault is not None and skipped:
             self._examine()
-        self._enforce_limit()
+        self._log.enforce_limit(self.policy)
 
     def _examine(self) -> None:
         """Ask why the last window was skipped; the first abnormal answer is the last question."""
