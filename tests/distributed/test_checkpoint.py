@@ -25,7 +25,9 @@ from ampwise.distributed.host_group import beside
 from ampwise.errors import CheckpointError, UsageError
 from ampwise.step import LossScale
 from ampwise.training import checkpoint
-from ampwise.training.checkpoint import Position, Trained
+from ampwise.training.checkpoint import Trained
+from ampwise.training.epochs import Position
+from ampwise.training.random_state import random_state
 from tests.distributed import small
 from tests.distributed.ranks import Ranks
 from tests.distributed.small import Spread
@@ -77,7 +79,7 @@ def state(trained: Trained) -> dict[str, Any]:
         "optimizer": trained.optimizer.state_dict(),
         "scheduler": trained.scheduler.state_dict(),
         "step": trained.step.state_dict(),
-        "rng": checkpoint.random_state(),
+        "rng": random_state(),
     }
     return checkpoint.mapped(content, lambda _, tensor: small.whole(tensor).clone(), "")
 
@@ -99,7 +101,7 @@ def differences(one: Any, other: Any, path: str = "") -> list[str]:
 
 
 def save(folder: Path, trained: Trained, *, wait: bool = True) -> checkpoint.Saving:
-    position = Position(1, trained.step.steps, checkpoint.random_state())
+    position = Position(1, trained.step.steps, random_state())
     return checkpoint.save(folder, trained, position, CONFIG, wait=wait)
 
 
@@ -119,7 +121,7 @@ def _uninterrupted(folder: Path, spread: Spread, precision: str) -> tuple[Any, A
     trained = made(spread, precision, noisy=True)
     torch.manual_seed(10 + small.me())
     train(trained, 0, 6, bad=2 if precision == "fp16" else None)
-    epoch = checkpoint.random_state()
+    epoch = random_state()
     checkpoint.save(folder, trained, Position(1, 6, epoch), CONFIG)
     at_save = state(trained)
     train(trained, 6, 10)

@@ -33,8 +33,9 @@ from ampwise.step.together import Together
 from ampwise.tasks import Task
 from ampwise.tasks.checks import samples_in, user_code
 from ampwise.telemetry.run import plain
-from ampwise.training.checkpoint import Trained, seeded_state, set_random_state
+from ampwise.training.checkpoint import Trained
 from ampwise.training.config import TrainConfig
+from ampwise.training.random_state import seeded_state, set_random_state
 from ampwise.training.share import DataRandom, whole_batches
 from ampwise_lint.base.words import counted
 

@@ -20,7 +20,6 @@ it to float32, with what Kahan rounding kept beside it, and one from float32 rou
 
 from __future__ import annotations
 
-import random
 import re
 import reprlib
 import shutil
@@ -32,7 +31,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -44,7 +42,6 @@ from ampwise.errors import AmpwiseError, CheckpointError, UsageError, kind_and_w
 from ampwise.step import TrainStep
 from ampwise.step.precision import settle
 from ampwise.step.warn import warn_user
-from ampwise.tasks.seeding import seed_all
 from ampwise.training.content import (
     SPREAD,
     DamageError,
@@ -54,34 +51,14 @@ from ampwise.training.content import (
     load_file,
     mapped,
 )
+from ampwise.training.epochs import Position
+from ampwise.training.random_state import random_state, seeded_state, set_random_state
 from ampwise_lint.base.files import atomic_write
 from ampwise_lint.base.words import counted
 
 VERSION = 1
 KEEP = 3
 _NAME = re.compile(r"step-(\d+)(?:\.(\d+))?(\.pt)?")
-
-
-@dataclass
-class Position:
-    """Where a run is in its data.
-
-    Attributes
-    ----------
-    epoch
-        Epochs begun, from 0.
-    batch
-        Batches of the epoch already trained on.
-    epoch_rng
-        Random state when the epoch began, from which a shuffling loader draws its order.
-    samples
-        Samples in those batches, of all ranks, as the task counts them.
-    """
-
-    epoch: int = 0
-    batch: int = 0
-    epoch_rng: dict[str, Any] | None = None
-    samples: int = 0
 
 
 @dataclass(frozen=True)
@@ -474,45 +451,3 @@ def restore(content: Mapping[str, Any], trained: Trained) -> Position:
         if state is not None:
             set_random_state(state)
     return position
-
-
-# -- random state ----------------------------------------------------------------------------------
-
-
-def random_state() -> dict[str, Any]:
-    """State of every generator a training loop may draw from."""
-    numpy_state = np.random.get_state(legacy=False)
-    assert isinstance(numpy_state, dict)
-    return {
-        "python": _python_state(),
-        "numpy": torch.from_numpy(numpy_state["state"]["key"].astype(np.int64)),
-        "numpy_position": int(numpy_state["state"]["pos"]),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-    }
-
-
-def set_random_state(state: Mapping[str, Any]) -> None:
-    """Put the generators back to a `random_state`."""
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    key = state["numpy"].numpy().astype(np.uint32)
-    np.random.set_state(("MT19937", key, state["numpy_position"], 0, 0.0))
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] and torch.cuda.device_count() == len(state["cuda"]):
-        torch.cuda.set_rng_state_all(state["cuda"])
-
-
-def seeded_state(*words: int) -> dict[str, Any]:
-    """A `random_state` drawn from a few integers; the generators stay as they are."""
-    before = random_state()
-    seed = int(np.random.SeedSequence([word % 2**64 for word in words]).generate_state(1)[0])
-    seed_all(seed)
-    state = random_state()
-    set_random_state(before)
-    return state
-
-
-def _python_state() -> tuple[int, list[int], float | None]:
-    version, internal, gauss = random.getstate()
-    return version, list(internal), gauss

@@ -1,18 +1,14 @@
 """The training loop around a `TrainStep`: data, evaluation, checkpoints, resume, records.
 
 A run can end at any step and go on from its last checkpoint bit for bit. For that, a checkpoint is
-taken between steps only, and remembers the random state at the start of its epoch: to resume, the
-epoch is begun again from that state (a shuffling loader draws the same order), the batches that
-were already used are skipped, and the generators are set to what they were at the checkpoint.
+taken between steps only, and remembers where the run is in its data (`epochs`).
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -36,8 +32,6 @@ from ampwise.tasks.checks import (
     build,
     first_batch,
     samples_in,
-    trained_on,
-    user_code,
 )
 from ampwise.tasks.evaluation import held_out
 from ampwise.tasks.iteration import Iteration
@@ -48,12 +42,11 @@ from ampwise.telemetry.run import RunFolder
 from ampwise.trackers import TrackerSet, check_names
 from ampwise.training import checkpoint
 from ampwise.training.changes import carried_over, differences, makeup, refusal
-from ampwise.training.checkpoint import Position, Trained
+from ampwise.training.checkpoint import Trained
 from ampwise.training.config import TrainConfig, TrainResult
+from ampwise.training.epochs import Epochs
 from ampwise.training.memory import peak_bytes
-from ampwise.training.share import DataRandom, Turn, turns, whole_turns
 from ampwise.training.signals import StopSignals
-from ampwise_lint.base.words import counted
 
 _RATE_MEMORY = 0.9
 """Weight of the past in the running rate."""
@@ -149,7 +142,8 @@ class _Run:
         optimizer = as_one_optimizer(optimizers)
         self.iteration = Iteration(task, config.accumulate)
         self.makeup = makeup(task, config, optimizer, batch_size)
-        self._data = DataRandom()
+        makes_updates = self.iteration.makes_updates
+        self.epochs = Epochs(task, me, whole=makes_updates, say=self.say)
         _part_ways(config.seed, me.rank)
         scheduler = _scheduler(optimizer, config)
         step = TrainStep(
@@ -166,16 +160,12 @@ class _Run:
             on_fault=None if config.on_fault is None else self._on_fault,
         )
         self.trained = Trained(step.whole, optimizer, step, scheduler)
-        self.position = Position()
-        self._own_samples = 0  # since `position` was last told
-        self._reseeded = False
         self.rate = _Rate()
         self._waits_s = self._total_s = 0.0
         self._saved_at = -1
         self._resumed: Path | None = None
         self._saving: checkpoint.Saving | None = None
         self.dog = NoWatchdog()
-        self._state: dict[str, Any] | None = None
         self._resolution, self._options = config.resolution, dict(config.options)
         kind = "auto" if config.resolution.guess else policy.name
         self.folder, resumes = self._open_folder(f"{task.name or 'task'}-{kind}")
@@ -272,18 +262,18 @@ class _Run:
 
     def _epoch(self, stop: StopSignals) -> None:
         step = self.trained.step
-        feed = Feed(self._turns(), self.device)
+        feed = Feed(self.epochs.rest(), self.device)
         self._beat("data")
         for turn in feed:
             self._beat("step")
             if turn.counts:
                 samples = samples_in(self.task, turn.batch)
-                self._own_samples += samples
+                self.epochs.used(samples)
                 self.rate.add(samples * self.me.size)
             self.iteration(step, turn.batch, counts=turn.counts, last=turn.last)
             if step.resolution is not self._resolution:
                 self._decided()
-            self.position.batch += self.me.size
+            self.epochs.passed()
             if step.boundary:
                 self._after_step()
                 if self._complete() or self._stopping(stop):
@@ -313,48 +303,8 @@ class _Run:
             step.ask_to_stop()
         return step.stopping
 
-    def _turns(self) -> Iterator[Turn]:
-        """The rest of the current epoch; with several processes, the share of this one."""
-        if self.me.size == 1:
-            yield from (Turn(batch, counts=True, last=False) for batch in self._batches())
-            return
-        data, position = self._data, self.position
-        if position.epoch_rng is not None:
-            data = DataRandom() if self._reseeded else data  # the next epoch is of the new seed
-            began = {**position.epoch_rng, "cuda": []}  # the model's own
-            data.draw(lambda: checkpoint.set_random_state(began))
-        else:
-            position.epoch_rng = data.draw(checkpoint.random_state)
-        skip, rest = divmod(position.batch, self.me.size)
-        if rest:
-            batches = counted(rest, "batch", "batches")
-            self.say(f"trained on again: {batches}, too few for a turn of all ranks")
-            position.samples -= position.samples * rest // position.batch
-            position.batch -= rest
-        with user_code("the task's batches()"):
-            dealt = turns(self.task.batches, self.me.rank, self.me.size, data, skip)
-            if self.iteration.makes_updates:
-                dealt = whole_turns(dealt, begins=not skip)
-            yield from dealt
-
-    def _batches(self) -> Iterator[Any]:
-        """The rest of the current epoch, from where the run is in it."""
-        resumed, self._state = self._state, None
-        if self.position.batch and self.position.epoch_rng is not None:
-            checkpoint.set_random_state(self.position.epoch_rng)
-        else:
-            self.position.epoch_rng = checkpoint.random_state()
-        batches = trained_on(self.task.batches)
-        next(islice(batches, self.position.batch, self.position.batch), None)  # skipped
-        if resumed is not None:
-            checkpoint.set_random_state(resumed)
-        yield from batches
-
     def _end_epoch(self) -> None:
-        # Data of several ranks draws from a random state of its own, which goes on from here.
-        drawn = None if self.me.size == 1 else self._data.draw(checkpoint.random_state)
-        self.position = Position(epoch=self.position.epoch + 1, epoch_rng=drawn)
-        self._own_samples = 0
+        self.epochs.end()
         self._after_step(epoch_end=True)
 
     def _after_step(self, *, epoch_end: bool = False) -> None:
@@ -372,7 +322,7 @@ class _Run:
     def _complete(self) -> bool:
         steps, epochs = self.config.steps, self.config.epochs
         by_steps = steps is not None and self.trained.step.steps >= steps
-        return by_steps or (epochs is not None and self.position.epoch >= epochs)
+        return by_steps or (epochs is not None and self.epochs.position.epoch >= epochs)
 
     # -- what it leaves ----------------------------------------------------------------------------
 
@@ -416,18 +366,13 @@ class _Run:
         self.folder.flush()
         self._finish_saving()
         with self.dog.paused():
-            self._count_samples()
+            self.epochs.count_samples()
             self._saving = checkpoint.save(
-                *(self.folder.checkpoints, self.trained, self.position, self.makeup),
+                *(self.folder.checkpoints, self.trained, self.epochs.position, self.makeup),
                 wait=self.me.size == 1,
             )
         self._saved_at = steps
         self.rate.since = 0.0
-
-    def _count_samples(self) -> None:
-        """Take into the position what all ranks have trained on since it was last told."""
-        self.position.samples += sum(everyone().all(lambda: self._own_samples))
-        self._own_samples = 0
 
     def _finish_saving(self) -> None:
         """Wait for the checkpoint that is still being written; its error is that of all ranks."""
@@ -447,10 +392,9 @@ class _Run:
         content = checkpoint.load(path, self.trained, self.warn)
         with checkpoint.sound(path):
             content = self._accepted(content, path)
-            self.position = checkpoint.restore(content, self.trained)
+            self.epochs.resume(checkpoint.restore(content, self.trained), content["rng"])
         if self.trained.step.resolution is not self._resolution:
             self._decided()
-        self._state = content["rng"]
         steps = self.trained.step.steps
         self._saved_at = self.result.resumed_from = steps
         self._resumed = path
@@ -484,7 +428,7 @@ class _Run:
         for line in lines:
             now["changes"].append(f"changed at step {content['step']['steps']}: {line}")
             self.say(now["changes"][-1])
-        self._reseeded = before["seed"] != now["seed"]
+        self.epochs.reseeded = before["seed"] != now["seed"]
         return carried_over(content, self.trained, self.task, now, self.say)
 
     def close(self) -> None:
@@ -495,7 +439,7 @@ class _Run:
         if step.slow_rank is not None:
             result.messages.append(step.slow_rank)
         self._record(step.drain())
-        result.steps, result.epochs = step.steps, self.position.epoch
+        result.steps, result.epochs = step.steps, self.epochs.position.epoch
         result.loss_scale = step.loss_scale.value
         result.activity = step.activity
         result.samples_per_s = self.rate.per_s or None

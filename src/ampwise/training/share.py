@@ -15,18 +15,19 @@ leaves out those of the others.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from ampwise.errors import TaskError
+from ampwise.step.recorder import RandomState
 from ampwise.tasks.checks import empty_epoch
+
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,18 +59,18 @@ class DataRandom:
         State of the generators of Python, NumPy and torch (CPU).
     """
 
-    def __init__(self, state: tuple[Any, Any, Any] | None = None) -> None:
-        self.state = state or _generators()
+    def __init__(self, state: RandomState | None = None) -> None:
+        self.state = state or RandomState.now(_CPU)
 
     def draw(self, make: Callable[[], Any]) -> Any:
         """What `make` returns, its random numbers taken from here."""
-        outside = _generators()
-        _set_generators(self.state)
+        outside = RandomState.now(_CPU)
+        self.state.restore(_CPU)
         try:
             return make()
         finally:
-            self.state = _generators()
-            _set_generators(outside)
+            self.state = RandomState.now(_CPU)
+            outside.restore(_CPU)
 
 
 def turns(
@@ -208,13 +209,3 @@ def _with_order(loader: DataLoader[Any], order: list[Any], seed: int) -> DataLoa
             "prefetch_factor": loader.prefetch_factor,
         }
     return DataLoader(loader.dataset, batch_sampler=order, generator=generator, **settings)
-
-
-def _generators() -> tuple[Any, Any, Any]:
-    return random.getstate(), np.random.get_state(), torch.get_rng_state()
-
-
-def _set_generators(state: tuple[Any, Any, Any]) -> None:
-    random.setstate(state[0])
-    np.random.set_state(state[1])
-    torch.set_rng_state(state[2])

@@ -23,7 +23,7 @@ from ampwise.policy import Policy
 from ampwise.step.recorder import MicroBatch, RandomState, Stash
 from ampwise.step.replay import Replay, undisturbed
 from ampwise.tasks import Task
-from ampwise.training.checkpoint import random_state, set_random_state
+from ampwise.training.random_state import random_state, set_random_state
 
 _OPEN = ("window", "gradients", "true", "found", "norms", "carried", "buffers")
 """What a step's state has of a window that is not over."""
