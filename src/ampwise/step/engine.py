@@ -336,6 +336,7 @@ class Engine:
         """
         self._look()
         with self._parallel.telling():
+            nesting.refuse("update()", self._members)
             self._decide(optimizers, last=update_scale)
             if update_scale:
                 self._close()
@@ -612,7 +613,6 @@ class Engine:
 
     def _decide(self, optimizers: Sequence[Optimizer] | None, *, last: bool) -> None:
         """Guard, and step or skip, for each set of optimizers; their gradients are used up."""
-        nesting.refuse("update()", self._members)
         if not self._open.begun:
             raise UsageError(
                 "update() without a backward() before it: there is nothing to step on; call "
@@ -667,7 +667,7 @@ class Engine:
         lr = self._members.optimizers[0].param_groups[0].get("lr", math.nan)
         known = self._log.close(lr, found_inf, self._open.buffers.missed)
         self._open.window.close()
-        self._parallel.close(self.steps, self.loss_scale)
+        self._parallel.close(self._log.steps, self.loss_scale)
         return known
 
     def _follow(self, known: Sequence[bool]) -> None:

@@ -508,7 +508,7 @@ class TrainStep(Engine):
         """Schedule and EMA make a step, unless one was skipped; too many skips abort."""
         self._log.learn(known)
         skipped = self._log.outcomes.at_once and bool(known) and known[-1]
-        scheduled = None if self.schedule_holds() else self._log.skips.scheduled(self.steps)
+        scheduled = None if self.schedule_holds() else self._log.skips.scheduled(self._log.steps)
         self._followers.follow(scheduled, skipped=skipped)
         if self._on_fault is not None and skipped:
             self._examine()
