@@ -26,9 +26,11 @@ from ampwise.tasks import Task
 from ampwise.trackers import TrackerSet
 from ampwise.training import checkpoint
 from ampwise.verify import checks, run
-from ampwise.verify.checks import CHECKS, Subject
+from ampwise.verify import subject as subject_module
+from ampwise.verify.checks import CHECKS
 from ampwise.verify.result import Finding, Verification
 from ampwise.verify.run import VerifyConfig, verify
+from ampwise.verify.subject import Subject
 from ampwise_lint.base.console import Console
 
 CPU = torch.device("cpu")
@@ -95,7 +97,7 @@ def test_a_scale_that_never_moves_fails(monkeypatch):
 def test_a_forward_outside_autocast_fails(monkeypatch):
     import contextlib
 
-    made = checks.Spoiled
+    made = subject_module.Spoiled
 
     class Off(made):
         def autocast(self):
@@ -104,7 +106,7 @@ def test_a_forward_outside_autocast_fails(monkeypatch):
             stack.enter_context(torch.autocast("cpu", enabled=False))
             return stack
 
-    monkeypatch.setattr(checks, "Spoiled", Off)
+    monkeypatch.setattr(subject_module, "Spoiled", Off)
     assert outcome("forward_runs_in_autocast")[0] == "fail"
 
 

@@ -21,8 +21,9 @@ from ampwise.policy import PRESETS, Policy, decide
 from ampwise.tasks import Task
 from ampwise.tasks.checks import first_batch
 from ampwise.telemetry.environment import environment
-from ampwise.verify.checks import CHECKS, NO_BENCH, Check, Subject
+from ampwise.verify.checks import CHECKS, Check
 from ampwise.verify.result import Finding, Verification
+from ampwise.verify.subject import NO_BENCH, Subject
 
 
 @dataclass(frozen=True)
