@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from ampwise.bench.arm import Settings
+from ampwise.bench.config import BenchConfig
 from ampwise.bench.requirements import NOT_ASKED
 from ampwise.bench.result import BenchReport, PrecisionResult, Requirement
-from ampwise.bench.run import BenchConfig
 from ampwise.cli.main import main
 from ampwise.cli.verify import gate_exit_code
 from ampwise.policy import PRESETS, Policy
