@@ -631,7 +631,7 @@ def test_what_does_not_fit_into_the_whole_budget_is_not_measured_and_said(monkey
 
 
 def test_the_race_ends_when_it_is_decided(monkeypatch):
-    monkeypatch.setattr(racing, "DECIDED", math.inf)
+    monkeypatch.setattr(racing, "DECIDED", float("inf"))
     report = bench(small_task(), "tf32", max_rounds=100)
     assert report.rounds == racing.MIN_ROUNDS
 

@@ -141,6 +141,7 @@ def test_a_log_without_the_scale_fails(monkeypatch):
     assert evidence.endswith("missing or different in csv")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tracker", ["mlflow", "wandb"])
 def test_logs_of_trackers_are_read_back_and_no_server_is_told(tracker, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:1")
