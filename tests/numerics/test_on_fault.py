@@ -11,7 +11,7 @@ from torch import nn
 
 from ampwise.cli.main import main
 from ampwise.errors import AmpwiseError, UsageError
-from ampwise.step import LossScale, TrainStep, train_step
+from ampwise.step import LossScale, TrainStep, log
 from ampwise.step.recorder import Recorder
 from ampwise.step.replay import Replay
 from tests.numerics.cases import data
@@ -125,7 +125,7 @@ class OneLate:
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_on_an_accelerator_the_next_step_waits_for_the_diagnosis(accumulate, monkeypatch):
     as_on_an_accelerator(monkeypatch)
-    monkeypatch.setattr(train_step, "Outcomes", lambda *_, **__: OneLate())
+    monkeypatch.setattr(log, "Outcomes", lambda *_, **__: OneLate())
     told = []
     plain, _ = trained(7, accumulate=accumulate, fused=True)
     watched, step = trained(7, accumulate=accumulate, fused=True, on_fault=told.append)
