@@ -132,7 +132,13 @@ def _switch(best: PrecisionResult, thresholds: Thresholds) -> str:
 
 
 def _keep(best: PrecisionResult) -> str:
+    assert best.speedup is not None
     because = f": {best.note}" if best.note else ""
+    if best.speedup.low <= 1 <= best.speedup.high:
+        return (
+            f"Keep fp32: {best.name}, {best.speedup} of its speed, is not for sure faster "
+            f"here{because}."
+        )
     return f"Keep fp32: {best.name} runs at {best.speedup} of its speed here{because}."
 
 
@@ -174,7 +180,7 @@ def _bottleneck(
     elif products is not None and products >= 2 and best.speedup.high < 1 + 0.3 * (products - 1):
         said.append(
             f"Products alone are {products:.1f}x as fast in {best.name}, the step {best.speedup}: "
-            "memory traffic sets the pace; a fused optimizer or torch.compile (--compile) cuts it."
+            "what is around them sets the pace; ampwise tune --objective speed tries what helps."
         )
     return said
 
