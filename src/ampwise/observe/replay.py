@@ -27,7 +27,7 @@ from ampwise.observe.autocast import Autocasts
 from ampwise.observe.calls import Call, Pass
 from ampwise.observe.tape import Program, Values, run_call
 from ampwise.policy import PRESETS, Policy
-from ampwise.step.engine import scalar
+from ampwise.step.arguments import scalar
 from ampwise.step.modules import as_one, held_by, modules_of
 from ampwise.step.recorder import MicroBatch, RandomState, Stash, finite
 from ampwise.step.replay import finite_buffers, gradients_of, let_go, undisturbed
