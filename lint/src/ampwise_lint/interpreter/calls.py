@@ -38,6 +38,7 @@ from ampwise_lint.values.events import (
     Loss,
     Made,
     Managed,
+    Report,
 )
 
 SCALER_METHODS = ("scale", "unscale_", "step", "update")
@@ -154,12 +155,28 @@ def _function(state: State, node: ast.Call, function: Function, a: Arguments) ->
     name = getattr(function.node, "name", "")
     if is_context_manager(function):
         return generator_manager(state, node, function, a)
+    if function.class_ is not None and METER.search(function.class_.node.name):
+        return _metered(state, node, function, a)
     value = state.call(function, a, node)
     if LOSS.search(name) and not HANDLES.match(name):
         if isinstance(value, Unknown | Tensor):
             state.emit(Loss, node, name, tuple(a.values))
         if isinstance(value, Unknown):
             return Tensor(key=value.key, loss=True, inputs=tuple(a.values))
+    return value
+
+
+METER = re.compile(r"Meter|Averager?\b|RunningMean")
+"""Classes that average what they are given."""
+
+
+def _metered(state: State, node: ast.Call, function: Function, a: Arguments) -> Value:
+    """``losses.update(loss.item(), n)``: reported where it is handed in."""
+    before = len(state.trace)
+    value = state.call(function, a, node)
+    inside = state.trace[before:]
+    state.trace[before:] = [each for each in inside if not isinstance(each, Report)]
+    tensors.shown_all(state, node, a.values, waits=False)
     return value
 
 
