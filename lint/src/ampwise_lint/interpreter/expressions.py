@@ -167,8 +167,8 @@ def _boolean(state: State, node: ast.BoolOp) -> Value:
             break
     if not operands:
         return TRUE if is_and else FALSE
-    if len(operands) == 1:
-        return operands[0]
+    if len(operands) == 1 or (not is_and and isinstance(operands[-1], Scaler | Optimizer)):
+        return operands[-1]  # ``scaler or GradScaler()``: what is handed in is one, too
     op = "and" if is_and else "or"
     key = "(" + f" {op} ".join(map(key_of, operands)) + ")"
     return Unknown(
@@ -226,7 +226,7 @@ def _comprehension(state: State, node: ast.ListComp | ast.GeneratorExp | ast.Set
         case Gradient() | Parameters() | Tensor():
             return value
         case Optimizer() | Model() | Instance() | Scaler() | Loader():
-            return ListValue([value])
+            return ListValue([value], repeats=True)
         case _:
             return state.unknown(node)
 

@@ -25,6 +25,7 @@ from ampwise_lint.values.abstract import (
     Unknown,
     Value,
 )
+from ampwise_lint.values.contents import modules_in
 from ampwise_lint.values.events import GradientRead, ZeroGrad
 
 
@@ -75,6 +76,10 @@ def _parts(state: State, value: Value, targets: list[ast.expr]) -> list[Value]:
     match value:
         case ListValue(items=items) if len(items) == len(targets) and not starred:
             return list(items)
+        case ListValue(items=[item_], repeats=True):
+            return [item_] * len(targets)
+        case Model() if len(modules := modules_in(value)) == len(targets) and not starred:
+            return modules
         case ListValue() if not starred:  # Python raises: nothing of it is known
             return [state.unknown(each, "called", dotted(each)) for each in targets]
         case Tensor():

@@ -194,6 +194,8 @@ class ListValue(Value):
     """A tuple or list whose items are known."""
 
     items: list[Value]
+    repeats: bool = False
+    """Of any length: its one item stands for all."""
     size: int = field(init=False)
 
     def __post_init__(self) -> None:
