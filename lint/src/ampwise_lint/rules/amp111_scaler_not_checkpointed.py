@@ -66,6 +66,7 @@ from ampwise_lint.values.abstract import (
     Value,
     Wrapper,
 )
+from ampwise_lint.values.contents import flatten
 from ampwise_lint.values.events import Backward, Made, Save, ScalerStep, StateDict
 
 
@@ -143,7 +144,7 @@ def _is_torch_save(save: Save) -> bool:
 
 def _has_weights(mapping: DictValue) -> bool:
     """Whether there is a network in it, or state that is no optimizer's or scheduler's."""
-    states = [v for each in _mappings(mapping) for v in each.items.values()]
+    states = [v for each in _mappings(mapping) for v in flatten([*each.items.values()])]
     return any(
         isinstance(each, Model | Instance)
         or (isinstance(each, Parameters) and not isinstance(each.of, Optimizer | Scheduler))
@@ -261,7 +262,8 @@ def _mappings(outer: DictValue) -> Iterator[DictValue]:
 
 def _names(mapping: DictValue, kind: type[Value]) -> bool:
     """Whether one mapping has the state, or a scaler's by its key."""
-    states = [each.of if isinstance(each, Parameters) else each for each in mapping.items.values()]
+    held = flatten([*mapping.items.values()])
+    states = [each.of if isinstance(each, Parameters) else each for each in held]
     if kind is Scaler:
         states += [
             e for each in states if isinstance(each, Instance) for e in each.attributes.values()
