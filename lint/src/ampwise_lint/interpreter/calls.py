@@ -324,6 +324,8 @@ def _unknown(state: State, node: ast.Call, function: Value, a: Arguments) -> Val
     if SCALER.search(name) and a.count >= 2:
         state.emit(Managed, node, name, _loss_given(a))
         return state.unknown(node)
+    if methods.SHOWS.match(name):
+        tensors.shown_all(state, node, a.values, waits=False)
     methods.given_away(state, node, name, a)
     methods.note_norm(state, node, name, a)
     if LOSS.search(name):

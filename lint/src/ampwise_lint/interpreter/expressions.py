@@ -250,8 +250,29 @@ def _yielded(state: State, node: Comprehension, wanted: ast.expr) -> Value:
 
 
 def _dict_comprehension(state: State, node: ast.DictComp) -> Value:
+    if (made := _for_each_name(state, node)) is not None:
+        return made
     value = _yielded(state, node, node.value)
     return value if isinstance(value, Tensor) else DictValue({"": value}, node, open=True)
+
+
+def _for_each_name(state: State, node: ast.DictComp) -> Value | None:
+    """``{name: getattr(self, name) for name in ("model", "optimizer")}``."""
+    over = node.generators[0].iter
+    target = node.generators[0].target
+    if len(node.generators) > 1 or not isinstance(over, ast.Tuple | ast.List):
+        return None
+    if not isinstance(target, ast.Name) or not all(isinstance(e, ast.Constant) for e in over.elts):
+        return None
+    names = dict(state.scope.names)
+    items: dict[Any, Value] = {}
+    for each in over.elts:
+        state.scope.names[target.id] = state.evaluate(each)
+        key = state.evaluate(node.key)
+        items[key.value if isinstance(key, Const) else key_of(key)] = state.evaluate(node.value)
+    state.scope.names.clear()
+    state.scope.names.update(names)
+    return DictValue(items, node)
 
 
 def _named(state: State, node: ast.NamedExpr) -> Value:

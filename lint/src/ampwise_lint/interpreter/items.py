@@ -105,9 +105,17 @@ def element(
         case Unknown(op=op) if over_data and op != "range":  # ``range(len(loader))``: no batches
             return Tensor(key=f"batch {where}", data=True)
         case Unknown(op="items", operands=(DictValue(items=known), *_)) if known:
-            return ListValue([Const(next(iter(known))), next(iter(known.values()))])
+            name = _nth(state, known)
+            return ListValue([Const(name), known[name]])
+        case DictValue(items=known, open=False) if known:
+            return Const(_nth(state, known))
         case _:
             return Unknown(f"{dotted(target) or 'item'} of {where}", loop=state.iteration)
+
+
+def _nth(state: State, items: dict[Any, Value]) -> Any:
+    """The key of a dict that a loop over it comes to."""
+    return list(items)[min(state.micro_batch, len(items) - 1)]
 
 
 def _enumerated(

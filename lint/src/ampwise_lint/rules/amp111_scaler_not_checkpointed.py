@@ -57,6 +57,7 @@ from ampwise_lint.triggers import SCALER
 from ampwise_lint.values.abstract import (
     DictValue,
     Instance,
+    ListValue,
     Model,
     Optimizer,
     Parameters,
@@ -154,8 +155,10 @@ def _has_weights(mapping: DictValue) -> bool:
 
 def _is_optimizer_state(code: Analysis, save: Save) -> bool:
     """Whether something that is no dict holds an optimizer's state: the state itself, an object."""
-    if isinstance(save.what, Parameters):
-        return isinstance(save.what.of, Optimizer)
+    if isinstance(save.what, Parameters | ListValue):
+        states = [each.of for each in flatten([save.what]) if isinstance(each, Parameters)]
+        kinds = {type(each) for each in states}
+        return Optimizer in kinds and Scaler not in kinds
     if isinstance(save.what, Instance):
         values = save.what.attributes.values()
         return any(isinstance(v, Parameters) and isinstance(v.of, Optimizer) for v in values)
