@@ -47,7 +47,7 @@ def item(state: State, owner: Value, index: Any, text: str, node: Node | None = 
             inside = isinstance(index, int) and -len(modules) <= index < len(modules)
             return modules[index if inside else 0]
         case Model():
-            return Model(f"{owner.key}[{index!r}]")
+            return as_role(state, Unknown(f"{owner.key}[{index!r}]", "given"), text)
         case Unknown():
             made = owner.made if owner.made != "computed" else "called"
             key = f"{owner.key}[{index!r}]"
