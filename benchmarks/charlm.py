@@ -14,8 +14,9 @@ import torch
 
 from _common import save
 from ampwise import Policy, load_task
+from ampwise.bench.config import BenchConfig
 from ampwise.bench.race import Race
-from ampwise.bench.run import BenchConfig, run_bench
+from ampwise.bench.run import run_bench
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PRECISIONS = ("bf16", "bf16-master")

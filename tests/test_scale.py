@@ -176,7 +176,9 @@ def _scripts() -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp", "mesh"])
+@pytest.mark.parametrize(
+    "kind", ["ddp", *(pytest.param(each, marks=pytest.mark.slow) for each in ("fsdp", "mesh"))]
+)
 def test_the_scripts_of_the_page_run(kind, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(_scripts()[kind])

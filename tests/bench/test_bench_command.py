@@ -25,7 +25,9 @@ def task(tmp_path):
 
 
 def bench(*arguments: str) -> int:
-    return main(["bench", *arguments, "--precisions", "bf16", "--steps", "4"])
+    return main(
+        ["bench", "--precisions", "bf16", "--steps", "4", "--parity-steps", "20", *arguments]
+    )
 
 
 def test_it_writes_a_report_and_says_where(task, tmp_path, capsys):

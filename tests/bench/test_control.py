@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from ampwise.bench.config import BASELINE, CONTROL
 from ampwise.bench.race import Race
 from ampwise.bench.result import PrecisionResult
-from ampwise.bench.run import BASELINE, CONTROL, _note_race
+from ampwise.bench.stages import note_race
 from tests.report.test_report import report as made_up
 
 
@@ -17,5 +18,5 @@ def test_a_control_that_leaves_out_1_is_said(slower, told):
     wobble = [1.0 + 0.001 * (number % 7) for number in range(60)]
     times = {BASELINE: wobble, CONTROL: [slower * each for each in wobble], "bf16": wobble}
     results = {name: PrecisionResult(name) for name in (BASELINE, "bf16")}
-    _note_race(Race(times), results, report)
+    note_race(Race(times), results, report)
     assert any("fp32 against itself reads 0.98x" in each for each in report.notes) == told

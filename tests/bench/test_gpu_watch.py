@@ -9,13 +9,15 @@ import pytest
 import torch
 
 import ampwise.bench.run as running
+import ampwise.bench.stages as stages
 from ampwise import Task
 from ampwise.bench import gpu_watch
 from ampwise.bench.arm import Arm
+from ampwise.bench.config import BenchConfig
 from ampwise.bench.contamination import Contamination, Watch
 from ampwise.bench.gpu_watch import GpuFigures, GpuRecord, GpuWatch, Spread
 from ampwise.bench.result import BenchReport, PrecisionResult
-from ampwise.bench.run import BenchConfig, run_bench
+from ampwise.bench.run import run_bench
 from ampwise.installation import extra_command
 from ampwise.policy import PRESETS
 from ampwise.report.html import to_html
@@ -55,7 +57,7 @@ def raced() -> BenchReport:
 
 @pytest.fixture
 def watched(nvml, monkeypatch):
-    monkeypatch.setattr(running, "Watch", lambda device: Watch(CUDA))
+    monkeypatch.setattr(stages, "Watch", lambda device: Watch(CUDA))
     return nvml
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 
 import pytest
 import torch
@@ -12,10 +13,11 @@ from torch import nn
 from ampwise.bench import arm as arm_module
 from ampwise.bench import parity as parity_module
 from ampwise.bench.arm import Arm, Settings, Variant
+from ampwise.bench.config import BenchConfig
 from ampwise.bench.parity import ParityPlan, ParityReport, run_parity
 from ampwise.bench.requirements import Thresholds, judge
 from ampwise.bench.result import BenchReport, PrecisionResult
-from ampwise.bench.run import BenchConfig, run_bench
+from ampwise.bench.run import run_bench
 from ampwise.bench.verdict import verdict
 from ampwise.errors import TaskError, UsageError
 from ampwise.policy import PRESETS
@@ -79,12 +81,36 @@ def test_bf16_is_found_as_good_on_data_it_can_learn():
     assert report.curves["fp32"]["mean"][-1] < report.curves["fp32"]["mean"][0]
 
 
+def test_a_seed_that_the_deadline_ends_is_dropped():
+    task = blobs()
+
+    def slow(model, batch):
+        time.sleep(0.002)
+        return task.loss(model, batch)
+
+    variants = [Variant.plain(dataclasses.replace(task, loss=slow), PRESETS[each])
+                for each in ("fp32", "tf32")]  # fmt: skip
+    report, started = ParityReport(), time.monotonic()
+    plan = ParityPlan(60, 5, 0.01, deadline=started + 1.0)
+    run_parity(task, variants, SETTINGS, plan, report)
+    assert time.monotonic() - started < 1.5
+    assert report.out_of_time
+    assert 0 < report.seeds < 5
+    assert {name: len(each) for name, each in report.finals.items()} == dict.fromkeys(
+        ("fp32", "tf32"), report.seeds
+    )
+    judged = judge(PrecisionResult("tf32"), Thresholds(), report)["accuracy_difference"]
+    assert judged.status == "not measured"
+    assert judged.reason.endswith("the time was up (--budget)")
+
+
 def test_the_same_seed_is_the_same_run_in_float32():
     plain, settings = Variant.plain(blobs(), PRESETS["fp32"]), SETTINGS
+    plan = ParityPlan(10, 5, 0.01)
     first, again = (
-        parity_module._train(plain, settings, 3, 10, [{}] * 4, may_fail=False) for _ in range(2)
+        parity_module._train(plain, settings, 3, plan, [{}] * 4, may_fail=False) for _ in range(2)
     )
-    other = parity_module._train(plain, settings, 4, 10, [{}] * 5, may_fail=False)
+    other = parity_module._train(plain, settings, 4, plan, [{}] * 5, may_fail=False)
     assert first == again
     assert first != other
 

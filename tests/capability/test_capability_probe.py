@@ -245,6 +245,20 @@ def test_an_incomplete_measurement_is_not_kept_on_disk(
     assert not cache_folder.exists()
 
 
+def test_a_measurement_that_others_disturbed_is_not_kept_on_disk(
+    monkeypatch: pytest.MonkeyPatch, cache_folder: Path
+) -> None:
+    """Seen on a busy machine: 93x, from rounds of 50x to 288x, and kept for good."""
+    wild, hopeless = Measurement(128, 93.0, 50.4, 288.4), Measurement(128, 0.002, 0.001, 0.01)
+    monkeypatch.setattr(capability, "measure", lambda *_args, **_kwargs: hopeless)
+    probe("cpu")
+    assert len(list(cache_folder.iterdir())) == 1
+    monkeypatch.setattr(capability, "measure", lambda *_args, **_kwargs: wild)
+    probe("cpu", refresh=True)
+    (path,) = cache_folder.iterdir()
+    assert "288" not in path.read_text()
+
+
 def test_where_the_cache_lives(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert cache.folder() == tmp_path / "cache"
     monkeypatch.delenv("AMPWISE_CACHE")

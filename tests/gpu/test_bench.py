@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from ampwise import load_task
+from ampwise.bench.config import BenchConfig
 from ampwise.bench.race import Race
-from ampwise.bench.run import BenchConfig, run_bench
+from ampwise.bench.run import run_bench
 
 pytestmark = pytest.mark.gpu
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from ampwise import load_task
+from ampwise.bench.config import BenchConfig
 from ampwise.bench.gpu_watch import GpuWatch
-from ampwise.bench.run import BenchConfig, run_bench
+from ampwise.bench.run import run_bench
 from ampwise.telemetry.environment import environment
 from ampwise.telemetry.nvml import Gpu
 from tests.gpu.test_bench import Quiet

@@ -69,10 +69,8 @@ def slow(*values: str) -> Any:
 
 QUICK = [
     ("accelerate_loop", "bf16"),
-    ("ddp", "bf16"),
     ("gan", "fp16"),
     ("hf_trainer", "bf16"),
-    ("lightning_fit", "bf16"),
     ("nanogpt", "fp16"),
 ]
 CLEAN = [

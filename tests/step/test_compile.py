@@ -339,6 +339,7 @@ def test_islands_are_no_graph_break(spelling, how):
     assert ran == [SPELLINGS[spelling]] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spelling", ["bf16:islands=head", "bf16-master:islands=head"])
 def test_islands_and_casts_survive_inductor(spelling):
     step, loss_fn = make_telling("wrapped", "inductor", spelling)

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from ampwise.capability import Measurement, classify, hardware
 from ampwise.errors import MissingExtraError, TaskError
 from ampwise.tasks import load_task
-from ampwise.tasks.charlm import SIZES, Transformer, _split, standard_library
+from ampwise.tasks.charlm import SIZES, Transformer, _split, fitting, standard_library
 from ampwise.tasks.checks import build, first_batch, samples_in
 
 CPU = torch.device("cpu")
@@ -189,3 +190,17 @@ def test_digits_without_scikit_learn(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(MissingExtraError, match=r"needs scikit-learn: .*install.*\[digits\]"):
         load_task("digits")
+
+
+@pytest.mark.parametrize(
+    ("flags", "times", "size"),
+    [({"avx512f", "avx512_bf16"}, 3.0, "small"), ({"avx512f"}, 0.5, "tiny")],
+)
+def test_a_cpu_is_given_a_size_at_which_it_shows_what_it_can(flags, times, size):
+    measured = dict.fromkeys(hardware.PROBED, Measurement(1024, times, times, times))
+    known = hardware.cpu(frozenset(flags), "AVX512")
+    assert fitting(classify(known, measured | {"tf32": Measurement()})) == size
+
+
+def test_an_accelerator_is_given_a_size_that_keeps_it_busy():
+    assert fitting(classify(hardware.cuda("cuda:0", "H100", (9, 0)), {})) == "base"

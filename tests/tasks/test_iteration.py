@@ -8,11 +8,12 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from ampwise.bench.arm import Arm, Settings
+from ampwise.bench.config import BenchConfig
 from ampwise.bench.memory import _tracked
 from ampwise.bench.parity import ParityReport
 from ampwise.bench.requirements import Thresholds, judge
 from ampwise.bench.result import PrecisionResult
-from ampwise.bench.run import BenchConfig, _taught
+from ampwise.bench.stages import to_train
 from ampwise.errors import TaskError, UsageError
 from ampwise.policy import PRESETS
 from ampwise.step import TrainStep
@@ -173,7 +174,7 @@ def test_parity_of_an_iteration_without_evaluate_is_not_measured():
     policies = [PRESETS["fp32"], PRESETS["bf16"]]
     results = {each.text: PrecisionResult(each.text) for each in policies}
     config = BenchConfig(CPU, policies, parity_steps=10)
-    assert _taught(pair(), config, policies, results, report) == policies[:1]
+    assert to_train(pair(), config, policies, results, report) == policies[:1]
     found = judge(results["bf16"], Thresholds(), report)["accuracy_difference"]
     assert found.status == "not measured"
     assert found.reason.endswith("give the task evaluate()")

@@ -37,6 +37,7 @@ GIVEN = {
     "device": ["--device", "cpu"],
     "seed": ["--seed", "7"],
     "precision": ["--precision", "bf16"],
+    "levers": ["--levers", "batch=2"],
     "allow_emulated": ["--allow-emulated", "--precision", "fp16"],
     "strict": ["--strict"],
     "steps": ["--steps", "2"],
@@ -155,7 +156,14 @@ def test_a_config_file_wins_over_the_run_and_flags_over_both(configs):
     assert config.resume
 
 
-@pytest.mark.parametrize("folder", ["r", "it's a run $HOME", "-r"])
+@pytest.mark.parametrize(
+    "folder",
+    [
+        pytest.param("r", marks=pytest.mark.slow),
+        "it's a run $HOME",
+        pytest.param("-r", marks=pytest.mark.slow),
+    ],
+)
 def test_an_interrupted_run_names_the_command_that_continues_it(tmp_path, folder):
     (tmp_path / "mine.py").write_text(TASK)
     given = ["--steps", "100000000", "--set", "width=3", "--precision", "fp32"]

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from ampwise.bench.arm import Settings
+from ampwise.bench.config import BenchConfig
 from ampwise.bench.requirements import NOT_ASKED
 from ampwise.bench.result import BenchReport, PrecisionResult, Requirement
-from ampwise.bench.run import BenchConfig
 from ampwise.cli.main import main
 from ampwise.cli.verify import gate_exit_code
 from ampwise.policy import PRESETS, Policy
@@ -141,6 +141,7 @@ def test_a_log_without_the_scale_fails(monkeypatch):
     assert evidence.endswith("missing or different in csv")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tracker", ["mlflow", "wandb"])
 def test_logs_of_trackers_are_read_back_and_no_server_is_told(tracker, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:1")

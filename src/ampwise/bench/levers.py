@@ -9,6 +9,7 @@ peak memory is float32's again, and what that does for the rate.
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from ampwise.bench.arm import Arm, Settings
 from ampwise.bench.memory import peak_bytes
-from ampwise.bench.race import FAILURES, Race, run_race, speedups
+from ampwise.bench.race import FAILURES, TIME_IS_UP, Race, run_race, speedups
 from ampwise.clock import done_at
 from ampwise.data.move import joined
 from ampwise.errors import LeverError, kind_and_words
@@ -96,6 +97,7 @@ def measure_levers(
     *,
     compiled: bool,
     budget_s: float,
+    deadline: float = math.inf,
     progress: Callable[[str], None],
 ) -> None:
     """Measure every lever that applies; fills `found` as it goes.
@@ -108,6 +110,8 @@ def measure_levers(
         Whether to try `torch.compile`, which takes a while.
     budget_s
         Seconds for each race.
+    deadline
+        By the monotonic clock; after it no lever's turn begins.
     """
 
     def plain() -> Arm:
@@ -120,12 +124,16 @@ def measure_levers(
         def make(variant: Task = variant) -> Arm:
             return Arm(variant, policy, settings)
 
-        progress(name)
         result = LeverResult(name, policy.text)
         found.results.append(result)
+        if time.monotonic() > deadline:
+            result.reason = TIME_IS_UP
+            continue
+        progress(name)
         try:
             after = peak_bytes(make, batches, settings.device)
-            result.speedup = _speed(plain(), _named(make(), name), _cycle(batches), budget_s)
+            seconds = min(budget_s, deadline - time.monotonic())
+            result.speedup = _speed(plain(), _named(make(), name), _cycle(batches), seconds)
             result.memory_reduction = 1 - after / before
         except (*FAILURES, TypeError, ValueError) as error:
             result.reason = kind_and_words(error)
@@ -138,23 +146,29 @@ def refit(
     batch: Any,
     limit_bytes: int,
     budget_s: float,
+    deadline: float = math.inf,
 ) -> Refit | None:
     """The largest multiple of the task's batch whose peak stays below `limit_bytes`, by bisection.
 
-    None where batches cannot be joined, or not even two of them fit.
+    After the deadline (of the monotonic clock) it is the largest that was tried. None where batches
+    cannot be joined, or not even two of them fit.
     """
 
     def peak(times: int) -> int:
         together = joined([batch] * times)
         return peak_bytes(lambda: Arm(task, policy, settings), [together] * 2, settings.device)
 
+    def in_time() -> bool:
+        return time.monotonic() < deadline
+
     try:
         best, size = 1, 0
         step = 2
-        while step <= _LARGEST and (needed := peak(step)) <= limit_bytes:
+        while in_time() and step <= _LARGEST and (needed := peak(step)) <= limit_bytes:
             best, size, step = step, needed, step * 2
         low, high = best, min(step, _LARGEST + 1)
-        while high - low > 1:  # between the last that fits and the first that does not
+        # Between the last that fits and the first that does not.
+        while in_time() and high - low > 1:
             middle = (low + high) // 2
             if (needed := peak(middle)) <= limit_bytes:
                 low, best, size = middle, middle, needed
@@ -168,7 +182,7 @@ def refit(
         _named(Arm(task, policy, settings), _PLAIN),
         Joined(task, policy, settings, best),
         _cycle([batch]),
-        budget_s,
+        min(budget_s, deadline - time.monotonic()),
     )
     rate = None if race is None else Interval(*(each * best for each in dataclasses.astuple(race)))
     return Refit(

@@ -67,6 +67,8 @@ class ParityPlan:
         Name of the metric; None for the first that the task gives.
     budget_s
         Seconds after which no further seed starts.
+    deadline
+        By the monotonic clock; a seed that is not done by then is dropped.
     """
 
     steps: int
@@ -74,6 +76,7 @@ class ParityPlan:
     margin: float
     metric: str | None = None
     budget_s: float = math.inf
+    deadline: float = math.inf
 
     @property
     def first_look(self) -> int:
@@ -144,6 +147,8 @@ class ParityReport:
         Per precision what ended a run early.
     left_out
         Per precision that was not trained, why.
+    out_of_time
+        Whether the deadline came before the seeds that would have been trained.
     """
 
     metric: str = ""
@@ -168,6 +173,7 @@ class ParityReport:
     )
     needed: dict[str, int] = field(default_factory=dict[str, int])
     errors: dict[str, str] = field(default_factory=dict[str, str])
+    out_of_time: bool = False
 
     def worse(self, name: str) -> bool:
         """Whether an arm's difference points to the worse side."""
@@ -240,13 +246,19 @@ def run_parity(
         patience = plan.budget_s * (2 if seed < plan.first_look else 1)
         if not undecided or (seed and time.monotonic() - started > patience):
             break
+        of_seed: dict[str, Run] = {}
         for variant in [baseline, *undecided]:
             progress(variant.name, seed + 1, plan.max_seeds)
             may_fail = variant is not baseline
-            run = _train(variant, settings, seed, plan.steps, untrained, may_fail=may_fail)
-            runs[variant.name].append(run)
+            run = _train(variant, settings, seed, plan, untrained, may_fail=may_fail)
+            if run is None:
+                report.out_of_time = True
+                return
+            of_seed[variant.name] = run
             if seed == 0 and variant is baseline:
                 _choose_metric(task, plan.metric, run.metrics, untrained[0], report)
+        for name, run in of_seed.items():
+            runs[name].append(run)
         report.seeds = seed + 1
         _fill(task, runs, untrained, plan, report)
         if report.seeds >= plan.first_look:
@@ -261,19 +273,24 @@ def _train(
     variant: Variant,
     settings: Settings,
     seed: int,
-    steps: int,
+    plan: ParityPlan,
     untrained: list[dict[str, float]],
     *,
     may_fail: bool,
-) -> Run:
-    """One run; its baseline's metrics before training go to `untrained`, once a seed."""
+) -> Run | None:
+    """One run; its baseline's metrics before training go to `untrained`, once a seed.
+
+    None where the deadline came first.
+    """
     arm = variant.arm(dataclasses.replace(settings, seed=settings.seed + seed))
     if len(untrained) == seed:
         untrained.append(arm.held_out())
-    batches, error, total = endless(variant.task), "", steps * settings.accumulate
+    batches, error, total = endless(variant.task), "", plan.steps * settings.accumulate
     rates = [float(group["lr"]) for group in arm.optimizer.param_groups]
     try:
         for index in range(total):
+            if time.monotonic() > plan.deadline:
+                return None
             _set_rates(arm, rates, min(1.0, 2 * (total - index) / total))
             # Whatever a precision drew at random, the next step starts alike in all of them.
             seed_all((settings.seed + seed) * 1_000_003 + index)
@@ -298,10 +315,10 @@ def steps_that_fit(step_s: float, budget_s: float) -> int:
     Parameters
     ----------
     step_s
-        Seconds that a step of all variants takes, one after the other.
+        Seconds that a step of all variants takes, one after the other; 0 if that is not known.
     """
     # Building models and evaluating them takes its share, too.
-    fits = 0.6 * budget_s / (FIRST_LOOK * step_s)
+    fits = 0.6 * budget_s / (FIRST_LOOK * step_s) if step_s else 0.0
     return max(20, min(300, int(fits) // 10 * 10))
 
 

@@ -24,10 +24,16 @@ from ampwise.errors import (
 from ampwise.stats import Interval, paired_speedup
 
 MIN_ROUNDS = 20
+LEAST_PAIRS = 5
+"""Below, an interval says nothing about how far the next pair may lie off."""
+
 MAX_WARM_UP = 15
 STEADY = 0.1
 DECIDED = 0.02
 """Relative half-width of the speedup's interval at which a race ends early."""
+
+TIME_IS_UP = "the time was up (--budget)"
+"""Why something was not measured."""
 
 FAILURES = (RuntimeError, RunError, PolicyError, MissingExtraError)
 """What a precision may raise without ending the others: no kernel, out of memory, only skips.
@@ -86,7 +92,7 @@ def run_race(
     batches
         Endless; every arm gets the same batch in a round.
     budget_s
-        Seconds after which no further round starts.
+        Seconds after which no further round starts; of these the warm-up takes a quarter at most.
     progress
         Called after each round.
     after_turn
@@ -95,11 +101,12 @@ def run_race(
         Steps of each arm that do not count, at most: until they take equally long.
     """
     running, race.baseline = list(arms), arms[0].name
-    _warm_up(running, batches, race, warm_up)
+    begun = time.monotonic()
+    _warm_up(running, batches, race, warm_up, begun + budget_s / 4)
     for arm in running:
         race.times_ms[arm.name] = []
     race.planned, race.started = max_rounds, time.monotonic()
-    race.deadline = race.started + budget_s
+    race.deadline = begun + budget_s
     order = random.Random(0)
     gc.collect()
     gc.disable()
@@ -151,7 +158,9 @@ def why_it_fell_out(error: BaseException) -> str:
     return kind_and_words(error) + hint
 
 
-def _warm_up(running: list[Arm], batches: Iterator[Any], race: Race, most: int) -> None:
+def _warm_up(
+    running: list[Arm], batches: Iterator[Any], race: Race, most: int, deadline: float
+) -> None:
     """Step until the last three steps of each arm lie within 10 % of each other, or long enough."""
     recent: dict[str, list[float]] = {arm.name: [] for arm in running}
     for _ in range(most):
@@ -160,7 +169,7 @@ def _warm_up(running: list[Arm], batches: Iterator[Any], race: Race, most: int) 
             race.times_ms[arm.name] = recent[arm.name]
             if not _timed(arm, batch, race):
                 running.remove(arm)
-        if all(steady(recent[arm.name]) for arm in running):
+        if all(steady(recent[arm.name]) for arm in running) or time.monotonic() > deadline:
             return
 
 

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from ampwise.bench.parity import ParityReport
+from ampwise.bench.race import TIME_IS_UP
 from ampwise.bench.result import PrecisionResult, Requirement
 from ampwise.errors import UsageError
 from ampwise.stats import Interval
@@ -125,7 +126,11 @@ def _accuracy(
     if precision.name in parity.left_out:
         return unmeasured(parity.left_out[precision.name])
     if precision.name not in parity.arms:
-        return unmeasured(_why_not(precision, ended))
+        return unmeasured(
+            f"{TIME_IS_UP}; no seed was trained"
+            if parity.out_of_time
+            else _why_not(precision, ended)
+        )
     if not parity.learning:
         return unmeasured(parity.why_not)
     if precision.name in parity.errors:
@@ -147,6 +152,8 @@ def _compared(name: str, threshold: float, parity: ParityReport) -> Requirement:
     if found.decision == "undecided":
         needed = parity.needed.get(name)
         more = f"; about {needed} seeds would decide (--seeds {needed})" if needed else ""
+        if parity.out_of_time:
+            more = f"; {TIME_IS_UP}"
         return Requirement("not measured", found.difference, threshold, f"undecided: {said}{more}")
     if parity.worse(name):
         return Requirement("fail", found.difference, threshold, said)

@@ -100,6 +100,11 @@ class PrecisionResult:
     exceptions: list[OddProduct] = field(default_factory=list[OddProduct])
     requirements: dict[str, Requirement] = field(default_factory=dict[str, Requirement])
 
+    @property
+    def instead(self) -> str:
+        """What stands where a figure of the race is missing."""
+        return "not measured" if self.status == "measured" else self.status
+
 
 @dataclass
 class BenchReport(Document):

@@ -35,6 +35,7 @@ import torch
 import torch.distributed as dist
 
 from ampwise.bench.arm import Arm, Settings
+from ampwise.bench.config import BASELINE, MEMORY_STEPS, Progress, choose
 from ampwise.bench.contamination import Watch
 from ampwise.bench.memory import held_bytes, peak_bytes
 from ampwise.bench.race import (
@@ -46,7 +47,6 @@ from ampwise.bench.race import (
     steady,
     why_it_fell_out,
 )
-from ampwise.bench.run import BASELINE, MEMORY_STEPS, Progress, choose
 from ampwise.bench.scaling_report import Scaled, ScalingReport
 from ampwise.capability import probe
 from ampwise.clock import done_at

@@ -42,6 +42,8 @@ _measured: dict[str, dict[str, Measurement]] = {}
 def probe(device: str | torch.device, *, refresh: bool = False) -> DeviceCapability:
     """What `device` does in each format: measured now (under a second), or earlier and kept.
 
+    What was measured while others took the processor is not kept for later processes.
+
     Parameters
     ----------
     refresh
@@ -81,9 +83,10 @@ def _recall(hardware: Hardware) -> dict[str, Measurement] | None:
 
 
 def _keep(hardware: Hardware, measurements: dict[str, Measurement]) -> None:
-    """Remember for this process; on disk only if complete, so a busy GPU is asked again."""
+    """Remember for this process; on disk only what a busy device has not disturbed."""
     _measured[_memory_key(hardware)] = measurements
-    if all(measured.size or measured.error for measured in measurements.values()):
+    complete = all(measured.size or measured.error for measured in measurements.values())
+    if complete and all(measured.steady for measured in measurements.values()):
         cache.store(hardware, measurements)
 
 

@@ -38,6 +38,7 @@ _ROUNDS = 5
 _MAX_ROUNDS = 15
 _LONG_ENOUGH_MS = 5.0
 _HOPELESS = 0.1
+_STEADY = 3.0
 _ENOUGH_TO_GIVE_UP = 2
 """Rounds after which what is hopeless is not timed any more."""
 
@@ -63,6 +64,16 @@ class Measurement:
     low: float | None = None
     high: float | None = None
     error: str = ""
+
+    @property
+    def steady(self) -> bool:
+        """Whether the rounds agree, as they do unless others take the processor meanwhile.
+
+        What is hopeless is so in every round, however far they lie apart.
+        """
+        if self.low is None or self.high is None or self.high < 2 * _HOPELESS:
+            return True
+        return self.high <= _STEADY * self.low
 
 
 def measure(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ampwise.cli import scaling
-from ampwise.cli.bench_options import BUDGETS, Options
+from ampwise.cli.bench_options import Options
 from ampwise.cli.options import Gate, check_seeds, device_of, policies, positive, saved_in
 from ampwise.distributed.launch import launch
 from ampwise.errors import EXIT_GATE, EXIT_INTERRUPTED, EXIT_OK, RunError, UsageError
@@ -26,6 +26,7 @@ def run(options: Options) -> int:
     positive("accumulate", options.accumulate)
     positive("max-grad-norm", options.max_grad_norm)
     positive("parity-steps", options.parity_steps)
+    positive("budget", options.budget)
     check_seeds(options.seeds)
     # The profiler's library announces each start on stderr, in the middle of our progress.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -38,27 +39,29 @@ def run(options: Options) -> int:
             "torchrun --nproc-per-node 2 -m ampwise bench ..."
         )
 
+    from ampwise.bench.config import BenchConfig
     from ampwise.bench.requirements import Thresholds
-    from ampwise.bench.run import BenchConfig, run_bench
+    from ampwise.bench.run import run_bench
     from ampwise.cli.progress import bench_progress
     from ampwise.tasks import load_task
     from ampwise.telemetry.run import RunFolder
 
-    rounds, budget_s, parity_budget_s, levers_s = BUDGETS["quick" if options.quick else "full"]
+    budgets = options.budgets()
     config = BenchConfig(
         device=device_of(options.device),
         precisions=policies(options.precisions),
         seed=options.seed,
         accumulate=options.accumulate,
         max_grad_norm=options.max_grad_norm,
-        max_rounds=options.steps or rounds,
-        budget_s=budget_s,
+        max_rounds=budgets.rounds,
+        budget_s=budgets.race_s,
         max_seeds=options.seeds,
         parity_steps=options.parity_steps,
-        parity_budget_s=parity_budget_s,
+        parity_budget_s=budgets.parity_s,
         metric=options.metric,
-        levers_s=levers_s if options.levers else 0.0,
+        levers_s=budgets.lever_s if options.levers else 0.0,
         compiled=options.compile,
+        total_s=budgets.total_s,
         thresholds=Thresholds(
             options.min_speedup, options.min_memory_reduction, options.max_accuracy_difference
         ),

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ampwise.cli.options import Common, Gate
 
-BUDGETS = {"full": (200, 300.0, 1200.0, 30.0), "quick": (60, 45.0, 120.0, 8.0)}
-"""Rounds of the race, its seconds, the seconds of parity, and those of each lever."""
+
+class Budgets(NamedTuple):
+    """Rounds of the race; seconds of the race, of parity, of each lever, and of all together."""
+
+    rounds: int
+    race_s: float
+    parity_s: float
+    lever_s: float
+    total_s: float
+
+
+_FULL = Budgets(200, 300.0, 1200.0, 30.0, math.inf)
+_QUICK = Budgets(60, 45.0, 120.0, 8.0, 240.0)
 
 
 @dataclass
@@ -21,7 +34,10 @@ class Options(Common):
     """Rounds at most (each precision makes one step a round); default 200, with --quick 60."""
 
     quick: bool = False
-    """A first answer in a few minutes: fewer rounds, shorter training."""
+    """A first answer within --budget 240: fewer rounds, shorter training."""
+
+    budget: float | None = None
+    """Seconds for all of it, on a busy machine, too; what does not fit is not measured."""
 
     seeds: int = 12
     """Paired seeds for accuracy parity, at most; 5 or more decide, 0 leaves it out."""
@@ -62,3 +78,10 @@ class Options(Common):
 
     gate: Gate = "off"
     """Exit with 1 when a requirement fails; "strict": also when one is not measured."""
+
+    def budgets(self) -> Budgets:
+        """Those of --quick or of a full run, with what was asked for."""
+        given = _QUICK if self.quick else _FULL
+        return given._replace(
+            rounds=self.steps or given.rounds, total_s=self.budget or given.total_s
+        )

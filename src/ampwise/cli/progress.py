@@ -109,7 +109,7 @@ def _fitted(parts: list[str], room: int) -> str:
 
 def _ratios(race: Race) -> list[str]:
     """Speed of each arm but float32's control against the first, over all rounds so far."""
-    from ampwise.bench.run import CONTROL
+    from ampwise.bench.config import CONTROL
 
     totals = {name: sum(times) for name, times in race.times_ms.items() if times}
     baseline = totals.get(race.baseline, 0.0)

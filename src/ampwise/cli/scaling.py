@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ampwise.cli.bench_options import BUDGETS, Options
+from ampwise.cli.bench_options import Options
 from ampwise.cli.options import device_of, policies, positive, saved_in
 from ampwise.errors import EXIT_OK, UsageError, nearest
 from ampwise_lint.base.output import say, tell
@@ -93,13 +93,13 @@ def _config(
     from ampwise.bench.arm import Settings
     from ampwise.bench.scaling import ScalingConfig
 
-    rounds, budget_s, *_ = BUDGETS["quick" if options.quick else "full"]
+    budgets = options.budgets()
     return ScalingConfig(
         settings=Settings(device, options.seed, options.accumulate, options.max_grad_norm),
         policies=chosen,
         parallel=parallel,
-        max_rounds=options.steps or rounds,
-        budget_s=budget_s / len(chosen),
+        max_rounds=budgets.rounds,
+        budget_s=min(budgets.race_s, budgets.total_s) / len(chosen),
     )
 
 

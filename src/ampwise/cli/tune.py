@@ -113,7 +113,7 @@ Search = Callable[["Task", "BenchProgress", "Callable[[Tuned], None]"], "Tuned"]
 def _islands(options: Options) -> Search:
     """The search for islands that the options ask for."""
     from ampwise.bench.arm import Settings
-    from ampwise.bench.run import BenchConfig
+    from ampwise.bench.config import BenchConfig
     from ampwise.tune.run import TuneConfig, tune
 
     settings = Settings(device_of(options.device), options.seed)

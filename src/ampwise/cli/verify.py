@@ -59,7 +59,7 @@ def run(options: Options) -> int:
 
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     from ampwise.bench.arm import Settings
-    from ampwise.bench.run import BenchConfig
+    from ampwise.bench.config import BenchConfig
     from ampwise.cli.progress import bench_progress
     from ampwise.policy import Policy
     from ampwise.report.verify import render, to_markdown

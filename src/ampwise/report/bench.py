@@ -168,7 +168,7 @@ def _speedup(precision: PrecisionResult) -> str:
         return str(precision.speedup)
     if precision.emulated:
         return "emulated"
-    return "1x" if precision.step_ms is not None else precision.status
+    return "1x" if precision.step_ms is not None else precision.instead
 
 
 def _peak(precision: PrecisionResult) -> str:

@@ -34,7 +34,7 @@ def _figures(report: BenchReport, each: PrecisionResult) -> tuple[str, ...]:
     parity = None if report.parity is None else report.parity.arms.get(each.name)
     return (
         each.name,
-        number(each.step_ms.median, ",.2f") if each.step_ms else each.status,
+        number(each.step_ms.median, ",.2f") if each.step_ms else each.instead,
         str(each.speedup or ""),
         size(each.peak_memory_bytes) if each.peak_memory_bytes else "",
         number(each.memory_reduction, ".1%"),

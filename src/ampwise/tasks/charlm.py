@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ampwise.capability import DeviceCapability, present_devices, probe
 from ampwise.errors import TaskError
 from ampwise.losses import linear_cross_entropy
 from ampwise.tasks.task import Task
@@ -52,7 +53,7 @@ SIZES = {
 
 
 def task(
-    size: Literal["tiny", "small", "base"] = "tiny",
+    size: Literal["tiny", "small", "base", "auto"] = "tiny",
     batches: int = 200,
     batch: int | None = None,
     context: int | None = None,
@@ -64,7 +65,8 @@ def task(
     Parameters
     ----------
     size
-        Dimensions of the model.
+        Dimensions of the model; ``auto`` for a size at which this machine shows what it can:
+        `fitting`.
     batches
         Batches in an epoch.
     batch
@@ -76,8 +78,21 @@ def task(
     seed
         Which windows an epoch consists of, and their order: the same in every epoch.
     """
+    if size == "auto":
+        size = fitting(probe(present_devices()[0]))
     shape = shaped("charlm", size, batch=batch, context=context, dropout=dropout)
     return language_model(f"charlm-{size}", standard_library(), shape, batches, seed)
+
+
+def fitting(capability: DeviceCapability) -> Literal["tiny", "small", "base"]:
+    """The largest size worth a short comparison: on a CPU without 16-bit units none but the tiny.
+
+    On an accelerator anything smaller than ``base`` is bound by launches, in every precision.
+    """
+    if capability.kind != "cpu":
+        return "base"
+    gains = [each for name, each in capability.formats.items() if each.gains and name != "tf32"]
+    return "small" if gains else "tiny"
 
 
 def shaped(name: str, size: str, **settings: float | None) -> Size:

@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from ampwise.bench.arm import Arm, Settings
+from ampwise.bench.config import BenchConfig
 from ampwise.bench.result import BenchReport
-from ampwise.bench.run import BenchConfig, run_bench
+from ampwise.bench.run import run_bench
 from ampwise.data import to_device
 from ampwise.errors import UsageError
 from ampwise.numerics.diagnose import DiagnoseConfig, explore

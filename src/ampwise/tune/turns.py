@@ -18,7 +18,7 @@ from typing import Protocol
 from ampwise.bench.arm import Arm, Settings, Variant
 from ampwise.bench.levers import Joined
 from ampwise.bench.memory import peak_bytes
-from ampwise.bench.race import FAILURES, MAX_WARM_UP, Race, run_race, why_it_fell_out
+from ampwise.bench.race import FAILURES, LEAST_PAIRS, MAX_WARM_UP, Race, run_race, why_it_fell_out
 from ampwise.errors import LeverError
 from ampwise.stats import Interval, paired_speedup
 from ampwise.tasks import Task
@@ -27,8 +27,6 @@ from ampwise.tasks.levers import pulled
 from ampwise.tune.setting import Setting
 
 _FIRST_ROUNDS, _LAST_ROUNDS = 6, 48
-_LEAST_PAIRS = 5
-"""Below, an interval says nothing about how far the next pair may lie off."""
 _MEMORY_STEPS = 3
 _ONE_ROUND_S = 1.0
 """What a race gets at least: a round begun is finished, however long it takes."""
@@ -106,7 +104,7 @@ class Turns:
     def ratio(self, setting: Setting, beside: Setting) -> Interval | None:
         """Samples a second over those of another setting; None after too few turns."""
         times = self._times.get((setting, beside))
-        if times is None or len(times.own) < _LEAST_PAIRS:
+        if times is None or len(times.own) < LEAST_PAIRS:
             return None
         found, factor = paired_speedup(times.beside, times.own), setting.times / beside.times
         return Interval(*(each * factor for each in dataclasses.astuple(found)))

@@ -12,8 +12,9 @@ from functools import partial
 import torch
 
 from ampwise.bench.arm import Arm, Settings
+from ampwise.bench.config import BenchConfig, Progress
 from ampwise.bench.requirements import NOT_ASKED
-from ampwise.bench.run import BenchConfig, Progress, run_bench
+from ampwise.bench.run import run_bench
 from ampwise.bench.trial import limit_from, reference_step, try_first_step
 from ampwise.capability import probe
 from ampwise.errors import AmpwiseError, UsageError, kind_and_words

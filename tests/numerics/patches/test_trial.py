@@ -310,6 +310,7 @@ def test_a_library_is_never_edited():
     assert of("/elsewhere/x.py") is None
 
 
+@pytest.mark.slow
 def test_what_a_patch_costs_is_its_step_beside_the_original(trials):
     wide = GAIN.replace("self.project(x) *", "self.project(x).float() *")
     slow = wide.replace("        return h /", "        import time\n\n        time.sleep(0.01)\n"
