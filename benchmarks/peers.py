@@ -7,7 +7,8 @@ counted. Their logging, checkpoints and progress bars are off; ampwise keeps its
 step. Arms take turns, one block a round.
 
 Precisions are fp32 and bf16. Not fp16: on a CPU Accelerate and Hugging Face run float32 under that
-name, and Lightning bfloat16.
+name, and Lightning bfloat16. ``auto`` is ampwise left to choose by itself, by a race on its first
+step, against bf16 in the others.
 """
 
 from __future__ import annotations
@@ -30,7 +31,13 @@ from _common import paired_ratio, sample_in_turns, save, show
 from ampwise.step import TrainStep
 from step import MODELS, Loss
 
-PRECISIONS = ("fp32", "bf16")
+PLANS = [
+    *itertools.product([("mlp", 100), ("cnn", 15), ("charlm", 10)], ["fp32", "bf16"]),
+    (("charlm small", 5), "auto"),
+    (("charlm base", 4), "auto"),
+]
+"""Model, steps in a block, and precision."""
+
 Block = Callable[[], float]
 
 
@@ -78,6 +85,9 @@ def in_a_loop(step: Callable[[Any], object], batch: Any, steps: int) -> Block:
 def ampwise(make: Callable[..., Any], precision: str, steps: int) -> Block:
     model, batch, loss = make()
     step = TrainStep(model, adamw(model), policy=precision, max_grad_norm=1.0)
+    if precision == "auto":
+        step(loss, batch)
+        print(f"auto: {step.policy.text}", flush=True)
 
     def one(batch: Any) -> None:
         step(loss, batch)
@@ -93,7 +103,7 @@ def accelerate(make: Callable[..., Any], precision: str, steps: int) -> Block:
 
     model, batch, loss = make()
     AcceleratorState._reset_state(reset_partial_state=True)  # one precision a process otherwise
-    accelerator = Accelerator(mixed_precision={"fp32": "no"}.get(precision, precision), cpu=True)
+    accelerator = Accelerator(mixed_precision={"fp32": "no"}.get(precision, "bf16"), cpu=True)
     model, optimizer = accelerator.prepare(model, adamw(model))
 
     def one(batch: Any) -> None:
@@ -190,7 +200,7 @@ def hf_trainer(make: Callable[..., Any], precision: str, steps: int) -> Block:
             output_dir=tempfile.gettempdir(),
             max_steps=steps,
             per_device_train_batch_size=1,  # one ready batch
-            bf16=precision == "bf16",
+            bf16=precision != "fp32",
             use_cpu=True,
             optim="adamw_torch_fused",
             learning_rate=1e-4,
@@ -230,7 +240,7 @@ class _Repeated:
 
 
 def _lightning(precision: str) -> Any:
-    return {"fp32": "32-true", "bf16": "bf16-mixed"}[precision]
+    return {"auto": "bf16-mixed", "fp32": "32-true", "bf16": "bf16-mixed"}[precision]
 
 
 PEERS = {
@@ -265,9 +275,7 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     results = {}
-    for (name, steps), precision in itertools.product(
-        [("mlp", 100), ("cnn", 15), ("charlm", 10)], PRECISIONS
-    ):
+    for (name, steps), precision in PLANS:
         torch.set_num_threads(1 if name == "mlp" else 2)
         results[f"{name} {precision}"] = compare(name, precision, rounds, steps)
     packages = {each: version(each) for each in ("accelerate", "lightning", "transformers")}

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,9 +49,9 @@ def cnn() -> tuple[nn.Module, Any, Loss]:
     return model, (torch.randn(32, 3, 32, 32), torch.randint(0, 10, (32,))), classify
 
 
-def charlm() -> tuple[nn.Module, Any, Loss]:
-    """The built-in task on real data."""
-    task = load_task("charlm", {"size": "tiny"})
+def charlm(size: str = "tiny") -> tuple[nn.Module, Any, Loss]:
+    """The built-in task on real data, 8 windows a batch."""
+    task = load_task("charlm", {"size": size, "batch": "8"})
     torch.manual_seed(0)
     return task.model(), next(iter(task.batches())), task.loss
 
@@ -59,7 +60,13 @@ def classify(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
-MODELS = {"mlp": mlp, "cnn": cnn, "charlm": charlm}
+MODELS = {
+    "mlp": mlp,
+    "cnn": cnn,
+    "charlm": charlm,
+    "charlm small": partial(charlm, "small"),
+    "charlm base": partial(charlm, "base"),
+}
 
 
 def by_hand(make: Callable[..., Any], precision: str, *, logging: bool) -> Callable[[], object]:

@@ -690,6 +690,26 @@ def test_an_emulated_precision_has_memory_and_accuracy_but_no_speed():
     assert report.verdict[0] == "Keep fp32: no other precision runs here other than emulated."
 
 
+class LastInFloat32(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.weight = nn.Linear(32, 32), nn.Parameter(torch.randn(32, 8))
+
+    def forward(self, x):
+        x = self.body(x)
+        with torch.autocast("cpu", enabled=False):
+            return x.float() @ self.weight
+
+
+def test_products_in_float8_are_no_exceptions_of_fp8():
+    pytest.importorskip("torchao", reason="needs ampwise[fp8]")
+    task = dataclasses.replace(small_task(), model=LastInFloat32)
+    config = BenchConfig(CPU, [PRESETS["fp8"]], max_rounds=2, max_seeds=0)
+    (_, fp8) = run_bench(task, config, Silent()).precisions
+    assert fp8.matmul_dtypes == {"float8_e4m3fn": 1, "float32": 1}
+    assert {each.dtype for each in fp8.exceptions} == {"float32"}
+
+
 def test_a_model_that_fp8_does_not_fit_leaves_the_others_alone():
     pytest.importorskip("torchao", reason="needs ampwise[fp8]")
     policies = [PRESETS["bf16"], PRESETS["fp8"]]

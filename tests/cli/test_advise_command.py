@@ -204,3 +204,13 @@ def test_the_options_do_not_import_torch() -> None:
     code = "import sys, ampwise.cli.advise; sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], check=False, env=dict(os.environ))
     assert done.returncode == 0
+
+
+def test_ratios_of_many_digits_take_no_other_column_away() -> None:
+    ratios = {"bfloat16": (7.0, 5.3, 30.9), "float16": (1.06, 0.12, 41.9)}
+    ratios["float8_e4m3fn"] = (0.0013, 0.0012, 0.0014)
+    measured = {name: Measurement(1024, *each) for name, each in ratios.items()}
+    text = drawn(report(classify(AMX, measured)))
+    assert max(map(len, text.splitlines())) <= 80
+    for shown in ("AVX512-FP16", "0.0013x", "0.0012-0.0014", "bf16-master", "emulated"):
+        assert shown in text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import itertools
 import os
 import re
 from dataclasses import dataclass
@@ -147,6 +148,17 @@ def test_help_says_what_the_fields_say(capsys):
     assert "(default: False)" not in said
     assert "--gate {off,fail,strict}" in said
     assert "--debug" in said
+
+
+@pytest.mark.parametrize("command", ["bench", "diagnose", "report", "train", "tune"])
+def test_help_breaks_its_lines_where_the_terminal_does(monkeypatch, capsys, command):
+    monkeypatch.setenv("COLUMNS", "400")
+    assert main([command, "--help"]) == 0
+    boxed = capsys.readouterr().out.rpartition(" options ")[2].splitlines()[1:-1]
+    lines = [line.strip("│ ") for line in boxed]
+    assert len(lines) > 4
+    for line, below in itertools.pairwise(lines):  # a flag, or what stands below a long one
+        assert below.startswith("-") or line.startswith("-"), below
 
 
 @pytest.mark.parametrize("command", ["bench", "train", "advise"])

@@ -64,3 +64,16 @@ def test_the_usual_precisions_fit_into_80_columns():
 
 def test_without_a_control_every_arm_beside_the_baseline_is_shown():
     assert progress._ratios(race(("bf16", "bf16 + compile"))) == ["bf16 + compile 1.00x"]
+
+
+def test_a_message_ends_its_lines_between_words_on_a_terminal(monkeypatch, capsys):
+    text = "precision: bf16 on cpu: no accelerator is present; bfloat16 matmul is native, 7.0x"
+    line = Line()
+    line.say(text)
+    assert capsys.readouterr().err == f"{text}\n"
+    monkeypatch.setattr("ampwise_lint.base.progress._columns", lambda: 30)
+    line._terminal = True
+    line.say(text)
+    lines = capsys.readouterr().err.splitlines()
+    assert " ".join(lines) == text
+    assert max(map(len, lines)) <= 30

@@ -6,6 +6,7 @@ import io
 
 from ampwise.numerics.result import Diagnosis, Fix
 from ampwise.report.diagnosis import render, to_html, to_markdown
+from ampwise_lint.base import neutral
 from ampwise_lint.base.console import Console
 
 PATCH = """--- a/model.py
@@ -24,9 +25,9 @@ def diagnosis(status: str) -> Diagnosis:
     return found
 
 
-def terminal(found: Diagnosis) -> str:
+def terminal(found: Diagnosis, width: int = 120) -> str:
     text = io.StringIO()
-    render(found, Console(file=text, width=120))
+    render(found, Console(file=text, width=width))
     return text.getvalue()
 
 
@@ -41,6 +42,12 @@ def test_a_verified_patch_is_shown_with_how_it_was_shown():
     page = to_html(found)
     assert "+y = &#34;&lt;b&gt;new&lt;/b&gt;\\x1b[31m&#34;" in page
     assert "in a fresh process" in page
+
+
+def test_a_patch_can_be_copied_from_a_narrow_terminal():
+    shown = terminal(diagnosis("verified: makes step 1 finite"), width=12)
+    lines = [neutral.line(f"    {line}") for line in PATCH.splitlines()]
+    assert "\n".join(lines) in shown
 
 
 def test_of_a_patch_that_did_not_mend_only_that_is_said():

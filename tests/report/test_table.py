@@ -5,9 +5,14 @@ from __future__ import annotations
 import io
 
 import pytest
+from rich.text import Text
 
+from ampwise.numerics.result import Diagnosis, OpError
 from ampwise.report.canvas import log_scale, svg
+from ampwise.report.diagnosis import to_html
+from ampwise.report.page import breakable
 from ampwise.report.table import new_table
+from ampwise_lint.base import neutral
 from ampwise_lint.base.console import Console
 from ampwise_lint.base.words import size
 
@@ -67,3 +72,37 @@ def test_figures_take_a_dollar_for_a_dollar():
 )
 def test_sizes_are_never_zero_for_being_small(count, text):
     assert size(count) == text
+
+
+def test_an_indented_text_is_indented_on_every_line():
+    paper = io.StringIO()
+    console = Console(file=paper, width=40)
+    console.print(Text.assemble(("  verified: ", "green"), "line 13 in float32 (1.05x the time)"))
+    console.print("    ok")
+    console.print("not indented, and longer than the line is")
+    assert [line.rstrip() for line in paper.getvalue().splitlines()] == [
+        "  verified: line 13 in float32 (1.05x",
+        "  the time)",
+        "    ok",
+        "not indented, and longer than the line",
+        "is",
+    ]
+
+
+@pytest.mark.parametrize("text", ["  " + NAME * 9, "   ", "  ::error::x " * 9])
+def test_what_is_indented_is_whole_and_does_nothing(text):
+    paper = io.StringIO()
+    Console(file=paper, width=30).print(text)
+    lines = paper.getvalue().splitlines()
+    assert max(map(len, lines)) <= 30
+    assert "".join("".join(lines).split()) == "".join(neutral.line(text).split())
+
+
+def test_a_long_name_on_a_page_may_go_on_below_and_does_nothing():
+    assert breakable("_flash_for_cpu.x") == "_flash_<wbr>for_<wbr>cpu.<wbr>x"
+    assert breakable("<b>_\x1b[1m") == "&lt;b&gt;_<wbr>\\x1b[1m"
+    op = OpError(
+        "_flash_backward", "blocks.0", "model.py", 3, "backward", "bfloat16", 31.0, 30.7, 0.0
+    )
+    found = Diagnosis("clean", "t", "bf16", "cpu", 1, worst_ops=[op])
+    assert "_flash_<wbr>backward" in to_html(found)

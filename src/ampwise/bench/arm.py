@@ -91,7 +91,8 @@ class Arm:
         """Products of one more step that ran in another dtype than the policy's, by line."""
         with placing([self.model]) as places, CountProducts(places) as products:
             self.run(batch)
-        return odd_ones(products.found, (self.step.policy.compute_dtype,))
+        policy = self.step.policy
+        return odd_ones(products.found, (policy.compute_dtype, policy.compute_format))
 
     def _count_cuda_syncs(self, batch: Any) -> int:
         import warnings

@@ -7,8 +7,10 @@ is a `UsageError` of one line.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
+import inspect
 import io
 import itertools
 import os
@@ -96,19 +98,36 @@ _STYLE = (tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
 
 
 def _for_help(kind: type) -> type[Any]:
-    """The same options, which say their default only where it is a value."""
+    """The same options, which say their default only where it is a value, in whole paragraphs."""
     annotations: dict[str, Any] = {}
+    told = _told(kind)
     for name, hint in typing.get_type_hints(kind, include_extras=True).items():
         bare, *marks = typing.get_args(hint) if hasattr(hint, "__metadata__") else (hint,)
-        shown: Any = tyro.conf.arg(help_behavior_hint=_default)
+        shown: Any = tyro.conf.arg()
         for place, mark in enumerate(marks):
             if isinstance(mark, type(shown)):
-                shown = dataclasses.replace(marks.pop(place), help_behavior_hint=_default)
+                shown = marks.pop(place)
                 break
+        shown = dataclasses.replace(shown, help_behavior_hint=_default, help=told.get(name))
         annotations[name] = Annotated[(bare, *marks, shown)]
     defaults = {field.name: field.default for field in dataclasses.fields(kind)}  # pyright: ignore[reportArgumentType]
     members = {"__annotations__": annotations, "__doc__": kind.__doc__, **defaults}
     return dataclasses.dataclass(type(kind.__name__, (kind,), members))
+
+
+def _told(kind: type) -> dict[str, str]:
+    """What stands below each option; tyro would break its lines where the source does."""
+    told: dict[str, str] = {}
+    for each in reversed(kind.__mro__[:-1]):
+        (made,) = ast.parse(inspect.getsource(each)).body
+        assert isinstance(made, ast.ClassDef)
+        for option, text in itertools.pairwise(made.body):
+            match option, text:
+                case ast.AnnAssign(ast.Name(name)), ast.Expr(ast.Constant(str(said))):
+                    told[name] = " ".join(said.split())
+                case _:
+                    pass
+    return told
 
 
 def _default(label: str) -> str:

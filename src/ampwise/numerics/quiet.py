@@ -30,7 +30,7 @@ def compare(
     step = inquiry.step
     lost, run, errors = silent_faults(step, stash, trace, begun)
     found.worst_ops = worst(run)
-    found.notes.append(f"SQNR of the gradient against float64: {errors.sqnr_db:.0f} dB")
+    found.notes.append(f"SQNR of the gradient against float64: {errors.sqnr_db:z.0f} dB")
     mending = _Mending(inquiry, stash, reference(step, stash), trace.spans)
     severe = [each for each in lost if each.severe]
     found.notes += [each.explanation for each in lost if not each.severe]

@@ -43,12 +43,12 @@ def _render_device(advice: DeviceAdvice, report: AdviseReport, console: Console)
 def _table(advice: DeviceAdvice) -> Table:
     table = new_table()
     table.add_column("format", no_wrap=True)
-    table.add_column("presets", no_wrap=True)
-    table.add_column("unit")
-    table.add_column("speedup", justify="right")
+    table.add_column("presets")
+    table.add_column("unit", no_wrap=True)
+    table.add_column("speedup", justify="right", no_wrap=True)
     table.add_column("range", justify="right", no_wrap=True)
     table.add_column("N", justify="right", no_wrap=True)
-    table.add_column("verdict")
+    table.add_column("verdict", no_wrap=True)
     table.add_row("float32", "fp32", "", "1x", "", "", "baseline")
     for support in advice.capability.formats.values():
         presets = [name for name, p in PRESETS.items() if _shown(p, support)]

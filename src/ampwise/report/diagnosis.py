@@ -103,7 +103,8 @@ def _print_fixes(fixes: list[Fix], console: Console) -> None:
         if each.patch_status not in ("", each.cost):
             console.print(Text(f"    {each.patch_status}", style="dim"))
         for line in patch_lines(each):
-            console.print(Text(f"    {line}", style=_SIGNS.get(line[:1], "")))
+            style = _SIGNS.get(line[:1], "")
+            console.print(Text(f"    {line}", style=style), soft_wrap=True)  # a patch is copied
 
 
 def patch_lines(fix: Fix) -> list[str]:

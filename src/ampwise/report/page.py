@@ -14,7 +14,8 @@ from ampwise_lint.base.page import pages
 
 def page(template: str, **values: Any) -> str:
     """A page from a template of this package. Everything from outside is escaped."""
-    return pages("ampwise.report", place=place).get_template(template).render(**values)
+    ours = pages("ampwise.report", place=place, breakable=breakable)
+    return ours.get_template(template).render(**values)
 
 
 def number(value: float | None, style: str) -> str:
@@ -51,6 +52,13 @@ def css(status: str) -> str:
     return {"pass": "pass", "equivalent": "pass", "fail": "fail", "different": "fail"}.get(
         status, "open"
     )
+
+
+def breakable(name: str) -> Any:
+    """A name of an operation or a module for a page: it may go on below after each dot or ``_``."""
+    from markupsafe import Markup
+
+    return Markup("<wbr>").join(re.split(r"(?<=[^._][._])", neutral.line(name)))
 
 
 def figure(svg: str, caption: str) -> Any:

@@ -12,7 +12,7 @@ from torch import nn
 
 from ampwise.bench.arm import Arm, Settings
 from ampwise.numerics.observe.bits import NAN, NEGATIVE, POSITIVE, bad_bits
-from ampwise.numerics.observe.gradient_errors import GradientErrors
+from ampwise.numerics.observe.gradient_errors import GradientErrors, in_words
 from ampwise.numerics.observe.shadow import shadow
 from ampwise.numerics.observe.trace import watch
 from ampwise.policy import Policy
@@ -104,3 +104,7 @@ def test_what_is_wrong_with_a_tensor():
     assert bad_bits(torch.tensor([math.inf, math.nan])) == NAN
     assert bad_bits(torch.tensor([1, 2])) == 0
     assert bad_bits(torch.empty(0)) == 0
+
+
+def test_no_decibels_are_not_negative_ones():
+    assert "an SQNR of 0 dB" in in_words({"head.weight": -0.2})

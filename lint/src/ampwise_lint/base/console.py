@@ -2,7 +2,8 @@
 
 Rich reads markup, emoji codes and highlights in strings, and passes escape sequences on; names and
 source lines from outside must not get at any of it. So this console takes strings as they are, and
-renders every `Text` as a line (see `neutral`). A line break is made by printing twice.
+renders every `Text` as a line (see `neutral`). A line break is made by printing twice. What a line
+has no room for goes on below, as far in as the line began.
 """
 
 from __future__ import annotations
@@ -27,8 +28,20 @@ class Console(rich_console.Console):  # noqa: TID251 - the one place
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
-        """As of rich; text is neutral."""
-        return super().render(plain(renderable), options)
+        """As of rich; text is neutral, and indented throughout."""
+        return super().render(self._hanging(plain(renderable), options or self.options), options)
+
+    def _hanging(self, renderable: Any, options: ConsoleOptions) -> Any:
+        """A text with its lines as far in as the first one; anything else as it is."""
+        if not isinstance(renderable, Text) or options.no_wrap:
+            return renderable
+        indent = len(renderable.plain) - len(renderable.plain.lstrip(" "))
+        room = options.max_width - indent
+        if not indent or room < 1 or "\n" in renderable.plain:
+            return renderable
+        lines = renderable[indent:].wrap(self, room)
+        joined = Text("\n", end=renderable.end).join(Text(" " * indent) + each for each in lines)
+        return joined if len(lines) > 1 else renderable
 
 
 def plain(renderable: Any) -> Any:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import shutil
 import sys
+import textwrap
 import time
 
+from ampwise_lint.base import neutral
 from ampwise_lint.base.output import rewrite, tell
 
 PLAIN_EVERY_S = 5.0
@@ -54,7 +56,14 @@ class Line:
         """A line that stays, and that being quiet does not hide."""
         self.clear()
         if not self._mute:
-            tell(text, err=True)
+            tell(*self._fitted(text), err=True)
+
+    def _fitted(self, text: str) -> list[str]:
+        """A text as lines that end between words, on a terminal; elsewhere it is one line."""
+        if not self._terminal:
+            return [text]
+        wrapper = textwrap.TextWrapper(_columns(), break_long_words=False, break_on_hyphens=False)
+        return wrapper.wrap(neutral.line(text))
 
     def clear(self) -> None:
         """Leave an empty line behind."""

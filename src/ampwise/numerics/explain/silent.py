@@ -131,7 +131,7 @@ def _damage(run: ShadowRun, errors: GradientErrors) -> str:
     if quality < SOUND_DB and (loss := _wrong_loss(run)):
         return loss
     if quality < GRADIENT_DB:
-        return f"the gradient has an SQNR of {quality:.0f} dB against float64"
+        return f"the gradient has an SQNR of {quality:z.0f} dB against float64"
     wrong = errors.missing()
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""

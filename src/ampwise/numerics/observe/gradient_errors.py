@@ -117,5 +117,5 @@ def in_words(noisy: Mapping[str, float]) -> str:
     more = f" and {len(worst) - 2} more" if len(worst) > 2 else ""
     return (
         f"the gradient of {', '.join(worst[:2])}{more} is noise, with an SQNR of "
-        f"{noisy[worst[0]]:.0f} dB against float64"
+        f"{noisy[worst[0]]:z.0f} dB against float64"
     )
