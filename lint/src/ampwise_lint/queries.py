@@ -11,7 +11,7 @@ from itertools import takewhile
 from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.findings import Change, Edit
 from ampwise_lint.source.nodes import Node, span
-from ampwise_lint.source.places import in_reach, is_inside
+from ampwise_lint.source.places import in_reach, is_inside, names
 from ampwise_lint.source.project import Module
 from ampwise_lint.source.roles import dotted, leaves
 from ampwise_lint.values.abstract import (
@@ -29,13 +29,14 @@ from ampwise_lint.values.abstract import (
     is_low,
     key_of,
 )
-from ampwise_lint.values.contents import origins
+from ampwise_lint.values.contents import flatten, origins
 from ampwise_lint.values.events import (
     Backward,
     CastDown,
     Condition,
     Enter,
     Event,
+    Forward,
     Loop,
     Made,
     Managed,
@@ -235,6 +236,12 @@ def owners(value: Value | None) -> set[str]:
             return {key_of(value)}
 
 
+def networks_in(trace: Trace, backward: Backward) -> set[str]:
+    """The networks a backward goes through, as `owners` names them."""
+    nodes = {id(each.node) for each in origins(backward.tensor)}
+    return {key_of(each.model) for each in trace.of(Forward) if id(each.node) in nodes}
+
+
 def same_owner(first: Value | None, second: Value | None) -> bool | None:
     """Whether two things hold parameters of the same network; None where that is not known."""
     one, other = owners(first), owners(second)
@@ -358,7 +365,7 @@ def is_half_output(value: object) -> bool:
         return False
     if value.region is not None:
         return value.region.enabled
-    return any(map(is_half_output, value.inputs))  # made of it behind the region
+    return any(map(is_half_output, flatten(value.inputs)))  # made of it behind the region
 
 
 def _is_root(event: Op) -> bool:
@@ -366,6 +373,14 @@ def _is_root(event: Op) -> bool:
     power = event.inputs[1] if len(event.inputs) > 1 else None
     number = power.value if event.path == "pow" and isinstance(power, Const) else None
     return isinstance(number, int | float) and abs(number) <= 1
+
+
+def is_of_each(event: Event) -> bool:
+    """``for optimizer in optimizers: scaler.step(optimizer)``, or ``optimizers[i]``."""
+    loop = event.context.loops[-1].node if event.context.loops else None
+    if not isinstance(loop, ast.For):
+        return False
+    return bool(names(loop.target) & names(event.node))
 
 
 def is_simple(trace: Trace) -> bool:

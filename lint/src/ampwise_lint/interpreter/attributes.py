@@ -64,6 +64,8 @@ def attribute(state: State, node: Node, owner: Value, attr: str) -> Value:
             return owner
         case Tensor() if attr in ("data", "T", "mT", "H"):
             return owner
+        case Tensor(op="max" | "min" | "sort") if attr == "values" and id(node) not in state.called:
+            return owner
         case Tensor() if attr in ("shape", "ndim", "device", "dtype", "is_cuda", "requires_grad"):
             return Unknown(f"{key_of(owner)}.{attr}", of=owner)
         case Tensor(key=key) if f"attribute {key}.{attr}" in state.converted:

@@ -38,6 +38,7 @@ from ampwise_lint.values.events import (
     Loss,
     Made,
     Managed,
+    Report,
 )
 
 SCALER_METHODS = ("scale", "unscale_", "step", "update")
@@ -154,12 +155,28 @@ def _function(state: State, node: ast.Call, function: Function, a: Arguments) ->
     name = getattr(function.node, "name", "")
     if is_context_manager(function):
         return generator_manager(state, node, function, a)
+    if function.class_ is not None and METER.search(function.class_.node.name):
+        return _metered(state, node, function, a)
     value = state.call(function, a, node)
     if LOSS.search(name) and not HANDLES.match(name):
         if isinstance(value, Unknown | Tensor):
             state.emit(Loss, node, name, tuple(a.values))
         if isinstance(value, Unknown):
             return Tensor(key=value.key, loss=True, inputs=tuple(a.values))
+    return value
+
+
+METER = re.compile(r"Meter|Averager?\b|RunningMean")
+"""Classes that average what they are given."""
+
+
+def _metered(state: State, node: ast.Call, function: Function, a: Arguments) -> Value:
+    """``losses.update(loss.item(), n)``: reported where it is handed in."""
+    before = len(state.trace)
+    value = state.call(function, a, node)
+    inside = state.trace[before:]
+    state.trace[before:] = [each for each in inside if not isinstance(each, Report)]
+    tensors.shown_all(state, node, a.values, waits=False)
     return value
 
 
@@ -307,6 +324,8 @@ def _unknown(state: State, node: ast.Call, function: Value, a: Arguments) -> Val
     if SCALER.search(name) and a.count >= 2:
         state.emit(Managed, node, name, _loss_given(a))
         return state.unknown(node)
+    if methods.SHOWS.match(name):
+        tensors.shown_all(state, node, a.values, waits=False)
     methods.given_away(state, node, name, a)
     methods.note_norm(state, node, name, a)
     if LOSS.search(name):

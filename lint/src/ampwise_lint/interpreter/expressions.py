@@ -167,8 +167,8 @@ def _boolean(state: State, node: ast.BoolOp) -> Value:
             break
     if not operands:
         return TRUE if is_and else FALSE
-    if len(operands) == 1:
-        return operands[0]
+    if len(operands) == 1 or (not is_and and isinstance(operands[-1], Scaler | Optimizer)):
+        return operands[-1]  # ``scaler or GradScaler()``: what is handed in is one, too
     op = "and" if is_and else "or"
     key = "(" + f" {op} ".join(map(key_of, operands)) + ")"
     return Unknown(
@@ -226,7 +226,7 @@ def _comprehension(state: State, node: ast.ListComp | ast.GeneratorExp | ast.Set
         case Gradient() | Parameters() | Tensor():
             return value
         case Optimizer() | Model() | Instance() | Scaler() | Loader():
-            return ListValue([value])
+            return ListValue([value], repeats=True)
         case _:
             return state.unknown(node)
 
@@ -250,8 +250,29 @@ def _yielded(state: State, node: Comprehension, wanted: ast.expr) -> Value:
 
 
 def _dict_comprehension(state: State, node: ast.DictComp) -> Value:
+    if (made := _for_each_name(state, node)) is not None:
+        return made
     value = _yielded(state, node, node.value)
     return value if isinstance(value, Tensor) else DictValue({"": value}, node, open=True)
+
+
+def _for_each_name(state: State, node: ast.DictComp) -> Value | None:
+    """``{name: getattr(self, name) for name in ("model", "optimizer")}``."""
+    over = node.generators[0].iter
+    target = node.generators[0].target
+    if len(node.generators) > 1 or not isinstance(over, ast.Tuple | ast.List):
+        return None
+    if not isinstance(target, ast.Name) or not all(isinstance(e, ast.Constant) for e in over.elts):
+        return None
+    names = dict(state.scope.names)
+    items: dict[Any, Value] = {}
+    for each in over.elts:
+        state.scope.names[target.id] = state.evaluate(each)
+        key = state.evaluate(node.key)
+        items[key.value if isinstance(key, Const) else key_of(key)] = state.evaluate(node.value)
+    state.scope.names.clear()
+    state.scope.names.update(names)
+    return DictValue(items, node)
 
 
 def _named(state: State, node: ast.NamedExpr) -> Value:

@@ -14,8 +14,10 @@ from ampwise_lint.values.abstract import (
     MOST,
     Const,
     DictValue,
+    Gradient,
     ListValue,
     Loader,
+    Model,
     Parameter,
     Parameters,
     Tensor,
@@ -24,7 +26,8 @@ from ampwise_lint.values.abstract import (
     Wrapper,
     key_of,
 )
-from ampwise_lint.values.events import Op
+from ampwise_lint.values.contents import modules_in
+from ampwise_lint.values.events import GradientRead, Op
 
 
 def item(state: State, owner: Value, index: Any, text: str, node: Node | None = None) -> Value:
@@ -40,6 +43,11 @@ def item(state: State, owner: Value, index: Any, text: str, node: Node | None = 
             return owner
         case Tensor():
             return owner if owner.data or owner.forward else owner.but(op="index", inputs=(owner,))
+        case Model() if modules := modules_in(owner):
+            inside = isinstance(index, int) and -len(modules) <= index < len(modules)
+            return modules[index if inside else 0]
+        case Model():
+            return as_role(state, Unknown(f"{owner.key}[{index!r}]", "given"), text)
         case Unknown():
             made = owner.made if owner.made != "computed" else "called"
             key = f"{owner.key}[{index!r}]"
@@ -58,6 +66,8 @@ def set_item(
     where = state.evaluate(index, quiet=True)
     if isinstance(owner, DictValue) and isinstance(where, Const) and isinstance(where.value, str):
         owner.items[where.value] = named(value, where.value)
+    elif isinstance(owner, Gradient):
+        state.emit(GradientRead, target, True)
     elif isinstance(owner, Tensor):
         state.emit(Op, target, "setitem", (owner, where, value), {}, owner)
     elif isinstance(owner, DictValue):
@@ -86,16 +96,26 @@ def element(
             return items[min(state.micro_batch, len(items) - 1)]
         case Loader():
             return Tensor(key=f"batch {where}", data=True)
-        case Tensor():
+        case Model() if modules := modules_in(over):
+            return modules[min(state.micro_batch, len(modules) - 1)]
+        case Tensor() | Gradient():
             return over
         case Unknown(op="enumerate" | "zip" | "tqdm", operands=operands):
             return _enumerated(state, node, target, over, operands, where)
         case Unknown(op=op) if over_data and op != "range":  # ``range(len(loader))``: no batches
             return Tensor(key=f"batch {where}", data=True)
         case Unknown(op="items", operands=(DictValue(items=known), *_)) if known:
-            return ListValue([Const(next(iter(known))), next(iter(known.values()))])
+            name = _nth(state, known)
+            return ListValue([Const(name), known[name]])
+        case DictValue(items=known, open=False) if known:
+            return Const(_nth(state, known))
         case _:
             return Unknown(f"{dotted(target) or 'item'} of {where}", loop=state.iteration)
+
+
+def _nth(state: State, items: dict[Any, Value]) -> Any:
+    """The key of a dict that a loop over it comes to."""
+    return list(items)[min(state.micro_batch, len(items) - 1)]
 
 
 def _enumerated(

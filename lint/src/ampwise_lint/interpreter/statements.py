@@ -27,6 +27,7 @@ from ampwise_lint.values.abstract import (
     NONE,
     Class,
     Const,
+    DictValue,
     Function,
     Gradient,
     ListValue,
@@ -331,6 +332,8 @@ def _defined_names(node: ast.stmt) -> list[str]:
 
 def _is_phases(over: Value | None) -> bool:
     """``for phase in ("train", "val")``: the second time round, other branches are taken."""
+    if isinstance(over, DictValue):
+        return len(over.items) == 2 and not over.open
     items = over.items if isinstance(over, ListValue) else []
     return len(items) == 2 and all(isinstance(e, Const) and isinstance(e.value, str) for e in items)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from dataclasses import replace
 
 from ampwise_lint.interpreter.items import item, set_item
 from ampwise_lint.interpreter.naming import named
@@ -25,6 +26,7 @@ from ampwise_lint.values.abstract import (
     Unknown,
     Value,
 )
+from ampwise_lint.values.contents import modules_in
 from ampwise_lint.values.events import GradientRead, ZeroGrad
 
 
@@ -75,6 +77,12 @@ def _parts(state: State, value: Value, targets: list[ast.expr]) -> list[Value]:
     match value:
         case ListValue(items=items) if len(items) == len(targets) and not starred:
             return list(items)
+        case ListValue(items=[Optimizer() as one], repeats=True):
+            return [replace(one, key=f"{one.key}[{number}]") for number in range(len(targets))]
+        case ListValue(items=[one], repeats=True):
+            return [one] * len(targets)
+        case Model() if len(modules := modules_in(value)) == len(targets) and not starred:
+            return modules
         case ListValue() if not starred:  # Python raises: nothing of it is known
             return [state.unknown(each, "called", dotted(each)) for each in targets]
         case Tensor():

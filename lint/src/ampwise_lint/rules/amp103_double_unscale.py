@@ -33,10 +33,10 @@ No automatic fix: which of the calls is meant to stay, only the author knows.
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterator
 
 from ampwise_lint.analysis import Analysis
+from ampwise_lint.queries import is_of_each
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.triggers import SCALER
 from ampwise_lint.values.events import ScalerStep, Unscale, Update
@@ -63,18 +63,9 @@ def check(code: Analysis) -> Iterator[Mistake]:
 
 def _repeats(first: Unscale, second: Unscale) -> bool:
     """Within one function, or one loop: not two callers of a helper, nor a loop over optimizers."""
-    if first.node is second.node and _is_loop_over(second):
+    if first.node is second.node and is_of_each(second):
         return False
     return bool(second.context.loops) or first.context.functions == second.context.functions
-
-
-def _is_loop_over(event: Unscale) -> bool:
-    """``for optimizer in optimizers: scaler.unscale_(optimizer)``."""
-    loop = event.context.loops[-1].node if event.context.loops else None
-    if not isinstance(loop, ast.For) or not isinstance(event.node, ast.Call):
-        return False
-    bound = {each.id for each in ast.walk(loop.target) if isinstance(each, ast.Name)}
-    return any(isinstance(each, ast.Name) and each.id in bound for each in event.node.args)
 
 
 def _mistake(first: Unscale, second: Unscale) -> Mistake:

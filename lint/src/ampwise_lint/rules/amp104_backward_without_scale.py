@@ -42,6 +42,8 @@ from ampwise_lint.queries import (
     is_real,
     is_simple,
     is_unscaled,
+    networks_in,
+    owners,
     receiver,
 )
 from ampwise_lint.rule import Mistake, rule
@@ -55,12 +57,36 @@ def check(code: Analysis) -> Iterator[Mistake]:
         for index, event in enumerate(trace.events):
             if isinstance(event, Backward) and is_unscaled(event):
                 step = _step_behind(trace, index)
-                if step is not None:
+                if step is not None and not _is_other_way(code, event, step):
                     yield _mistake(trace, event, step)
+
+
+def _is_other_way(code: Analysis, event: Backward, step: ScalerStep) -> bool:
+    """``if amp: scaler.scale(loss).backward()``, else this, with a scaler that may be disabled."""
+    if step.scaler.path:
+        return False
+    ways = {(id(e.node), not e.taken) for e in event.context.conditions}
+    scaled = [each for each in code.of(Backward) if is_real(each.scaled)]
+    return any((id(e.node), e.taken) in ways for each in scaled for e in each.context.conditions)
+
+
+def _has_own_step(trace: Trace, index: int) -> bool:
+    """Whether an optimizer of its networks steps behind it, without the scaler."""
+    backward = trace.events[index]
+    assert isinstance(backward, Backward)
+    through = networks_in(trace, backward)
+    for event in trace.events[index + 1 :]:
+        if isinstance(event, OptimizerStep) and owners(event.optimizer) & through:
+            return True
+        if isinstance(event, ScalerStep) and owners(event.optimizer) & through:
+            return False
+    return False
 
 
 def _step_behind(trace: Trace, index: int) -> ScalerStep | None:
     """The scaler's step that uses the gradients of a backward, if one does."""
+    if _has_own_step(trace, index):
+        return None
     pending = _pending(trace, index)
     for event in trace.events[index + 1 :]:
         match event:

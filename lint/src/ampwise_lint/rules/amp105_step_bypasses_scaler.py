@@ -39,6 +39,8 @@ from ampwise_lint.queries import (
     is_known_at,
     is_real,
     is_simple,
+    networks_in,
+    owners,
     receiver,
     statement_edit,
 )
@@ -46,7 +48,13 @@ from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.places import alone
 from ampwise_lint.triggers import SCALER
 from ampwise_lint.values.abstract import Scaler
-from ampwise_lint.values.events import Backward, OptimizerStep, ScalerStep, Update, ZeroGrad
+from ampwise_lint.values.events import (
+    Backward,
+    OptimizerStep,
+    ScalerStep,
+    Update,
+    ZeroGrad,
+)
 
 
 @rule("AMP105", "step-bypasses-scaler", "error", fix="safe", triggers=(SCALER,))
@@ -59,17 +67,19 @@ def check(code: Analysis) -> Iterator[Mistake]:
 
 def _pending(trace: Trace, index: int, step: OptimizerStep) -> Backward | None:
     """The scaled backward whose gradients a plain step takes."""
-    through_scaler = False
+    through_scaler = another = False
     for event in reversed(trace.events[:index]):
         match event:
             case Backward(scaled=scaled):
-                if not is_real(scaled):
+                own = owners(step.optimizer)
+                if not is_real(scaled) or (another and not own & networks_in(trace, event)):
                     return None
                 return event
             case ScalerStep(optimizer=optimizer):
-                if optimizer is not step.optimizer:
-                    return None
-                through_scaler = True
+                if optimizer is step.optimizer:
+                    through_scaler = True
+                else:
+                    another = True
             case OptimizerStep() | ZeroGrad() if not through_scaler:
                 return None
             case _:

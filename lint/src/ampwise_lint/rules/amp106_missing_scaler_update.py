@@ -32,7 +32,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ampwise_lint.analysis import Analysis, Trace
-from ampwise_lint.queries import is_managed, receiver, statement_edit
+from ampwise_lint.queries import is_managed, is_of_each, receiver, statement_edit
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.triggers import SCALER
 from ampwise_lint.values.abstract import Scaler, key_of
@@ -57,7 +57,8 @@ def check(code: Analysis) -> Iterator[Mistake]:
                     fine |= {id(each.node) for each in waiting if each.scaler is scaler}
                     waiting = [each for each in waiting if each.scaler is not scaler]
                 case ScalerStep():
-                    if any(e.node is event.node for e in stale) and not _in(event, looped):
+                    repeated = any(e.node is event.node for e in stale) and not is_of_each(event)
+                    if repeated and not _in(event, looped):
                         again[id(event.node)] = event
                     waiting.append(event)
                 case Backward():

@@ -82,11 +82,12 @@ def _in_loops(trace: Trace) -> Iterator[Mistake]:
 
 
 def _by_iteration(trace: Trace) -> dict[tuple[int, int], list[Update]]:
-    """Updates of each scaler in each iteration of the loop around them."""
+    """Updates of each scaler in each iteration of the loop around them, or in a step's function."""
     found: dict[tuple[int, int], list[Update]] = {}
     for each in trace.of(Update):
-        if each.context.loops:
-            key = (each.context.loops[-1].serial, id(each.scaler))
+        loops = each.context.loops
+        if loops or each.context.functions:
+            key = (loops[-1].serial if loops else 0, id(each.scaler))
             found.setdefault(key, []).append(each)
     return found
 

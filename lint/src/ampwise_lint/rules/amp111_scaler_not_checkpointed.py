@@ -57,6 +57,7 @@ from ampwise_lint.triggers import SCALER
 from ampwise_lint.values.abstract import (
     DictValue,
     Instance,
+    ListValue,
     Model,
     Optimizer,
     Parameters,
@@ -66,6 +67,7 @@ from ampwise_lint.values.abstract import (
     Value,
     Wrapper,
 )
+from ampwise_lint.values.contents import flatten
 from ampwise_lint.values.events import Backward, Made, Save, ScalerStep, StateDict
 
 
@@ -143,7 +145,7 @@ def _is_torch_save(save: Save) -> bool:
 
 def _has_weights(mapping: DictValue) -> bool:
     """Whether there is a network in it, or state that is no optimizer's or scheduler's."""
-    states = [v for each in _mappings(mapping) for v in each.items.values()]
+    states = [v for each in _mappings(mapping) for v in flatten([*each.items.values()])]
     return any(
         isinstance(each, Model | Instance)
         or (isinstance(each, Parameters) and not isinstance(each.of, Optimizer | Scheduler))
@@ -153,8 +155,10 @@ def _has_weights(mapping: DictValue) -> bool:
 
 def _is_optimizer_state(code: Analysis, save: Save) -> bool:
     """Whether something that is no dict holds an optimizer's state: the state itself, an object."""
-    if isinstance(save.what, Parameters):
-        return isinstance(save.what.of, Optimizer)
+    if isinstance(save.what, Parameters | ListValue):
+        states = [each.of for each in flatten([save.what]) if isinstance(each, Parameters)]
+        kinds = {type(each) for each in states}
+        return Optimizer in kinds and Scaler not in kinds
     if isinstance(save.what, Instance):
         values = save.what.attributes.values()
         return any(isinstance(v, Parameters) and isinstance(v.of, Optimizer) for v in values)
@@ -261,7 +265,8 @@ def _mappings(outer: DictValue) -> Iterator[DictValue]:
 
 def _names(mapping: DictValue, kind: type[Value]) -> bool:
     """Whether one mapping has the state, or a scaler's by its key."""
-    states = [each.of if isinstance(each, Parameters) else each for each in mapping.items.values()]
+    held = flatten([*mapping.items.values()])
+    states = [each.of if isinstance(each, Parameters) else each for each in held]
     if kind is Scaler:
         states += [
             e for each in states if isinstance(each, Instance) for e in each.attributes.values()

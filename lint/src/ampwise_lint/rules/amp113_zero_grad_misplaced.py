@@ -34,11 +34,13 @@ No automatic fix: where zeroing belongs depends on the window that is meant.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.queries import (
     accumulates,
     is_managed,
+    is_of_each,
     owners,
     same_owner,
     uses_amp,
@@ -62,7 +64,7 @@ from ampwise_lint.values.events import (
 def check(code: Analysis) -> Iterator[Mistake]:
     if not uses_amp(code):
         return
-    never: dict[int, Event] = {}
+    never: dict[int, ScalerStep | OptimizerStep] = {}
     zeroed: set[int] = set()
     for trace in code.traces:
         if is_managed(trace):
@@ -73,13 +75,12 @@ def check(code: Analysis) -> Iterator[Mistake]:
         yield from _before_last(trace)
         for step in trace.events:
             if isinstance(step, ScalerStep | OptimizerStep) and _is_plain(trace, step):
-                (
+                if any(_may_zero(step, each) for each in trace.of(ZeroGrad)):
                     zeroed.add(id(step.node))
-                    if _zeroes(trace)
-                    else never.setdefault(id(step.node), step)
-                )
+                else:
+                    never.setdefault(id(step.node), step)
     for place, step in never.items():
-        if place not in zeroed and not code.any(ZeroGrad):
+        if place not in zeroed and not code.any(ZeroGrad, partial(_may_zero, step)):
             yield Mistake(
                 step.node,
                 step.module,
@@ -96,8 +97,13 @@ def _is_plain(trace: Trace, step: Event) -> bool:
     )
 
 
-def _zeroes(trace: Trace) -> bool:
-    return any(isinstance(each, ZeroGrad) for each in trace.events)
+def _may_zero(step: ScalerStep | OptimizerStep, zero: ZeroGrad) -> bool:
+    """Whether gradients that a step takes are zeroed, for all that is known."""
+    own, other = step.optimizer, zero.of
+    if is_of_each(step) or is_of_each(zero) or own is other:
+        return True
+    made = isinstance(own, Optimizer) and isinstance(other, Optimizer) and own.path and other.path
+    return not made or same_owner(own, other) is not False
 
 
 def _before_step(trace: Trace) -> Iterator[Mistake]:

@@ -39,7 +39,7 @@ from ampwise_lint.analysis import Analysis
 from ampwise_lint.queries import is_managed
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.triggers import SCALER
-from ampwise_lint.values.abstract import Instance, Model, Scaler, Value, key_of
+from ampwise_lint.values.abstract import Instance, Model, Scaler, Tensor, Unknown, Value, key_of
 from ampwise_lint.values.events import Backward, Forward, ScalerStep
 
 HALF = re.compile(r"autocast|\bhalf\b|float16|fp_?16|bf16|HalfTensor|precision", re.IGNORECASE)
@@ -85,5 +85,13 @@ def _scalers(code: Analysis) -> Iterator[Scaler]:
             continue
         for event in trace.of(Backward):
             given = isinstance(event.node, ast.Call) and event.node.args  # a gradient, not a loss
-            if isinstance(event.scaled, Scaler) and event.scaled.path and not given:
+            if _is_handed_in(event.tensor) or given:
+                continue
+            if isinstance(event.scaled, Scaler) and event.scaled.path:
                 yield event.scaled
+
+
+def _is_handed_in(loss: Value) -> bool:
+    """Whether a loss is a caller's: what it ran in is not in sight."""
+    source = loss.of if isinstance(loss, Tensor) else None
+    return isinstance(source, Unknown) and source.made == "given"

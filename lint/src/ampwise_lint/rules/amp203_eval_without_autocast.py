@@ -42,8 +42,9 @@ from ampwise_lint.source.project import Module
 from ampwise_lint.source.roles import EVALUATION, dotted
 from ampwise_lint.triggers import AUTOCAST, SCALER
 from ampwise_lint.values.abstract import Instance, Model, Region, key_of
-from ampwise_lint.values.events import Backward, CastDown, Condition, Forward, Loss
+from ampwise_lint.values.events import Backward, CastDown, Condition, Forward, Loss, Site
 
+TRAINING = re.compile(r"^(is_|do_|self\.)?(train|training|is_train)$")
 Places = dict[str, set[str]]
 OFF = re.compile(r"amp|scaler|fp16|half|mixed|precision")
 
@@ -53,9 +54,8 @@ def check(code: Analysis) -> Iterator[Mistake]:
     all_trained = [each for trace in code.traces for each in _trained(trace)]
     trained = _by_name(all_trained)
     plain = _by_name(each for trace in code.traces for each in _trained_without(trace))
-    covered = {
-        id(each.node) for trace in code.traces for each in trace.of(Forward) if each.context.regions
-    }
+    networks = {_network(each) for each in all_trained}
+    covered = _covered(code)
     halved = {
         each.context.functions
         for trace in code.traces
@@ -70,15 +70,46 @@ def check(code: Analysis) -> Iterator[Mistake]:
             )
             if event.context.functions in halved:
                 continue  # it says itself what validates, if not on every path
-            if same and id(event.node) not in covered and _validates(event):
+            place = _place(event, covered)
+            if place is not event:  # a helper calls all networks by one name
+                same = _network(event) in networks
+            if same and place is not None and _validates(event):
                 yield Mistake(
-                    event.node,
-                    event.module,
+                    place.node,
+                    place.module,
                     "training runs this network in autocast, validation without: figures are those "
                     "of another precision than the one trained in, and evaluation takes float32's "
                     "time and memory; run it under the same autocast",
-                    mend=partial(_edits, event, trace, all_trained),
+                    mend=partial(_edits, event, trace, all_trained) if place is event else None,
                 )
+
+
+Calls = dict[int, set[int]]
+"""The calls that lead to a forward, by ``id`` of its node."""
+
+
+def _covered(code: Analysis) -> Calls:
+    """What runs in autocast, or beside it on purpose, on some path."""
+    found: Calls = {}
+    for trace in code.traces:
+        for each in trace.of(Forward):
+            if each.context.regions:
+                calls = {id(site.node) for site in each.context.sites}
+                found.setdefault(id(each.node), set()).update(calls)
+    return found
+
+
+def _place(event: Forward, covered: Calls) -> Forward | Site | None:
+    """Where autocast is missing: at a forward, or where a helper is called that runs it.
+
+    A helper that training calls in autocast is called without by validation.
+    """
+    if event.context.regions:
+        return None
+    if id(event.node) not in covered:
+        return event
+    calls = covered[id(event.node)]
+    return next((e for e in reversed(event.context.sites) if id(e.node) not in calls), None)
 
 
 def _network(event: Forward) -> str:
@@ -165,15 +196,19 @@ def _validates(event: Forward) -> bool:
 
 
 def _asked(branch: Condition) -> list[str]:
-    """Names of what a branch waits for: ``if args.validate``."""
-    if not branch.taken or not isinstance(branch.node, ast.If):
+    """Names of what a branch waits for: ``if args.validate``, ``if train: ... else``."""
+    if not isinstance(branch.node, ast.If):
         return []
     parts = list(ast.walk(branch.node.test))
-    if any(isinstance(each, ast.Not) for each in parts):
+    is_not = any(isinstance(each, ast.Not | ast.NotEq) for each in parts)
+    if is_not and any(isinstance(each, ast.BoolOp) for each in parts):
         return []
-    return [each.attr for each in parts if isinstance(each, ast.Attribute)] + [
-        each.id for each in parts if isinstance(each, ast.Name)
-    ]
+    asked = [each.attr for each in parts if isinstance(each, ast.Attribute)]
+    asked += [each.id for each in parts if isinstance(each, ast.Name)]
+    asked += [str(each.value) for each in parts if isinstance(each, ast.Constant)]
+    if branch.taken is not is_not:
+        return asked
+    return ["eval"] if any(TRAINING.search(each) for each in asked) else []
 
 
 def _is_discarded(module: Module, node: ast.AST) -> bool:

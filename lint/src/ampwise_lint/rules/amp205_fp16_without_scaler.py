@@ -36,7 +36,7 @@ from ampwise_lint.queries import is_managed, is_unscaled
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.triggers import AUTOCAST, HALF
 from ampwise_lint.values.abstract import Scaler, Tensor
-from ampwise_lint.values.events import Backward, Forward, Made, OptimizerStep, ScalerStep
+from ampwise_lint.values.events import Backward, Enter, Forward, Made, OptimizerStep, ScalerStep
 
 
 @rule("AMP205", "fp16-without-scaler", "error", triggers=(AUTOCAST, HALF))
@@ -53,6 +53,8 @@ def check(code: Analysis) -> Iterator[Mistake]:
                 case Forward(is_root=True):
                     region = event.context.region
                     half = region is not None and region.dtype == "float16"
+                case Enter() if _is_in_forward(event):
+                    half = event.region.dtype == "float16"
                 case Backward() if half and is_unscaled(event) and not _has_factor(event):
                     waiting.append(event)
                 case OptimizerStep():
@@ -60,6 +62,12 @@ def check(code: Analysis) -> Iterator[Mistake]:
                     waiting = []
                 case _:
                     pass
+
+
+def _is_in_forward(event: Enter) -> bool:
+    """Whether a network opens autocast itself."""
+    around = event.context.functions
+    return not event.context.no_grad and bool(around) and around[-1].endswith(".forward")
 
 
 def _has_factor(event: Backward) -> bool:

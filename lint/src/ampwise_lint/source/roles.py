@@ -124,6 +124,7 @@ class Roles:
         self.core: set[int] = set()
         """Of those, the ones with something only training or lower precision has."""
         self._stepped: set[str] = set()
+        self._trained: set[str] = set()
         self._scales_backward: set[str] = set()
         self._roles: dict[str, Role] = {}
         self._parents = index.parents
@@ -143,6 +144,8 @@ class Roles:
                 value=ast.Call(func=ast.Attribute(value=receiver, attr="scale")), attr="backward"
             ):
                 self._scales_backward.add(dotted(receiver))
+            case ast.Attribute(value=receiver, attr="parameters" | "named_parameters"):
+                self._trained.add(dotted(receiver))
             case _:
                 pass
 
@@ -200,9 +203,8 @@ class Roles:
         if LOSS.search(last) or NO_NETWORK.search(last) or MAKER.match(last):
             return False
         used = self.methods.get(text, set())
-        return bool({"train", "eval"} & used and used & NETWORK_METHODS) or bool(
-            NETWORK.search(last)
-        )
+        has_modes = bool({"train", "eval"} & used and used & NETWORK_METHODS)
+        return has_modes or text in self._trained or bool(NETWORK.search(last))
 
     def _mark(self, index: Index) -> None:
         """Fill `steps` and `core`: what is inside a step, directly and through functions called."""

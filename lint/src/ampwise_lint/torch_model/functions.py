@@ -336,6 +336,8 @@ def _operation(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
         )
     if not a.values and name not in library.PLAIN:
         return state.unknown(node, "called", path)
+    if name not in library.INTEGER and not name.startswith("_foreach_"):
+        methods.note_gradients(state, node, a)
     inputs = list(a.positional)
     inputs += [a.named[key] for key in ("input", "pred", "target") if key in a.named]
     return tensors.apply(state, node, name, inputs, a.named)
@@ -389,6 +391,7 @@ def _other(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
     if methods.SHOWS.match(last) or path.startswith(("wandb.", "logging.", "mlflow.")):
         waits = not path.startswith(("wandb.", "mlflow."))
         tensors.shown_all(state, node, a.values, waits=waits)
+        methods.note_gradients(state, node, a)
         return state.unknown(node, "called")
     if any(isinstance(each, Tensor) for each in flat) and not last[:1].isupper():
         if LOSS.search(last) and not HANDLES.match(last):

@@ -128,6 +128,12 @@ def note_norm(state: State, node: ast.Call, name: str, a: Arguments) -> None:
         state.emit(GradientRead, node)
 
 
+def note_gradients(state: State, node: ast.Call, a: Arguments) -> None:
+    """Note that gradients are computed with, or shown."""
+    if any(isinstance(each, Gradient) for each in flatten(a.values)):
+        state.emit(GradientRead, node)
+
+
 def given_away(state: State, node: ast.Call, name: str, a: Arguments) -> None:
     """Note what a function nobody showed us is given: a checkpoint to save, a scaler to step."""
     if SAVES.search(name):
@@ -226,6 +232,8 @@ def _optimizer(state: State, node: ast.Call, owner: Optimizer, name: str, a: Arg
             return _state(state, node, owner, name)
         case "backward" | "clip_master_grads" | "update_master_grads":  # apex FP16_Optimizer
             state.emit(Managed, node, owner.key)
+        case _ if a.named.get("zero_grad") is not None:  # the two steps of SAM
+            state.emit(ZeroGrad, node, owner)
         case _:
             pass
     return state.unknown(node, "called")
@@ -358,6 +366,22 @@ def _halved(
 
 def _same(state: State, node: ast.Call, owner: Value, name: str, a: Arguments) -> Value:
     return owner
+
+
+def _appended(
+    state: State, node: ast.Call, owner: Model | Instance, name: str, a: Arguments
+) -> Value | None:
+    """``ModuleList.append``."""
+    inner = owner.inner if isinstance(owner, Model) else None
+    if not isinstance(inner, ListValue) or not a.positional:
+        return None
+    if isinstance(a.positional[0], Model | Instance):
+        inner.items = [*inner.items[:MODULES], a.positional[0]]
+    return owner
+
+
+MODULES = 8
+"""Modules of a list that are followed."""
 
 
 def _no_sync(state: State, node: ast.Call, owner: Value, name: str, a: Arguments) -> Value:
@@ -545,8 +569,7 @@ def _unknown(state: State, node: ast.Call, owner: Unknown, name: str, a: Argumen
         case _ if name in READS and not a.positional:
             return tensors.read(state, node, owner, name)
         case "half" | "bfloat16" if not a.count:
-            made = Model(owner.key) if NETWORK_MADE.search(owner.key) else owner
-            return halved(state, node, made, HALVES[name])
+            return halved(state, node, _as_made(owner), HALVES[name])
         case "parameters" | "named_parameters":
             return Parameters(owner, f"{owner.key}.parameters")
         case "zero_grad":
@@ -576,6 +599,8 @@ def _unknown(state: State, node: ast.Call, owner: Unknown, name: str, a: Argumen
 
 def _note_shown(state: State, node: ast.Call, name: str, a: Arguments) -> None:
     """Note what a logger or a progress bar is given."""
+    if name == "add_histogram" or SHOWS.match(name):
+        note_gradients(state, node, a)
     if SHOWS.match(name):
         tensors.shown_all(state, node, a.values, waits=name in WAITS)
     elif LOGS.match(name):
@@ -605,8 +630,13 @@ def _passed(state: State, node: ast.Call, owner: Unknown, name: str, a: Argument
         return Tensor(key=owner.key, dtype="float32", of=owner)
     dtype = _dtype_given(a)
     if dtype in ("float16", "bfloat16"):
-        return halved(state, node, owner, dtype)
+        return halved(state, node, _as_made(owner), dtype)
     return owner
+
+
+def _as_made(owner: Unknown) -> Value:
+    """What is halved: a network where what made it is called so."""
+    return Model(owner.key) if NETWORK_MADE.search(owner.key) else owner
 
 
 def _super(state: State, node: ast.Call, owner: Super, name: str, a: Arguments) -> Value:
@@ -655,6 +685,7 @@ OF_NETWORKS: dict[
     "zero_grad": _network_zeroed,
     "clip_grad_norm_": _network_clipped,
     "no_sync": _no_sync,
+    "append": _appended,
 }
 """What methods of networks do; where it is None, they return what others of that name do."""
 

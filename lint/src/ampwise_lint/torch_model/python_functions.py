@@ -15,6 +15,7 @@ from ampwise_lint.values.abstract import (
     Const,
     DictValue,
     Gradient,
+    Instance,
     ListValue,
     Loader,
     Parameters,
@@ -97,6 +98,8 @@ def _getattr(state: State, node: ast.Call, name: str, a: Arguments) -> Value:
     match a.positional:
         case [Ref(path=path), Const(value=str(attr)), *_]:
             return Ref(library.canonical(f"{path}.{attr}"))
+        case [Instance(attributes=known), Const(value=str(attr)), *_] if attr in known:
+            return known[attr]
         case [owner, Const(value=attr), *_]:
             return Unknown(f"{key_of(owner)}.{attr}", "given")
         case _:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Mapping, Sequence
 
 from ampwise_lint.path.state import State
@@ -137,10 +138,13 @@ def arithmetic(state: State, node: Node, name: str, left: Value, right: Value) -
             result.grad_scaled = False
             result.scaled = None
         if main.host:
-            if name == "mul" and not isinstance(_divisor(node, other), Const):
+            undone = not isinstance(_divisor(node, other), Const) and not _is_extent(other)
+            if name == "mul" and (undone or _is_same(node, other, main.divisor)):
                 result.divided = False  # multiplied back
         elif name == "mul" and main.divided and _is_same(node, other, main.divisor):
             result.divided = False  # multiplied back
+        elif name == "mul" and _is_weight(_divisor(node, other)):
+            pass
         elif (name == "div" and main is left) or (name == "mul" and not isinstance(other, Const)):
             result.divided = result.divided or not isinstance(other, Tensor) or other.host
             result.divisor = _divisor(node, other)
@@ -190,10 +194,32 @@ def decides(state: State, node: ast.expr, test: Value) -> None:
             pass
 
 
+WEIGHT = re.compile(
+    r"(^|[._'])(lambda|lamb|lam|alpha|beta|gamma|coeff?|w)(_\w+|\d+)?'?\]?$|(weight|lambda|coeff?)'?\]?$"
+)
+"""Names of what one term of a loss is weighted with: a setting, and no share of a window."""
+
+
+def _is_weight(value: Value) -> bool:
+    return isinstance(value, Unknown) and bool(WEIGHT.search(value.key))
+
+
+def _is_extent(value: Value) -> bool:
+    """Whether a number counts the samples of a batch: a weight, which undoes no division."""
+    return isinstance(value, Unknown) and bool(EXTENT.search(value.key))
+
+
+EXTENT = re.compile(r"\.(size|shape|numel)\b|\blen\(")
+"""Sizes: as keys of values have them, and as they are written."""
+
+
 def is_rescaled(node: ast.expr) -> bool:
-    """Whether a number is multiplied (or weighted) before it is reported."""
+    """Whether a number is multiplied before it is reported, but for the size of a batch."""
     return any(
-        isinstance(each, ast.BinOp) and isinstance(each.op, ast.Mult) for each in ast.walk(node)
+        isinstance(each, ast.BinOp)
+        and isinstance(each.op, ast.Mult)
+        and not any(EXTENT.search(ast.unparse(side)) for side in (each.left, each.right))
+        for each in ast.walk(node)
     )
 
 
@@ -212,7 +238,9 @@ def shown_all(state: State, node: ast.Call, values: Sequence[Value], *, waits: b
     nodes = [*node.args, *(each.value for each in node.keywords)]
     for each, value in zip(nodes, values, strict=False):
         if isinstance(value, DictValue):
-            inner = each.values if isinstance(each, ast.Dict) else []
+            made = value.node
+            here = isinstance(made, ast.Dict) and (made is each or state.here.holds(made))
+            inner = made.values if here and isinstance(made, ast.Dict) else []
             for part, item in zip(inner, value.items.values(), strict=False):
                 shown(state, part, item, waits=waits)
         elif not isinstance(each, ast.JoinedStr):

@@ -194,6 +194,8 @@ class ListValue(Value):
     """A tuple or list whose items are known."""
 
     items: list[Value]
+    repeats: bool = False
+    """Of any length: its one item stands for all."""
     size: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -477,6 +479,8 @@ def key_of(value: Value | None) -> str:
             return key
         case ListValue(items=items):
             return "(" + ", ".join(map(key_of, items)) + ")"
+        case DictValue(node=ast.expr(lineno=line, col_offset=column)):
+            return f"dict@{line}:{column}"  # the same on every path
         case _:
             return f"{type(value).__name__}@{id(value):x}"
 

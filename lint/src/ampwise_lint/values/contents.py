@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ampwise_lint.values.abstract import ListValue, Tensor, Value
+from ampwise_lint.values.abstract import ListValue, Model, Tensor, Value
 
 
 def flatten(values: Sequence[Value]) -> list[Value]:
@@ -16,6 +16,12 @@ def flatten(values: Sequence[Value]) -> list[Value]:
         else:
             flat.append(each)
     return flat
+
+
+def modules_in(value: Value) -> list[Value]:
+    """What a ``ModuleList`` or ``Sequential`` holds; empty for anything else."""
+    inner = value.inner if isinstance(value, Model) and not value.wrapped else None
+    return flatten(inner.items) if isinstance(inner, ListValue) else []
 
 
 def holds(value: Value, inner: ListValue) -> bool:
