@@ -139,6 +139,7 @@ def _failed(folder: Path, *arguments: str) -> tuple[str, str]:
     return command.out, command.err
 
 
+@pytest.mark.slow
 def test_an_error_on_one_rank_is_its_own_and_named_by_the_others(tmp_path: Path) -> None:
     _, err = _failed(tmp_path, "--set", "how=raise")
     assert err.count('raise ValueError("the image is broken")') == 1, err

@@ -57,7 +57,7 @@ def _tracker(_model: nn.Module, step: TrainStep) -> None:
 
 
 def _steps(_model: nn.Module, step: TrainStep) -> None:
-    step.steps += 1
+    step._log.steps += 1
 
 
 def _differ(spread: str, change: Any, options: dict[str, Any]) -> tuple[int, str, tuple[int, ...]]:

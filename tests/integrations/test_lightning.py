@@ -304,6 +304,7 @@ def test_manual_optimization_with_a_train_step_counts_steps(tmp_path):
     assert made.global_step == 5
 
 
+@pytest.mark.slow
 def test_ranks_under_ddp_skip_together_and_stay_the_same():
     script = Path(__file__).parent / "scripts" / "lightning_ddp.py"
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)

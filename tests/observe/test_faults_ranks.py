@@ -51,7 +51,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("kind", ["plain", "gather"])
+@pytest.mark.parametrize("kind", ["plain", pytest.param("gather", marks=pytest.mark.slow)])
 def test_a_fault_of_another_rank_is_told(tmp_path, kind):
     script, report = tmp_path / "script.py", tmp_path / "report.json"
     script.write_text(SCRIPT)

@@ -69,7 +69,6 @@ def slow(*values: str) -> Any:
 
 QUICK = [
     ("accelerate_loop", "bf16"),
-    ("gan", "fp16"),
     ("hf_trainer", "bf16"),
     ("nanogpt", "fp16"),
 ]
@@ -240,6 +239,7 @@ def test_a_fault_of_one_step_only_is_found_too(tmp_path: Path, name: str, what: 
     check_fault(ran.report["faults"][0], path_of(name), what)
 
 
+@pytest.mark.slow
 def test_a_fault_on_one_rank_is_said_with_the_rank(tmp_path: Path) -> None:
     arguments = ["--steps", "6", "--precision", "bf16", "--fault", "forward", "--at-step", "3"]
     ran = watch("ddp", tmp_path, *arguments)

@@ -116,7 +116,8 @@ def race(
                 return _resolution(guess, known, field, "raced before on a step like this")
             began = time.monotonic()
             found = field.race(list(map(Policy.parse, names)), guess.policy)
-            how = f"raced on this step in {time.monotonic() - began:.1f} s, {field.words}"
+            took = host.first(lambda: f"{time.monotonic() - began:.1f} s")  # ranks say the same
+            how = f"raced on this step in {took}, {field.words}"
             resolution = _resolution(guess, found, field, how)
     except (_BaselineError, RankError) as failure:
         return _not_raced(guess, str(failure))

@@ -75,6 +75,7 @@ def trials(gain, tmp_path):
     return Trials(folder, gain)
 
 
+@pytest.mark.slow
 def test_a_source_is_judged_by_what_it_does_in_a_fresh_process(trials, gain):
     assert trials.control() == ""
     right = trials.of(1, GAIN.replace("self.project(x) *", "self.project(x).float() *").encode())
