@@ -123,8 +123,8 @@ class Pass:
 
     Attributes
     ----------
-    batch
-        What a loader gave last; None without one.
+    batches
+        What loaders gave last, up to its first call.
     began
         Random state, where it may matter and a device was known by then.
     loss
@@ -137,7 +137,7 @@ class Pass:
         Whether all calls were kept, and the bytes of their arguments.
     """
 
-    batch: Any = None
+    batches: Sequence[Any] = ()
     began: RandomState | None = None
     calls: list[Call] = field(default_factory=list[Call])
     loss: Tensor | None = None
@@ -145,6 +145,13 @@ class Pass:
     program: Any = None
     complete: bool = True
     size: int = 0
+
+    @property
+    def batch(self) -> Any:
+        """The batch that its first call was given tensors of; else the last; None without one."""
+        given = {id(each) for each, _ in self.calls[0].versions} if self.calls else set[int]()
+        held = (e for e in reversed(self.batches) if any(id(t) in given for t in tensors(e)))
+        return next(held, self.batches[-1] if self.batches else None)
 
     def add(self, call: Call) -> None:
         """Keep a call; the oldest go where many have gradients and no backward follows."""
@@ -178,7 +185,7 @@ class Calls:
         self.entered: torch.dtype | None = None
         self.draws = True
         self.losses_known = False
-        self._batches: deque[Any] = deque([None], maxlen=_AHEAD)
+        self._batches: deque[Any] = deque(maxlen=_AHEAD)
         self._bytes = 0
         self._known: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
         self._open: tuple[Call, Callable[[], None] | None] | None = None
@@ -216,15 +223,9 @@ class Calls:
             if tensor.requires_grad and tensor.grad_fn is not None and not self.losses_known:
                 call.incoming.append(self._listen(path, tensor))
         if not self.now.calls:
-            self.now.batch = self._batch_of(call)
+            self.now.batches = tuple(self._batches)
         self.now.add(call)
         return call
-
-    def _batch_of(self, call: Call) -> Any:
-        """The batch that it was given tensors of; else the last. Loaders may be one ahead."""
-        given = {id(each) for each, _ in call.versions}
-        held = (e for e in reversed(self._batches) if any(id(t) in given for t in tensors(e)))
-        return next(held, self._batches[-1])
 
     def backward(self, loss: Tensor | None, spots: Spots) -> Pass:
         """Backward is called: the pass that it ends."""
