@@ -53,4 +53,4 @@ def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
         self.flag.on_host = False
 
     monkeypatch.setattr(Guard, "__init__", blind)
-    monkeypatch.setattr(grads, "_norms_on_cpu", grads._norms_in_float64)
+    monkeypatch.setattr(grads, "norms", grads.norms_in_float64)

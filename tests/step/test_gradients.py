@@ -50,8 +50,8 @@ def test_finite_gradients_whose_squares_overflow_stay_finite(size):
 
 def test_the_accelerator_recipe_gives_the_same_as_the_cpu_recipe():
     pieces = [torch.randn(50_000), torch.randn(20, 30), torch.full((4,), 1e15)]
-    on_cpu = grads._norms_on_cpu(pieces)
-    in_float64 = grads._norms_in_float64(pieces)
+    on_cpu = grads.norms(pieces)
+    in_float64 = grads.norms_in_float64(pieces)
     assert torch.cat(on_cpu).double().norm().item() == pytest.approx(
         torch.cat(in_float64).norm().item(), rel=1e-5
     )

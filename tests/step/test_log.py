@@ -11,14 +11,15 @@ from ampwise.errors import SkippedStepsError
 from ampwise.policy import Policy
 from ampwise.step.host import HostFlag
 from ampwise.step.log import StepLog
-from ampwise.telemetry.ring import Totals
+from ampwise.telemetry.ring import Totals, write
 
 CPU = torch.device("cpu")
 
 
 def close(log: StepLog, *, skipped: bool, missed: tuple[str, ...] = ()) -> None:
     """A step over, and what is known of it taken in."""
-    log.ring.row.copy_(torch.tensor([math.nan, 4.0, 2.0 if skipped else 4.0, 1.0, float(skipped)]))
+    row = torch.tensor([math.nan, 4.0, 2.0 if skipped else 4.0, 1.0, float(skipped)])
+    write(log.ring.row, row.unbind())
     log.learn(log.close(0.1, HostFlag(torch.tensor(float(skipped))), list(missed)))
 
 

@@ -26,7 +26,7 @@ from ampwise.observe.schedules import Schedules
 from ampwise.observe.session import Session
 from ampwise.observe.steps import Attempt, Step
 from ampwise.telemetry import names
-from ampwise.telemetry.ring import Ring, StepRecord
+from ampwise.telemetry.ring import Ring, StepRecord, write
 
 _READ_EVERY = 16
 _WARM_UP = 3
@@ -148,7 +148,7 @@ class Records(Listener):
             device = _device_of(ended.step)
             self._ring = Ring(device)
             self._blanks = _Blanks(*torch.tensor([float("nan"), 0.0, 1.0]).to(device).unbind())
-        _write(self._ring.row, ended.step, scale, self._blanks)
+        write(self._ring.row, _figures(ended.step, scale, self._blanks))
         self._ring.written(ended.lr if ended.lr is not None else float("nan"))
         self._ended.append(ended)
         if len(self._ended) >= min(_READ_EVERY, self.steps):
@@ -230,13 +230,14 @@ def _device_of(step: Step) -> torch.device:
     return next((each.device for each in (*losses, *norms)), torch.device("cpu"))
 
 
-def _write(row: Tensor, step: Step, next_scale: Tensor | None, blanks: _Blanks) -> None:
+def _figures(step: Step, next_scale: Tensor | None, blanks: _Blanks) -> tuple[Tensor, ...]:
     """Loss, loss scale before and after, norm, found_inf, each in as few operations as can be."""
+    device = blanks.nothing.device
 
     def there(value: Tensor) -> Tensor:
-        if value.dtype is torch.float32 and value.device == row.device and not value.dim():
+        if value.dtype is torch.float32 and value.device == device and not value.dim():
             return value
-        return value.detach().float().reshape(()).to(row.device, non_blocking=True)
+        return value.detach().float().reshape(()).to(device, non_blocking=True)
 
     losses = [there(each) for segment in step.segments for each in segment.losses]
     norms = [there(each.norm) for each in step.attempts if each.norm is not None]
@@ -249,8 +250,8 @@ def _write(row: Tensor, step: Step, next_scale: Tensor | None, blanks: _Blanks) 
         if each.skipped is not False
     ]
     norm = _one_of(norms, blanks.nothing, torch.linalg.vector_norm)
-    columns = [_one_of(losses, blanks.nothing, torch.sum), before, after, norm]
-    torch.stack([*columns, _one_of(found, blanks.zero, torch.sum)], out=row)
+    loss = _one_of(losses, blanks.nothing, torch.sum)
+    return loss, before, after, norm, _one_of(found, blanks.zero, torch.sum)
 
 
 def _one_of(values: list[Tensor], none: Tensor, together: Callable[[Tensor], Tensor]) -> Tensor:

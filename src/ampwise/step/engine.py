@@ -55,7 +55,7 @@ from ampwise.step.pending import Pending
 from ampwise.step.precision import Precision, check_islands, precision_of
 from ampwise.step.state import StepState
 from ampwise.step.window import Weight, divide
-from ampwise.telemetry.ring import StepRecord, Totals
+from ampwise.telemetry.ring import Row, StepRecord, Totals, write
 
 
 class Engine:
@@ -644,7 +644,7 @@ class Engine:
         """End the step."""
         self._follow(self._close_on_host(self._close_on_device(self._log.ring.row)))
 
-    def _close_on_device(self, row: Tensor) -> HostFlag:
+    def _close_on_device(self, row: Row) -> HostFlag:
         """End the step on the device: loss scale, buffers, a row of telemetry; its found_inf."""
         whose = self._open.window.whose
         if whose and (left := self._open.pending.with_gradients(whose)):
@@ -659,7 +659,7 @@ class Engine:
         self._open.buffers.settle(flag)
         if loss is None:  # gradients of earlier steps alone
             loss = torch.full((), torch.nan, device=self.device)
-        torch.stack((loss, before, scale, grad_norm, found_inf), out=row)
+        write(row, (loss, before, scale, grad_norm, found_inf))
         return flag
 
     def _close_on_host(self, found_inf: HostFlag) -> list[bool]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -92,7 +92,28 @@ def norms(gradients: Sequence[Tensor]) -> list[Tensor]:
     Finite only if every element is. On accelerators the reverse holds too; on the CPU a norm that
     is not finite asks for a second look (`wide_norm`). No host synchronisation.
     """
-    return _norms(gradients, _norms_on_cpu)
+    # One loop, and few calls: between kernels nothing of this is in the processor's caches.
+    elsewhere: list[Tensor] = []
+    products: list[Tensor] = []
+    small: list[Tensor] = []
+    wider: torch.dtype | None = None
+    for each in gradients:
+        size, dtype = each.numel(), each.dtype
+        if not each.is_cpu:
+            elsewhere.append(each)
+        elif size >= _DOT_FROM and dtype is torch.float32 and each.is_contiguous():
+            flat = each.view(-1)
+            products.append(torch.dot(flat, flat))
+        elif size:
+            small.append(each)
+            if dtype is not torch.float32:
+                wider = _wider(wider, dtype)
+    found = norms_in_float64(elsewhere) if elsewhere else []
+    if products:
+        found.append(torch.stack(products).sqrt_())
+    if small:
+        found.append(torch.stack(torch._foreach_norm(small, 2, dtype=wider)))
+    return found
 
 
 def together(norms: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -123,54 +144,27 @@ def square(gradients: Mapping[int, Sequence[Tensor]], device: torch.device) -> T
 
 def wide_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     """Global norm in float64: for gradients of up to 32 bits, finite if and only if all are."""
-    return together(_norms(gradients, _norms_in_float64), device)
+    return together(norms_in_float64(gradients), device)
 
 
 def largest(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     """The largest magnitude of an element, a float64 scalar on `device`; inf and NaN stay so."""
     found = [
-        torch.stack(list(torch._foreach_norm(tensors, math.inf))).amax().to(device, torch.float64)
+        torch.stack(torch._foreach_norm(tensors, math.inf)).amax().to(device, torch.float64)
         for tensors in by_device(gradients).values()
     ]
     return torch.stack(found).amax() if found else torch.zeros((), device=device).double()
 
 
-def _norms(
-    gradients: Sequence[Tensor], on_cpu: Callable[[list[Tensor]], list[Tensor]]
-) -> list[Tensor]:
-    found: list[Tensor] = []
-    for place, tensors in by_device(gradients).items():
-        found += (on_cpu if place.type == "cpu" else _norms_in_float64)(tensors)
-    return found
+def norms_in_float64(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """`norms`, computed in float64: what accelerators always do."""
+    groups = by_device(gradients).values()
+    return [torch.stack(torch._foreach_norm(each, 2, dtype=torch.float64)) for each in groups]
 
 
-def _norms_in_float64(tensors: list[Tensor]) -> list[Tensor]:
-    return [torch.stack(list(torch._foreach_norm(tensors, 2, dtype=torch.float64)))]
-
-
-def _norms_on_cpu(tensors: list[Tensor]) -> list[Tensor]:
-    """Norms in float32 (float64 where some tensor is)."""
-    large = [each for each in tensors if each.numel() >= _DOT_FROM and _suits_dot(each)]
-    small = [each for each in tensors if each.numel() < _DOT_FROM or not _suits_dot(each)]
-    found: list[Tensor] = []
-    if large:
-        flat = [tensor.view(-1) for tensor in large]
-        found.append(torch.stack([torch.dot(each, each) for each in flat]).sqrt_())
-    if small:
-        found.append(torch.stack(list(torch._foreach_norm(small, 2, dtype=_sum_dtype(small)))))
-    return found
-
-
-def _suits_dot(tensor: Tensor) -> bool:
-    return tensor.dtype == torch.float32 and tensor.is_contiguous()
-
-
-def _sum_dtype(tensors: Sequence[Tensor]) -> torch.dtype | None:
-    """float32 for 16-bit gradients, whose own precision is too coarse for a sum; None: as it is."""
-    dtypes = {tensor.dtype for tensor in tensors}
-    if dtypes == {torch.float32}:
-        return None
-    return torch.float64 if torch.float64 in dtypes else torch.float32
+def _wider(so_far: torch.dtype | None, dtype: torch.dtype) -> torch.dtype:
+    """What norms are computed in: float64 where some are, else float32; 16 bits are too coarse."""
+    return torch.float64 if torch.float64 in (so_far, dtype) else torch.float32
 
 
 def multiply_(gradients: Sequence[Tensor], factor: Tensor) -> None:

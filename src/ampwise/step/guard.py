@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from ampwise.step import gradients as grads
 from ampwise.step import optimizers as optim
 from ampwise.step.host import HostFlag
+from ampwise.telemetry.ring import number
 
 _EPS = 1e-6  # of torch.nn.utils.clip_grad_norm_
 _LARGEST = torch.finfo(torch.float32).max
@@ -81,8 +82,6 @@ class Guard:
         self.grad_norm = torch.zeros((), device=device)
         self.norms: list[Tensor] = []
         self._one = torch.ones((), device=device)
-        self._excess_of = torch.ones(())  # on the host, written through its view
-        self._excess_view = self._excess_of.numpy()
 
     @property
     def folds(self) -> bool:
@@ -137,7 +136,7 @@ class Guard:
     def _look_again(self, gradients: Sequence[Tensor], divisor: Tensor | None) -> None:
         """Judge by the largest element: perhaps only a sum overflowed. No sync on the host."""
         norm = grads.wide_norm(gradients, self._device)
-        if norm.isfinite().numpy():
+        if math.isfinite(number(norm)):
             self._judge(grads.largest(gradients, self._device), divisor)
         if not self.flag.read():
             norm = norm if divisor is None else norm / divisor
@@ -153,7 +152,7 @@ class Guard:
         true = bound if divisor is None else bound / divisor
         self.grad_norm = true.to(torch.float32)
         if self.flag.on_host:
-            self.flag.set(not math.isfinite(self.grad_norm.numpy()))
+            self.flag.set(not math.isfinite(number(self.grad_norm)))
             return
         self.found_inf.zero_()
         torch._amp_foreach_non_finite_check_and_unscale_(
@@ -165,9 +164,8 @@ class Guard:
         if self.max_norm is None:
             return None
         if self.flag.on_host:
-            excess = (self.grad_norm.numpy() + _EPS) / self.max_norm  # in float32, as below
-            self._excess_view[...] = excess
-            return self._excess_of if excess > 1 else None
+            excess = (number(self.grad_norm) + _EPS) / self.max_norm
+            return torch.tensor(excess) if excess > 1 else None
         return ((self.grad_norm + _EPS) / self.max_norm).clamp_(min=1.0)
 
     def _step_folded(self, divisor: Tensor | None) -> None:

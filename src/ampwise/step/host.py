@@ -26,18 +26,15 @@ class HostFlag:
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
         self.on_host = tensor.device.type == "cpu"
-        # A view of the same memory: no operator runs, so nothing can synchronise.
-        self._view = tensor.numpy() if self.on_host else None
 
     def set(self, value: bool) -> None:
         """Write the value; for flags on the host."""
-        assert self._view is not None
-        if bool(self._view) is not value:
-            self._view[...] = value
+        if self.read() is not value:
+            self.tensor.fill_(value)
 
     def read(self) -> bool:
         """The value now; on an accelerator this waits for the device (one host sync)."""
-        return bool(self._view) if self._view is not None else bool(self.tensor.item())
+        return bool(self.tensor.tolist())
 
 
 class Outcomes:
@@ -84,7 +81,7 @@ class Outcomes:
             return False
         pinned, event = self._pending[-1]
         event.synchronize()
-        return bool(pinned.numpy())
+        return bool(pinned.tolist())
 
     def drain(self) -> list[bool]:
         """Every outcome still on its way; waits for their copies, not for later work."""
@@ -92,5 +89,5 @@ class Outcomes:
         while self._pending:
             pinned, event = self._pending.popleft()
             event.synchronize()
-            known.append(bool(pinned.numpy()))
+            known.append(bool(pinned.tolist()))
         return known

@@ -39,7 +39,7 @@ from ampwise.step.skips import Followers
 from ampwise.step.state import StepState
 from ampwise.step.warn import warn_user
 from ampwise.step.window import Weight, Window
-from ampwise.telemetry.ring import COLUMNS
+from ampwise.telemetry.ring import COLUMNS, write
 
 Batch = TypeVar("Batch")
 Returned = TypeVar("Returned", bound=Tensor | tuple[Any, ...])
@@ -333,7 +333,7 @@ class TrainStep(Engine):
             return returned, self._close_on_device(row)
 
         def on_host(row: Tensor, found_inf: HostFlag) -> None:
-            self._log.ring.row.copy_(row)
+            write(self._log.ring.row, row.unbind())
             self._follow(self._close_on_host(found_inf))
 
         row = torch.zeros(COLUMNS, device=self.device)

@@ -3,13 +3,17 @@
 A step writes one row of float32 scalars into a ring on the device: loss, loss scale before and
 after, grad norm, found_inf. Every `CHUNK` rows the ring's new part is copied to pinned memory
 without waiting. `poll` turns what has arrived into `StepRecord`s; `drain` waits for the rest. On
-the CPU a row can be read as soon as it is written. The last `HISTORY` records stay, read or not.
+the CPU a row is a list of numbers, and can be read as soon as it is written. The last `HISTORY`
+records stay, read or not.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -22,6 +26,22 @@ HISTORY = 10_000
 
 COLUMNS = 5
 """A row holds loss, loss scale before and after, grad norm and found_inf."""
+
+Row = Tensor | list[float]
+"""A tensor on an accelerator; on the CPU, where a number costs less than a kernel, a list."""
+
+
+def number(scalar: Tensor) -> float:
+    """Of a scalar in the host's own memory: no operator runs, so nothing can synchronise."""
+    return cast("float", scalar.tolist())
+
+
+def write(row: Row, figures: Sequence[Tensor]) -> None:
+    """Fill a row with scalars that are on its device."""
+    if isinstance(row, list):
+        row[:] = [number(each) for each in figures]
+    else:
+        torch.stack(tuple(figures), out=row)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +109,9 @@ class Ring:
         self.totals = totals or Totals()
         self._on_cpu = device.type == "cpu"
         self._device = device
-        self._rows = torch.zeros(chunk, COLUMNS, device=device)
+        self._chunk = chunk
+        self._numbers = [[math.nan] * COLUMNS for _ in range(chunk if self._on_cpu else 0)]
+        self._rows = torch.zeros(0 if self._on_cpu else chunk, COLUMNS, device=device)
         self._slots = self._rows.unbind()
         self._lrs: list[float | Tensor] = []
         self._in_flight: deque[tuple[Tensor, list[float | Tensor], torch.Event]] = deque()
@@ -97,14 +119,14 @@ class Ring:
         self._unread = 0
 
     @property
-    def row(self) -> Tensor:
-        """Where the next step's row goes: `COLUMNS` float32 on the device."""
-        return self._slots[len(self._lrs)]
+    def row(self) -> Row:
+        """Where the next step's row goes (`write`)."""
+        return (self._numbers or self._slots)[len(self._lrs)]
 
     def written(self, lr: float | Tensor) -> None:
         """The next row is written; `lr` belongs to it."""
         self._lrs.append(lr.detach().clone() if isinstance(lr, Tensor) else lr)
-        if len(self._lrs) == len(self._slots):
+        if len(self._lrs) == self._chunk:
             self._send()
 
     def poll(self) -> list[StepRecord]:
@@ -148,7 +170,7 @@ class Ring:
         if not lrs:
             return
         if self._on_cpu:
-            self._record(self._rows[: len(lrs)], lrs)
+            self._record(self._numbers[: len(lrs)], lrs)
             return
         self._land()  # also where nobody polls, so that no more than a few copies are kept
         # Later rows go to the same memory on the same stream, after this copy.
@@ -165,13 +187,11 @@ class Ring:
 
     def _receive(self) -> None:
         rows, lrs, _ = self._in_flight.popleft()
-        self._record(rows, lrs)
+        self._record(rows.tolist(), lrs)
 
-    def _record(self, rows: Tensor, lrs: list[float | Tensor]) -> None:
+    def _record(self, rows: Sequence[Sequence[float]], lrs: list[float | Tensor]) -> None:
         totals = self.totals
-        for (loss, scale, next_scale, norm, found_inf), lr in zip(
-            rows.numpy().tolist(), lrs, strict=True
-        ):
+        for (loss, scale, next_scale, norm, found_inf), lr in zip(rows, lrs, strict=True):
             totals.steps += 1
             totals.skipped += found_inf > 0
             totals.growths += next_scale > scale
