@@ -7,8 +7,11 @@ counted. Their logging, checkpoints and progress bars are off; ampwise keeps its
 step. Arms take turns, one block a round.
 
 Precisions are fp32 and bf16. Not fp16: on a CPU Accelerate and Hugging Face run float32 under that
-name, and Lightning bfloat16. ``auto`` is ampwise left to choose by itself, by a race on its first
-step, against bf16 in the others.
+name, and Lightning bfloat16.
+
+With ``--chosen`` ampwise trains with what it chose by itself, against bf16 in the others: ``auto``,
+by a race on its first step, and ``tuned``, what ``ampwise tune`` found. Where that has a larger
+batch, the time is that of as many samples as the others have in theirs.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -31,12 +35,17 @@ from _common import paired_ratio, sample_in_turns, save, show
 from ampwise.step import TrainStep
 from step import MODELS, Loss
 
-PLANS = [
-    *itertools.product([("mlp", 100), ("cnn", 15), ("charlm", 10)], ["fp32", "bf16"]),
-    (("charlm small", 5), "auto"),
-    (("charlm base", 4), "auto"),
-]
+SAME = [*itertools.product([("mlp", 100), ("cnn", 15), ("charlm", 10)], ["fp32", "bf16"])]
+CHOSEN = [*itertools.product([("charlm small", 5), ("charlm base", 4)], ["auto", "tuned"])]
 """Model, steps in a block, and precision."""
+
+TUNED = {
+    "charlm small": ("bf16-master", ("unfused-attention", "compile"), 2),
+    "charlm base": ("bf16-master", ("unfused-attention",), 2),
+}
+"""Policy, levers, and windows for one of the others', as ``ampwise tune charlm --objective speed``
+found them on the machine of the results (``--set size=small``; ``--set size=base --set batch=8``).
+"""
 
 Block = Callable[[], float]
 
@@ -95,6 +104,15 @@ def ampwise(make: Callable[..., Any], precision: str, steps: int) -> Block:
             step.poll()
 
     return in_a_loop(one, batch, steps)
+
+
+def by_ampwise(name: str, precision: str, steps: int) -> Block:
+    if precision != "tuned":
+        return ampwise(MODELS[name], precision, steps)
+    policy, levers, times = TUNED[name]
+    make = partial(MODELS[name], windows=8 * times, levers=levers)
+    block = ampwise(make, policy, steps)
+    return lambda: block() / times
 
 
 def accelerate(make: Callable[..., Any], precision: str, steps: int) -> Block:
@@ -240,11 +258,10 @@ class _Repeated:
 
 
 def _lightning(precision: str) -> Any:
-    return {"auto": "bf16-mixed", "fp32": "32-true", "bf16": "bf16-mixed"}[precision]
+    return "32-true" if precision == "fp32" else "bf16-mixed"
 
 
 PEERS = {
-    "ampwise": ampwise,
     "accelerate": accelerate,
     "fabric": fabric,
     "lightning trainer": lightning_trainer,
@@ -254,6 +271,7 @@ PEERS = {
 
 def compare(name: str, precision: str, rounds: int, steps: int) -> dict[str, Any]:
     arms = {peer: make(MODELS[name], precision, steps) for peer, make in PEERS.items()}
+    arms["ampwise"] = by_ampwise(name, precision, steps)
     for block in arms.values():
         block()
     samples = sample_in_turns(arms, rounds)
@@ -271,15 +289,19 @@ def compare(name: str, precision: str, rounds: int, steps: int) -> dict[str, Any
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--chosen", action="store_true")
+    args = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     results = {}
-    for (name, steps), precision in PLANS:
+    for (name, steps), precision in CHOSEN if args.chosen else SAME:
         torch.set_num_threads(1 if name == "mlp" else 2)
-        results[f"{name} {precision}"] = compare(name, precision, rounds, steps)
+        results[f"{name} {precision}"] = compare(name, precision, args.rounds, steps)
     packages = {each: version(each) for each in ("accelerate", "lightning", "transformers")}
-    save("peers-cpu", {"packages": packages, "comparisons": results})
+    save(
+        "peers-chosen-cpu" if args.chosen else "peers-cpu",
+        {"packages": packages, "comparisons": results},
+    )
 
 
 if __name__ == "__main__":

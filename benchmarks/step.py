@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from _common import paired_ratio, save, show, take_turns
 from ampwise import load_task
 from ampwise.data import to_device
 from ampwise.step import TrainStep
+from ampwise.tasks.levers import pulled
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -49,9 +50,11 @@ def cnn() -> tuple[nn.Module, Any, Loss]:
     return model, (torch.randn(32, 3, 32, 32), torch.randint(0, 10, (32,))), classify
 
 
-def charlm(size: str = "tiny") -> tuple[nn.Module, Any, Loss]:
+def charlm(
+    size: str = "tiny", windows: int = 8, levers: Sequence[str] = ()
+) -> tuple[nn.Module, Any, Loss]:
     """The built-in task on real data, 8 windows a batch."""
-    task = load_task("charlm", {"size": size, "batch": "8"})
+    task = pulled(load_task("charlm", {"size": size, "batch": str(windows)}), levers)
     torch.manual_seed(0)
     return task.model(), next(iter(task.batches())), task.loss
 

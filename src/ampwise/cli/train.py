@@ -40,8 +40,9 @@ class Options(Common):
     """Keep a precision that this device only emulates, instead of falling back to fp32."""
 
     levers: str = ""
-    """Comma-separated: compile, fused-optimizer, channels-last, checkpointing, batch=N, and the
-    task's own, such as chunked-loss; ampwise tune --objective speed finds which."""
+    """Comma-separated: compile, fused-optimizer, channels-last, unfused-attention, checkpointing,
+    batch=N, and the task's own, such as chunked-loss; ampwise tune --objective speed finds which.
+    """
 
     strict: bool = False
     """Fail instead of falling back, and fail if the precision was not active."""

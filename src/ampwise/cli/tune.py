@@ -40,7 +40,7 @@ class Options(Common):
 
     levers: str | None = None
     """For speed and memory, comma-separated levers to try (compile, fused-optimizer, channels-last,
-    checkpointing, batch=N, chunked-loss); default: all that fit."""
+    unfused-attention, checkpointing, batch=N, chunked-loss); default: all that fit."""
 
     steps: int = 20
     """For islands: steps of training that a policy must get through."""

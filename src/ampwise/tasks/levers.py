@@ -3,6 +3,7 @@
 =================  ===================================================================
 fused-optimizer    one kernel updates all parameters; PyTorch's Adam, AdamW, SGD, Adagrad
 channels-last      images and the weights of convolutions have their channels innermost
+unfused-attention  attention by matrix products and a softmax, not by PyTorch's one kernel
 checkpointing      repeated blocks keep their inputs only and are computed again in backward
 compile            `torch.compile`
 batch=N            N of the task's batches are joined into one
@@ -37,6 +38,7 @@ from torch.utils.checkpoint import checkpoint
 from ampwise.data.move import changed, joined
 from ampwise.errors import LeverError, UsageError, nearest
 from ampwise.step.modules import as_one, in_form, several
+from ampwise.tasks.attention import calls_attention, unfused
 from ampwise.tasks.task import Task
 
 COMPILE, BATCH = "compile", "batch"
@@ -222,6 +224,22 @@ def _checkpointing(task: Task) -> Task:
     return replace(task, model=model)
 
 
+def _unfused_attention(task: Task) -> Task:
+    def model() -> Any:
+        built = task.model()
+        found = [each for each in as_one(built).modules() if calls_attention(each)]
+        if not found:
+            raise LeverError(
+                "unfused-attention",
+                "no module's own code calls torch.nn.functional.scaled_dot_product_attention",
+            )
+        for each in found:
+            each.__class__ = unfused(type(each))
+        return built
+
+    return replace(task, model=model)
+
+
 @cache
 def _checkpointed(kind: type[nn.Module]) -> type[nn.Module]:
     """A class of modules whose forward is computed again in backward.
@@ -274,6 +292,7 @@ def _a_call() -> Callable[..., Any]:
 LEVERS: Mapping[str, Callable[[Task], Task]] = {
     "fused-optimizer": _fused_optimizer,
     "channels-last": _channels_last,
+    "unfused-attention": _unfused_attention,
     "checkpointing": _checkpointing,
     COMPILE: _compiled,
 }
