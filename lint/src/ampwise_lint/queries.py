@@ -18,6 +18,7 @@ from ampwise_lint.values.abstract import (
     Const,
     DictValue,
     ListValue,
+    Model,
     Optimizer,
     Parameter,
     Parameters,
@@ -29,7 +30,7 @@ from ampwise_lint.values.abstract import (
     is_low,
     key_of,
 )
-from ampwise_lint.values.contents import flatten, origins
+from ampwise_lint.values.contents import flatten, modules_in, origins
 from ampwise_lint.values.events import (
     Backward,
     CastDown,
@@ -248,6 +249,22 @@ def same_owner(first: Value | None, second: Value | None) -> bool | None:
     if not one or not other:
         return None
     return bool(one & other)
+
+
+def is_part(network: Value, of: Value | None) -> bool:
+    """Whether a network is a module of another, or of one that an optimizer's parameters are of."""
+    match of:
+        case Optimizer(params=inner) | Parameters(of=inner):
+            return is_part(network, inner)
+        case ListValue(items=items):
+            return any(is_part(network, each) for each in items)
+        case DictValue(items=items):
+            return is_part(network, items.get("params"))
+        case Model() | Unknown():
+            is_named = key_of(network).startswith((f"{of.key}.", f"{of.key}["))
+            return is_named or any(each is network for each in modules_in(of))
+        case _:
+            return False
 
 
 ADAM = ("Adam", "AdamW", "NAdam", "RAdam")

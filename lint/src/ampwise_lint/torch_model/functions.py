@@ -12,7 +12,7 @@ from ampwise_lint.path.state import State
 from ampwise_lint.source import library
 from ampwise_lint.source.nodes import Node
 from ampwise_lint.source.roles import HANDLES, LOSS
-from ampwise_lint.torch_model import methods, python_functions, tensors
+from ampwise_lint.torch_model import methods, networks, python_functions, tensors
 from ampwise_lint.values.abstract import (
     FALSE,
     NONE,
@@ -395,6 +395,7 @@ def _other(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
         return state.unknown(node, "called")
     if any(isinstance(each, Tensor) for each in flat) and not last[:1].isupper():
         if LOSS.search(last) and not HANDLES.match(last):
+            networks.run_given(state, node, a)
             state.emit(Loss, node, last, tuple(a.values))
         return unknown_of_tensors(state, node, last, a)
     if (returned := methods.walk_callbacks(state, node, a)) is not None:
