@@ -181,8 +181,11 @@ def _sets(node: ast.AST, name: str) -> bool:
 
 def _is_multiplied(node: ast.AST, name: str) -> bool:
     """``total * n``: it may be multiplied back."""
-    is_product = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)
-    return is_product and name in (dotted(node.left), dotted(node.right))
+    match node:
+        case ast.BinOp(left=left, op=ast.Mult(), right=right):
+            return name in (dotted(left), dotted(right))
+        case _:
+            return False
 
 
 # ---------------------------------------------------------------------- fixes
