@@ -400,7 +400,9 @@ def _other(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
         return unknown_of_tensors(state, node, last, a)
     if (returned := methods.walk_callbacks(state, node, a)) is not None:
         return returned
-    return state.unknown(node, "called", path)
+    made = state.unknown(node, "called", path)
+    made.of = next((each for each in flat if isinstance(each, Scaler)), None)
+    return made
 
 
 def _numpy(state: State, node: ast.Call, path: str, a: Arguments) -> Value:

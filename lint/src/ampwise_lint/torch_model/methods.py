@@ -134,11 +134,14 @@ def note_gradients(state: State, node: ast.Call, a: Arguments) -> None:
         state.emit(GradientRead, node)
 
 
-def given_away(state: State, node: ast.Call, name: str, a: Arguments) -> None:
+def given_away(
+    state: State, node: ast.Call, name: str, a: Arguments, owner: Unknown | None = None
+) -> None:
     """Note what a function nobody showed us is given: a checkpoint to save, a scaler to step."""
     if SAVES.search(name):
         mappings = [each for each in a.values if isinstance(each, DictValue)]
-        if _saves_optimizer(state, node, name, a):
+        is_foreign = _is_made_elsewhere(owner) if owner else state.here.imports.full(node.func)
+        if is_foreign and _saves_optimizer(name, a):
             may_hold_more = any(each.open for each in mappings)
             given = DictValue({**dict(enumerate(a.positional)), **a.named}, node, may_hold_more)
             state.emit(Save, node, given, given)
@@ -150,9 +153,14 @@ def given_away(state: State, node: ast.Call, name: str, a: Arguments) -> None:
         state.emit(Managed, node, name)
 
 
-def _saves_optimizer(state: State, node: ast.Call, name: str, a: Arguments) -> bool:
-    """Whether an imported function that saves is given an optimizer, or its state."""
-    if a.open or LOADS.search(name) or not state.here.imports.full(node.func):
+def _is_made_elsewhere(owner: Unknown) -> bool:
+    """Whether an object is of a class nobody showed us, and was made without a scaler."""
+    return owner.made == "called" and not isinstance(owner.of, Scaler)
+
+
+def _saves_optimizer(name: str, a: Arguments) -> bool:
+    """Whether a function that saves is given an optimizer, or its state."""
+    if a.open or LOADS.search(name):
         return False
     given = [each.of if isinstance(each, Parameters) else each for each in a.values]
     return any(isinstance(each, Optimizer) for each in given)
@@ -593,7 +601,7 @@ def _unknown(state: State, node: ast.Call, owner: Unknown, name: str, a: Argumen
             return tensors.apply(state, node, name, (owner, *a.positional), a.named)
         case _:
             _note_shown(state, node, name, a)
-            given_away(state, node, name, a)
+            given_away(state, node, name, a, owner)
             return _returned(state, node, owner, name, a)
 
 
