@@ -10,7 +10,7 @@ from ampwise_lint.interpreter.functions import generator_manager, is_context_man
 from ampwise_lint.path.state import State
 from ampwise_lint.source import library
 from ampwise_lint.source.nodes import Node
-from ampwise_lint.source.roles import HANDLES, LOSS, RUNS, SCALER, dotted
+from ampwise_lint.source.roles import HANDLES, LOSS, NETWORK, RUNS, SCALER, dotted
 from ampwise_lint.torch_model import functions, methods, networks, tensors
 from ampwise_lint.values.abstract import (
     NONE,
@@ -257,8 +257,9 @@ def _instance(state: State, node: ast.Call, instance: Instance, a: Arguments) ->
         return _unknown(state, node, Unknown(class_.node.name, "called"), a)
     function = found[0]
     bound = Function(function.node, function.module, function.scope, instance, found[1])
-    is_loss = bool(LOSS.search(class_.node.name)) or any(
-        bool(LOSS.search(each)) for each in class_.ancestors()[1:]
+    used_as = dotted(node.func).rpartition(".")[2]
+    is_loss = any(LOSS.search(each) for each in class_.ancestors()) or (
+        bool(LOSS.search(used_as)) and not NETWORK.search(used_as)
     )
     if is_network(class_) and not is_loss:
         return _forward(state, node, instance, a, bound)

@@ -125,7 +125,10 @@ def _trained(trace: Trace) -> list[Forward]:
     return [
         each
         for each in trace.of(Forward)
-        if each.is_root and each.context.region is not None and not each.context.no_grad
+        if each.is_root
+        and each.context.region is not None
+        and not each.context.no_grad
+        and each.training is not False
     ]
 
 

@@ -59,8 +59,9 @@ def _holds(optimizer: Optimizer, cast: CastDown) -> bool:
     """Whether an optimizer trains what is halved; a part of a network may be frozen."""
     if isinstance(cast.value, Model | Instance) and key_of(cast.value) in owners(optimizer):
         return True
-    frozen = "requires_grad" in cast.module.source.text
-    return _is_in_place(cast) and is_part(cast.value, optimizer) and not frozen
+    names = cast.module.index.of(ast.Attribute)
+    freezes = any(each.attr in ("requires_grad", "requires_grad_") for each in names)
+    return _is_in_place(cast) and is_part(cast.value, optimizer) and not freezes
 
 
 def _is_in_place(cast: CastDown) -> bool:
