@@ -44,6 +44,41 @@ for q, k, mask in torch.load("data.pt"):
     scaler.update()
 """
 
+STEP = """\
+import torch
+
+
+def train_one_step(model, optimizer, scaler, batch, number, n):
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = model(batch).mean() / n
+    if number % n == 0:
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        optimizer.zero_grad()
+        scaler.update()
+    else:
+        with model.no_sync():
+            scaler.scale(loss).backward()
+"""
+
+PARALLEL = """\
+import torch
+from step import train_one_step
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+def main(loader, n):
+    model = DistributedDataParallel(nn.Linear(8, 8).cuda())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    scaler = torch.amp.GradScaler("cuda")
+    number = 0
+    while True:
+        for batch in loader:
+            number += 1
+            train_one_step(model, optimizer, scaler, batch, number, n)
+"""
+
 ENGINE = """\
 import torch
 
@@ -170,6 +205,14 @@ def test_what_a_file_shows_itself_is_not_put_down_to_others(folder):
     (home / "other.py").write_text(TRAIN.replace("model import", "whole import"))
     ways = {each[3] for each in found(home) if each[2] == "AMP212"}
     assert ways == {""}
+
+
+def test_a_step_of_another_file_that_holds_synchronisation_back(folder):
+    home = folder(step=STEP, train=PARALLEL)
+    assert [each[2] for each in found(home)] == []
+    unsynchronised = STEP.replace("with model.no_sync():", "if True:")
+    (home / "step.py").write_text(unsynchronised)
+    assert {each[2] for each in found(home)} == {"AMP307"}
 
 
 def test_a_comment_in_the_file_of_the_mistake_silences_it(folder):

@@ -18,6 +18,7 @@ from ampwise_lint.values.abstract import (
     Const,
     DictValue,
     ListValue,
+    Model,
     Optimizer,
     Parameter,
     Parameters,
@@ -29,7 +30,7 @@ from ampwise_lint.values.abstract import (
     is_low,
     key_of,
 )
-from ampwise_lint.values.contents import flatten, origins
+from ampwise_lint.values.contents import flatten, modules_in, origins
 from ampwise_lint.values.events import (
     Backward,
     CastDown,
@@ -250,6 +251,22 @@ def same_owner(first: Value | None, second: Value | None) -> bool | None:
     return bool(one & other)
 
 
+def is_part(network: Value, of: Value | None) -> bool:
+    """Whether a network is a module of another, or of one that an optimizer's parameters are of."""
+    match of:
+        case Optimizer(params=inner) | Parameters(of=inner):
+            return is_part(network, inner)
+        case ListValue(items=items):
+            return any(is_part(network, each) for each in items)
+        case DictValue(items=items):
+            return is_part(network, items.get("params"))
+        case Model() | Unknown():
+            is_named = key_of(network).startswith((f"{of.key}.", f"{of.key}["))
+            return is_named or any(each is network for each in modules_in(of))
+        case _:
+            return False
+
+
 ADAM = ("Adam", "AdamW", "NAdam", "RAdam")
 EPS_LOST = 3e-8
 """Half the smallest float16: what is smaller becomes zero."""
@@ -278,8 +295,8 @@ def is_unscaled(event: Backward) -> bool:
 def accumulates(trace: Trace) -> Iterator[tuple[Backward, ScalerStep | OptimizerStep]]:
     """Each backward that runs more often than the step behind it, with that step."""
     for index, event in enumerate(trace.events):
-        if not isinstance(event, Backward) or not event.context.loops:
-            continue
+        if not isinstance(event, Backward) or not (event.context.loops or trace.root):
+            continue  # a function that is walked by itself may be called once a micro-batch
         step = next(
             (e for e in trace.events[index:] if isinstance(e, ScalerStep | OptimizerStep)), None
         )
@@ -289,12 +306,13 @@ def accumulates(trace: Trace) -> Iterator[tuple[Backward, ScalerStep | Optimizer
 
 def zeroed_with(trace: Trace, backward: Backward) -> Iterator[ZeroGrad]:
     """What zeroes gradients each time a backward runs, in the loop around it."""
-    serial = backward.context.loops[-1].serial
+    around = [each.serial for each in backward.context.loops[-1:]]
     for event in trace.of(ZeroGrad):
-        loops = event.context.loops
-        if not loops or loops[-1].serial != serial or event.context.is_periodic:
+        inner = event.context.loops[-1:]
+        if [each.serial for each in inner] != around or event.context.is_periodic:
             continue
-        rare = (_is_rare(each, loops[-1].node) for each in event.context.branches_in(loops[-1]))
+        loop = inner[0].node if inner else None
+        rare = (_is_rare(each, loop) for each in event.context.branches)
         if not any(rare) and not _gives_up(event, backward):
             yield event
 
@@ -306,7 +324,7 @@ def _gives_up(zero: ZeroGrad, backward: Backward) -> bool:
         isinstance(each.node, ast.If)
         and id(each.node) not in around
         and leaves(each.node.body if each.taken else each.node.orelse)
-        for each in zero.context.conditions[zero.context.loops[-1].held :]
+        for each in zero.context.branches
     )
 
 
@@ -319,19 +337,20 @@ def _is_deeper(event: Event, step: Event) -> bool:
 
 def _is_rarer(event: Event, step: Event) -> bool:
     """The step waits for the end of a window that the backward does not wait for."""
-    if not step.context.loops or step.context.loops[-1].node is not event.context.loops[-1].node:
+    inner = [each.node for each in event.context.loops[-1:]]
+    if [each.node for each in step.context.loops[-1:]] != inner:
         return False
     held = {each.key.partition("#")[0] for each in event.context.conditions}
     return any(
-        each.periodic and each.key.partition("#")[0] not in held
-        for each in step.context.branches_in(step.context.loops[-1])
+        each.periodic and each.key.partition("#")[0] not in held for each in step.context.branches
     ) or _skipped_to(event, step)
 
 
 def _skipped_to(event: Event, step: Event) -> bool:
     """The step is reached in a later iteration than the backward: a ``continue`` went before."""
-    loop, other = event.context.loops[-1], step.context.loops[-1]
-    return loop.node is other.node and loop.serial != other.serial
+    return [each.serial for each in event.context.loops[-1:]] != [
+        each.serial for each in step.context.loops[-1:]
+    ]
 
 
 BY_HAND = {

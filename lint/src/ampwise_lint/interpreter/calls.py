@@ -10,8 +10,8 @@ from ampwise_lint.interpreter.functions import generator_manager, is_context_man
 from ampwise_lint.path.state import State
 from ampwise_lint.source import library
 from ampwise_lint.source.nodes import Node
-from ampwise_lint.source.roles import HANDLES, LOSS, SCALER, dotted
-from ampwise_lint.torch_model import functions, methods, tensors
+from ampwise_lint.source.roles import HANDLES, LOSS, NETWORK, RUNS, SCALER, dotted
+from ampwise_lint.torch_model import functions, methods, networks, tensors
 from ampwise_lint.values.abstract import (
     NONE,
     Bound,
@@ -34,7 +34,6 @@ from ampwise_lint.values.arguments import Arguments
 from ampwise_lint.values.classes import is_network, is_step_wrapper
 from ampwise_lint.values.contents import flatten
 from ampwise_lint.values.events import (
-    Forward,
     Loss,
     Made,
     Managed,
@@ -77,6 +76,10 @@ def invoke(
             return functions.call(state, node, path, a)
         case Bound(owner=Model() as network, name=name) if RUNS.search(name):
             return _model(state, node, network, a)
+        case Bound(owner=Model(), name=name) if _computes_loss(name, a):
+            assert isinstance(function, Bound)
+            networks.run(state, node, function.owner, a)
+            return _loss(state, node, name, a)
         case Bound(owner=bound_to, name=name):
             return methods.call(state, node, bound_to, name, a)
         case Partial(function=inner, positional=first, named=given):
@@ -95,10 +98,14 @@ def invoke(
             return _unknown(state, node, function, a)
 
 
-RUNS = re.compile(
-    r"(^|_)(forward|infer|inference|predict|encode|decode|extract|extractor|features)(_|$)"
-)
-"""Methods that run a network."""
+def _computes_loss(name: str, a: Arguments) -> bool:
+    """``model.get_loss(batch)``: of a batch, not of what a network returned."""
+    return (
+        bool(LOSS.search(name))
+        and not HANDLES.match(name)
+        and bool(a.count)
+        and not networks.is_run(a)
+    )
 
 
 def _is_forward(function: Function, owner: Value | None) -> bool:
@@ -250,8 +257,9 @@ def _instance(state: State, node: ast.Call, instance: Instance, a: Arguments) ->
         return _unknown(state, node, Unknown(class_.node.name, "called"), a)
     function = found[0]
     bound = Function(function.node, function.module, function.scope, instance, found[1])
-    is_loss = bool(LOSS.search(class_.node.name)) or any(
-        bool(LOSS.search(each)) for each in class_.ancestors()[1:]
+    used_as = dotted(node.func).rpartition(".")[2]
+    is_loss = any(LOSS.search(each) for each in class_.ancestors()) or (
+        bool(LOSS.search(used_as)) and not NETWORK.search(used_as)
     )
     if is_network(class_) and not is_loss:
         return _forward(state, node, instance, a, bound)
@@ -274,8 +282,7 @@ def _loss_given(a: Arguments) -> Tensor | None:
 def _forward(
     state: State, node: ast.Call, instance: Instance, a: Arguments, bound: Function
 ) -> Value:
-    is_root = not state.in_forward
-    state.emit(Forward, node, instance, tuple(a.values), is_root, not state.is_evaluating(instance))
+    networks.run(state, node, instance, a)
     state.in_forward += 1
     try:
         value = state.call(bound, a, node)
@@ -307,10 +314,9 @@ def _model(state: State, node: ast.Call, model: Model, a: Arguments) -> Value:
     if model.path.startswith("torch.nn.") and not model.wrapped:
         if state.in_forward or library.LOSS_LAYERS.match(model.path):
             return functions.apply_layer(state, node, model, a)
-        state.emit(Forward, node, model, tuple(a.values), True, not state.is_evaluating(model))
+        networks.run(state, node, model, a)
         return _output(state, node, functions.apply_layer(state, node, model, a))
-    is_root = not state.in_forward
-    state.emit(Forward, node, model, tuple(a.values), is_root, not state.is_evaluating(model))
+    networks.run(state, node, model, a)
     return _output(state, node, state.unknown(node))
 
 
@@ -329,6 +335,7 @@ def _unknown(state: State, node: ast.Call, function: Value, a: Arguments) -> Val
     methods.given_away(state, node, name, a)
     methods.note_norm(state, node, name, a)
     if LOSS.search(name):
+        networks.run_given(state, node, a)
         return _loss(state, node, name, a)
     if any(isinstance(each, Tensor) for each in flatten(a.values)):
         return functions.unknown_of_tensors(state, node, name, a)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 
 from ampwise_lint.path.state import Frame, State
 from ampwise_lint.source import library
@@ -26,6 +27,13 @@ from ampwise_lint.values.arguments import Arguments
 
 MAX_DEPTH = 14
 """Calls inside calls that are followed."""
+
+
+WINDOW = re.compile(
+    r"(is|do|should|need|needs)_(optim\w*_)?(step|update|sync)|sync_grad"
+    r"|(^|_)(last|final)_(micro|accum)|accum\w*_(last|end|done|boundary)|update_(grad|weights)"
+)
+"""Parameters that tell whether a window ends."""
 
 
 def walk(state: State, function: Function, arguments: Arguments, node: Node) -> Value:
@@ -85,7 +93,7 @@ def _bind(state: State, function: Function, a: Arguments, scope: Scope) -> None:
         elif name in given and not a.open:
             scope.names[name] = state.evaluate(given[name], quiet=True)
         else:
-            scope.names[name] = Unknown(name, "given")
+            scope.names[name] = Unknown(name, "given", periodic=bool(WINDOW.search(name)))
     for parameter in parameters:
         left.pop(parameter.arg, None)
     if spec.vararg is not None:

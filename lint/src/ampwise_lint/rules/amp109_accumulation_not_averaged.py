@@ -43,7 +43,7 @@ from ampwise_lint.findings import Edit
 from ampwise_lint.queries import accumulates, edit, is_managed, uses_amp, zeroed_with
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.nodes import Node
-from ampwise_lint.source.places import assignments, grouped, in_reach, scope_of
+from ampwise_lint.source.places import assignments, functions_of, grouped, in_reach, scope_of
 from ampwise_lint.source.roles import dotted
 from ampwise_lint.triggers import MIXED
 from ampwise_lint.values.abstract import Const, Tensor, Unknown
@@ -87,10 +87,16 @@ def _is_plain_sum(trace: Trace, backward: Backward, step: ScalerStep | Optimizer
             return False
         if repr(value) == _count(backward, step):
             return False
-    if _sees_whole_batch(backward.context.loops[-1].node):
+    if _sees_whole_batch(_around(backward)):
         return False
     # Gradients that are zeroed on each micro-batch do not add up.
     return not any(zeroed_with(trace, backward))
+
+
+def _around(backward: Backward) -> Node:
+    """The loop over micro-batches, or the function that is called for each."""
+    loops = backward.context.loops
+    return loops[-1].node if loops else functions_of(backward.module, backward.node)[0]
 
 
 ONE = {"Gt 1)": False, "Eq 1)": True, "LtE 1)": True, "GtE 2)": False, "Lt 2)": True}
@@ -170,7 +176,7 @@ def _loss(node: ast.AST) -> ast.expr | None:
 
 def _count(backward: Backward, step: ScalerStep | OptimizerStep) -> str:
     """How many micro-batches a window has, as it may be written at the backward."""
-    loop = backward.context.loops[-1].node
+    loop = _around(backward)
     number = _of_loop(loop, backward) if _is_nested(backward, step) else _of_test(loop, step)
     if number is None or not _is_count(number):
         return ""

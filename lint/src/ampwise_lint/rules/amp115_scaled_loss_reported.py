@@ -35,7 +35,7 @@ from functools import partial
 
 from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.findings import Edit
-from ampwise_lint.queries import accumulates, edit, given_in_parts, step_loops, uses_amp
+from ampwise_lint.queries import accumulates, edit, given_in_parts, receiver, step_loops, uses_amp
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.nodes import Node
 from ampwise_lint.source.places import (
@@ -49,12 +49,12 @@ from ampwise_lint.source.places import (
 )
 from ampwise_lint.source.project import Module
 from ampwise_lint.source.roles import dotted
-from ampwise_lint.triggers import SCALER
+from ampwise_lint.triggers import MIXED
 from ampwise_lint.values.abstract import Scaler, Tensor, Wrapper, key_of
 from ampwise_lint.values.events import Accumulate, Report
 
 
-@rule("AMP115", "scaled-loss-reported", "warning", fix="unsafe", triggers=(SCALER,))
+@rule("AMP115", "scaled-loss-reported", "warning", fix="unsafe", triggers=MIXED)
 def check(code: Analysis) -> Iterator[Mistake]:
     if not uses_amp(code):
         return
@@ -114,10 +114,45 @@ def _scaled(event: Report | Accumulate, tensor: Tensor) -> Iterator[Mistake]:
 
 def _is_too_small(event: Report | Accumulate, tensor: Tensor, windows: Windows) -> bool:
     """Whether it was divided by the number of micro-batches, and nothing makes up for that."""
-    if not tensor.divided or (isinstance(event, Report) and event.rescaled):
+    inner = windows.get(key_of(tensor.divisor)) if tensor.divided else None
+    if inner is None:
         return False
-    inner = windows.get(key_of(tensor.divisor))
-    return inner is not None and not _is_window_sum(event, inner)
+    if isinstance(event, Report) and event.into == "list":
+        return _is_once(event, inner) or _is_averaged(event)
+    if isinstance(event, Report) and event.rescaled:
+        return False
+    return not _is_window_sum(event, inner)
+
+
+def _is_once(event: Report, inner: set[int]) -> bool:
+    """Whether it is kept behind a window: the loss of its last micro-batch alone."""
+    if not inner:
+        return event.context.is_periodic
+    return not any(id(each.node) in inner for each in event.context.loops)
+
+
+def _is_averaged(event: Report) -> bool:
+    """Whether the mean of all that is in a list is taken: ``np.mean(losses)``."""
+    name, index = receiver(event.node), event.module.index
+    means = [_argument(each, MEANS) for each in index.of(ast.Call)]
+    means += [
+        _argument(each.left, SUM)
+        for each in index.of(ast.BinOp)
+        if isinstance(each.op, ast.Div) and _argument(each.right, LENGTH) == name
+    ]
+    return bool(name) and name in means
+
+
+MEANS, SUM, LENGTH = ("mean", "fmean", "nanmean", "average"), ("sum",), ("len",)
+
+
+def _argument(node: ast.expr, functions: tuple[str, ...]) -> str:
+    """``losses`` of ``np.mean(losses)``, where that is one of some functions."""
+    match node:
+        case ast.Call(func=function, args=[first, *_]):
+            return dotted(first) if dotted(function).rpartition(".")[2] in functions else ""
+        case _:
+            return ""
 
 
 def _is_window_sum(event: Report | Accumulate, inner: set[int]) -> bool:
@@ -129,14 +164,28 @@ def _is_window_sum(event: Report | Accumulate, inner: set[int]) -> bool:
 
 
 def _starts_anew(event: Report | Accumulate, loop: Node) -> bool:
-    """Whether the sum is set to zero inside the loop that adds to it."""
+    """Whether the sum is set to zero inside the loop that adds to it: not for each micro-batch."""
     if not isinstance(event.node, ast.AugAssign):
         return False
     name = dotted(event.node.target)
+    each_time = getattr(loop, "body", [])
     return any(
-        isinstance(each, ast.Assign) and any(dotted(target) == name for target in each.targets)
+        (_sets(each, name) and each not in each_time) or _is_multiplied(each, name)
         for each in ast.walk(loop)
     )
+
+
+def _sets(node: ast.AST, name: str) -> bool:
+    return isinstance(node, ast.Assign) and any(dotted(each) == name for each in node.targets)
+
+
+def _is_multiplied(node: ast.AST, name: str) -> bool:
+    """``total * n``: it may be multiplied back."""
+    match node:
+        case ast.BinOp(left=left, op=ast.Mult(), right=right):
+            return name in (dotted(left), dotted(right))
+        case _:
+            return False
 
 
 # ---------------------------------------------------------------------- fixes

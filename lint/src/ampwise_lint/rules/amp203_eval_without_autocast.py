@@ -39,7 +39,7 @@ from ampwise_lint.findings import Edit
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.places import block_of, has_own_lines, has_torch, in_reach, wrap
 from ampwise_lint.source.project import Module
-from ampwise_lint.source.roles import EVALUATION, dotted
+from ampwise_lint.source.roles import EVALUATION, LOSS, RUNS, dotted
 from ampwise_lint.triggers import AUTOCAST, SCALER
 from ampwise_lint.values.abstract import Instance, Model, Region, key_of
 from ampwise_lint.values.events import Backward, CastDown, Condition, Forward, Loss, Site
@@ -66,7 +66,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
         models = {_network(each) for each in _trained(trace)}
         for event in trace.of(Forward):
             same = (_network(event) in models and _is_reached(trace, event)) or (
-                _name(event.node) in trained and not _is_another(event, trained, plain)
+                _name(event) in trained and not _is_another(event, trained, plain)
             )
             if event.context.functions in halved:
                 continue  # it says itself what validates, if not on every path
@@ -125,7 +125,10 @@ def _trained(trace: Trace) -> list[Forward]:
     return [
         each
         for each in trace.of(Forward)
-        if each.is_root and each.context.region is not None and not each.context.no_grad
+        if each.is_root
+        and each.context.region is not None
+        and not each.context.no_grad
+        and each.training is not False
     ]
 
 
@@ -153,7 +156,7 @@ def _is_another(event: Forward, trained: Places, plain: Places) -> bool:
 
     In its function, its class or its branch, the network of that name is trained without only.
     """
-    name = _name(event.node)
+    name = _name(event)
     return name in plain and bool(_places(event) & plain[name] - trained[name])
 
 
@@ -161,7 +164,7 @@ def _by_name(events: Iterable[Forward]) -> Places:
     """The places in which networks are trained, by their names."""
     found: Places = {}
     for each in events:
-        found.setdefault(_name(each.node), set()).update(_places(each))
+        found.setdefault(_name(each), set()).update(_places(each))
     return found
 
 
@@ -173,8 +176,12 @@ def _places(event: Forward) -> set[str]:
     return branches | {f"def {function}"} | ({f"class {class_}"} if class_ else set())
 
 
-def _name(node: ast.AST) -> str:
-    return dotted(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
+def _name(event: Forward) -> str:
+    """``model`` of ``self.model(x)`` and of ``self.model.forward(x)``."""
+    owner, _, name = dotted(getattr(event.node, "func", event.node)).rpartition(".")
+    runs = RUNS.search(name) or LOSS.search(name)
+    is_method = bool(runs) and owner not in ("", "self")
+    return owner.rpartition(".")[2] if is_method else name
 
 
 def _validates(event: Forward) -> bool:
@@ -251,7 +258,7 @@ def _edits(event: Forward, trace: Trace, trained: list[Forward]) -> tuple[Edit, 
 
 def _is_same(trained: Forward, event: Forward) -> bool:
     same = _network(trained) == _network(event)
-    return same or _name(trained.node) == _name(event.node)
+    return same or _name(trained) == _name(event)
 
 
 def _last(module: Module, first: ast.stmt, trace: Trace) -> ast.stmt:

@@ -1,8 +1,9 @@
 """# half-parameters
 
 ## What it does
-Reports `model.half()` or `.to(torch.float16)` of a network whose parameters are trained:
-through a scaler, or by Adam, AdamW, NAdam or RAdam with an eps that is 0 in float16.
+Reports `model.half()` or `.to(torch.float16)` of a network, or of one of its modules, whose
+parameters are trained: through a scaler, or by Adam, AdamW, NAdam or RAdam with an eps that is 0
+in float16.
 
 ## Why is this bad
 `unscale_`, and `step` of an optimizer that is not fused, raise ValueError "Attempting to
@@ -32,11 +33,13 @@ No automatic fix: memory, checkpoints and casts of inputs depend on the paramete
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 
 from ampwise_lint.analysis import Analysis, Trace
-from ampwise_lint.queries import is_managed, loses_eps, owners
+from ampwise_lint.queries import is_managed, is_part, loses_eps, owners, receiver
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.source.roles import dotted
 from ampwise_lint.triggers import HALF
 from ampwise_lint.values.abstract import Instance, Model, Optimizer, key_of
 from ampwise_lint.values.events import CastDown, OptimizerStep, ScalerStep
@@ -48,17 +51,36 @@ def check(code: Analysis) -> Iterator[Mistake]:
         if is_managed(trace):
             continue
         for event in trace.of(CastDown):
-            if event.cast == "float16" and isinstance(event.value, Model | Instance):
+            if event.cast == "float16":
                 yield from _trained(trace, event)
 
 
+def _holds(optimizer: Optimizer, cast: CastDown) -> bool:
+    """Whether an optimizer trains what is halved; a part of a network may be frozen."""
+    if isinstance(cast.value, Model | Instance) and key_of(cast.value) in owners(optimizer):
+        return True
+    names = cast.module.index.of(ast.Attribute)
+    freezes = any(each.attr in ("requires_grad", "requires_grad_") for each in names)
+    return _is_in_place(cast) and is_part(cast.value, optimizer) and not freezes
+
+
+def _is_in_place(cast: CastDown) -> bool:
+    """``net.layer.half()`` and ``net.layer = net.layer.half()``: a module, no tensor."""
+    match cast.module.parents.get(id(cast.node)):
+        case ast.Expr():
+            return True
+        case ast.Assign(targets=[target]):
+            return bool(dotted(target)) and dotted(target) == receiver(cast.node)
+        case _:
+            return False
+
+
 def _trained(trace: Trace, cast: CastDown) -> Iterator[Mistake]:
-    key = key_of(cast.value)
     for step in trace.events:
         if not isinstance(step, ScalerStep | OptimizerStep):
             continue
         optimizer = step.optimizer
-        if not isinstance(optimizer, Optimizer) or key not in owners(optimizer):
+        if not isinstance(optimizer, Optimizer) or not _holds(optimizer, cast):
             continue
         if isinstance(step, ScalerStep):
             yield _mistake(

@@ -2,7 +2,8 @@
 
 ## What it does
 Reports an autocast region in another low dtype than an earlier one of the same training step,
-nested or side by side. Silent for regions without gradients and for islands with autocast off.
+nested or side by side, and one in which a network is evaluated that is trained in the other.
+Silent for other networks without gradients and for islands with autocast off.
 
 ## Why is this bad
 Values are rounded to both formats: bfloat16 keeps 8 bits, and float16 ends at 65504, so a
@@ -26,16 +27,23 @@ No automatic fix: which of the two dtypes is meant, only the author knows.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 
 from ampwise_lint.analysis import Analysis
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.triggers import AUTOCAST
-from ampwise_lint.values.events import Backward, Enter
+from ampwise_lint.values.abstract import key_of
+from ampwise_lint.values.events import Backward, Enter, Forward
 
 
 @rule("AMP208", "mixed-autocast-dtypes", "warning", triggers=(AUTOCAST,))
 def check(code: Analysis) -> Iterator[Mistake]:
+    yield from _in_a_step(code)
+    yield from _in_evaluation(code)
+
+
+def _in_a_step(code: Analysis) -> Iterator[Mistake]:
     for trace in code.traces:
         if not trace.of(Backward):
             continue
@@ -56,3 +64,29 @@ def check(code: Analysis) -> Iterator[Mistake]:
                     f"and in {event.region.dtype}: values are rounded to both formats, and the "
                     "loss scale fits only one of them; use one dtype",
                 )
+
+
+def _in_evaluation(code: Analysis) -> Iterator[Mistake]:
+    """Regions without gradients, of networks that learn in another dtype only."""
+    trained: dict[str, set[str | None]] = defaultdict(set)
+    for each in _in_regions(code):
+        if not each.context.no_grad:
+            trained[key_of(each.model)].add(each.context.regions[-1].dtype)
+    for each in _in_regions(code):
+        region = each.context.regions[-1]
+        learns = trained.get(key_of(each.model), {None})
+        if each.context.no_grad and region.dtype and not learns & {region.dtype, None}:
+            yield Mistake(
+                region.node,
+                region.module,
+                f"the network is trained in {min(map(str, learns))} and evaluated in "
+                f"{region.dtype}: its figures are those of another precision; use one dtype",
+            )
+
+
+def _in_regions(code: Analysis) -> Iterator[Forward]:
+    """Forward passes in autocast, on any path."""
+    for trace in code.traces:
+        for each in trace.of(Forward):
+            if each.is_root and each.context.region is not None:
+                yield each

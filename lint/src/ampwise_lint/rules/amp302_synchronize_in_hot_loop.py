@@ -27,12 +27,14 @@ processes that share the device, may depend on it.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.queries import is_hot, statement_edit, step_loops
 from ampwise_lint.rule import Mistake, rule
-from ampwise_lint.source.places import functions_of
+from ampwise_lint.source.places import block_of, functions_of
+from ampwise_lint.source.roles import dotted
 from ampwise_lint.triggers import MIXED
 from ampwise_lint.values.events import Clock, Synchronize
 
@@ -67,8 +69,33 @@ def _measures(trace: Trace, event: Synchronize) -> bool:
     near = trace.events[max(0, index - 3) : index + 4]
     around: list[ast.AST] = [*functions_of(event.module, event.node)[:1]]
     around += [each.node for each in event.context.loops[-1:]]
-    return any(isinstance(each, Clock) for each in near) or any(
-        isinstance(each, ast.Attribute) and each.attr == "elapsed_time"
-        for outer in around
-        for each in ast.walk(outer)
+    return (
+        any(isinstance(each, Clock) for each in near)
+        or any(map(_is_watch, _beside(event)))
+        or any(
+            isinstance(each, ast.Attribute) and each.attr == "elapsed_time"
+            for outer in around
+            for each in ast.walk(outer)
+        )
     )
+
+
+def _beside(event: Synchronize) -> list[ast.stmt]:
+    """The statements before and behind it."""
+    own = event.module.statement_of(event.node)
+    block = block_of(event.module, own)
+    place = block.index(own)
+    return [*block[max(0, place - 1) : place], *block[place + 1 : place + 2]]
+
+
+WATCH = re.compile(
+    r"(watch|timer|clock|time)\w*\.(start|stop|begin|end|lap|elapsed|reset)$|(^|\.)(tic|toc)$",
+    re.IGNORECASE,
+)
+"""What starts and stops a measurement of time."""
+
+
+def _is_watch(statement: ast.stmt) -> bool:
+    """``timer.stop()``, ``took = toc()``."""
+    value = getattr(statement, "value", None)
+    return isinstance(value, ast.Call) and bool(WATCH.search(dotted(value.func)))

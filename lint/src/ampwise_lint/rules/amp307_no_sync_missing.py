@@ -45,6 +45,7 @@ from ampwise_lint.queries import (
     zeroed_with,
 )
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.source.project import Module
 from ampwise_lint.triggers import MIXED
 from ampwise_lint.values.abstract import Instance, Model
 from ampwise_lint.values.events import Event, Forward
@@ -59,9 +60,11 @@ def check(code: Analysis) -> Iterator[Mistake]:
             isinstance(each.model, Model | Instance) and each.model.wrapped == "ddp"
             for each in trace.of(Forward)
         )
-        if not parallel or _is_handled(code):
+        if not parallel:
             continue
         for event in _micro_batches(trace):
+            if _is_handled(code.module) or _is_handled(event.module):
+                continue
             yield Mistake(
                 event.node,
                 event.module,
@@ -79,7 +82,7 @@ def _micro_batches(trace: Trace) -> Iterator[Event]:
     yield from (event for event, _ in given_in_parts(trace))
 
 
-def _is_handled(code: Analysis) -> bool:
+def _is_handled(module: Module) -> bool:
     """Whether synchronisation is switched anywhere in the file."""
-    methods = {name for used in code.module.roles.methods.values() for name in used}
+    methods = {name for used in module.roles.methods.values() for name in used}
     return bool(methods & {"no_sync", "require_backward_grad_sync", "set_requires_gradient_sync"})

@@ -33,6 +33,11 @@ MAKER = re.compile(r"(build|create|get|make|load|init|setup|set_up|prepare|defin
 LOSS = re.compile(
     r"(criteri(on|a)|loss|(^|_)crit(_|$)|objective|(^|_)(bce|ce|mse|nll|l1|kl)(_|$))", re.IGNORECASE
 )
+RUNS = re.compile(
+    r"(^|_)(forward|infer|inference|predict|encode|decode|extract|extractor|features|generate"
+    r"|sample|logits|embed|(train|training|val|valid|validation|eval|test|shared)_step)(_|$)"
+)
+"""Methods that run a network."""
 HANDLES = re.compile(r"(reduce|log|record|print|update|scale|gather|add|write|plot|mean|sum)")
 """Beginnings of functions that do something with losses, and compute none."""
 LOADER = re.compile(

@@ -12,7 +12,7 @@ from ampwise_lint.path.state import State
 from ampwise_lint.source import library
 from ampwise_lint.source.nodes import Node
 from ampwise_lint.source.roles import HANDLES, LOSS
-from ampwise_lint.torch_model import methods, python_functions, tensors
+from ampwise_lint.torch_model import casts, methods, networks, python_functions, tensors
 from ampwise_lint.values.abstract import (
     FALSE,
     NONE,
@@ -103,7 +103,7 @@ def _autocast(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
         if a.open:
             name = None
     else:
-        name = methods.dtype_named(dtype)
+        name = casts.dtype_named(dtype)
     region = Region(node, state.here, is_on and name != "float32", device, name)
     return Manager("autocast", node, region)
 
@@ -318,7 +318,7 @@ LAYER_TO_FUNCTION = {
 def _operation(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
     name = library.operation(path)
     if name in library.FACTORIES:
-        dtype = methods.dtype_named(a.named["dtype"]) if "dtype" in a.named else None
+        dtype = casts.dtype_named(a.named["dtype"]) if "dtype" in a.named else None
         kind = "float32" if name in ("zeros", "ones", "rand", "randn", "full", "empty") else None
         like = a.first("input") if name.endswith("_like") else None
         if isinstance(like, Tensor) and dtype is None:
@@ -395,11 +395,14 @@ def _other(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
         return state.unknown(node, "called")
     if any(isinstance(each, Tensor) for each in flat) and not last[:1].isupper():
         if LOSS.search(last) and not HANDLES.match(last):
+            networks.run_given(state, node, a)
             state.emit(Loss, node, last, tuple(a.values))
         return unknown_of_tensors(state, node, last, a)
     if (returned := methods.walk_callbacks(state, node, a)) is not None:
         return returned
-    return state.unknown(node, "called", path)
+    made = state.unknown(node, "called", path)
+    made.of = next((each for each in flat if isinstance(each, Scaler)), None)
+    return made
 
 
 def _numpy(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
@@ -412,10 +415,10 @@ def _pretrained(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
     """A network as it is stored, or in the dtype that is asked for."""
     made = _other(state, node, path, a)
     asked = [a.named[each] for each in ("dtype", "torch_dtype") if each in a.named]
-    dtype = methods.dtype_named(asked[0]) if asked else None
+    dtype = casts.dtype_named(asked[0]) if asked else None
     if dtype is None or not is_low(dtype):
         return made
-    return methods.halved(state, node, Model(key_of(made), path, node), dtype)
+    return casts.halved(state, node, Model(key_of(made), path, node), dtype)
 
 
 TO_HOST = re.compile(r"(to|2)_?(python_)?(float|np|numpy|item)$", re.IGNORECASE)

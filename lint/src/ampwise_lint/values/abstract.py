@@ -56,7 +56,10 @@ class Unknown(Value):
     scale: bool = False
     """It holds a loss scale read back (``scaler.get_scale()``)."""
     of: Value | None = None
-    """What it was read from: ``.item()`` of which tensor, attribute of which object."""
+    """What it was read from: ``.item()`` of which tensor, attribute of which object.
+
+    Of what an unknown call returned: the scaler it was given.
+    """
     clock: int | None = None
     """A time: how many events had happened when it was read."""
     size: int = field(init=False)

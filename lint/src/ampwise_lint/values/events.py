@@ -80,6 +80,13 @@ class Context:
         """Whether it happens only once in a window, or every so many steps."""
         return any(each.periodic for each in self.conditions)
 
+    @property
+    def branches(self) -> list[Condition]:
+        """Conditions inside the innermost loop, if there is one, that decide about it."""
+        if self.loops:
+            return self.branches_in(self.loops[-1])
+        return [each for each in self.conditions if not each.known]
+
     def branches_in(self, loop: Loop) -> list[Condition]:
         """Conditions inside a loop's body, and in what it calls, that decide about it."""
         return [each for each in self.conditions[loop.held :] if not each.known]

@@ -1,0 +1,172 @@
+"""What methods of networks do, what running one does, and what is known to run one."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+
+from ampwise_lint.path.state import State
+from ampwise_lint.source import library
+from ampwise_lint.source.nodes import Node
+from ampwise_lint.source.roles import LOSS
+from ampwise_lint.torch_model import casts, steps, tensors
+from ampwise_lint.values.abstract import (
+    FALSE,
+    Instance,
+    ListValue,
+    Manager,
+    Model,
+    Parameters,
+    Tensor,
+    Value,
+    key_of,
+)
+from ampwise_lint.values.arguments import Arguments
+from ampwise_lint.values.classes import is_network
+from ampwise_lint.values.contents import flatten, origins
+from ampwise_lint.values.events import (
+    Clip,
+    Forward,
+    Managed,
+    ZeroGrad,
+)
+
+
+def run(state: State, node: Node, network: Value, a: Arguments) -> None:
+    """Note that a network runs."""
+    is_root, is_training = not state.in_forward, not state.is_evaluating(network)
+    state.emit(Forward, node, network, tuple(a.values), is_root, is_training)
+
+
+def run_given(state: State, node: Node, a: Arguments) -> None:
+    """Note the networks that ``compute_loss(model, batch)`` is given, and runs."""
+    networks = [each for each in a.values if _is_run_by_losses(each)]
+    if len(networks) < a.count and not is_run(a):
+        for each in networks:
+            run(state, node, each, a)
+
+
+def is_run(a: Arguments) -> bool:
+    """Whether a call is given what a network has returned already."""
+    return any(each.forward for each in origins(*flatten(a.values)))
+
+
+def _is_run_by_losses(value: Value) -> bool:
+    if isinstance(value, Model):
+        return not library.LOSS_LAYERS.match(value.path) and not LOSS.search(value.key)
+    return isinstance(value, Instance) and is_network(value.class_)
+
+
+# ---------------------------------------------------------------------- methods
+
+
+def network(
+    state: State, node: ast.Call, owner: Model | Instance, name: str, a: Arguments
+) -> Value:
+    """Call a method of a network."""
+    found = OF_NETWORKS.get(name)
+    value = found(state, node, owner, name, a) if found is not None else None
+    if value is not None:
+        return value
+    if LOSS.search(name):
+        return Tensor(key=f"{key_of(owner)}.{name}()", loss=True)
+    if any(isinstance(each, Tensor) for each in flatten(a.values)):
+        return tensors.apply(state, node, name, a.values)
+    return state.unknown(node, "called", f"{key_of(owner)}.{name}()")
+
+
+def _parameters_of(
+    state: State, node: ast.Call, owner: Model | Instance, name: str, a: Arguments
+) -> Value:
+    return Parameters(owner, f"{key_of(owner)}.parameters")
+
+
+def _mode(state: State, node: ast.Call, owner: Model | Instance, name: str, a: Arguments) -> Value:
+    trains = name == "train" and not (a.positional and a.positional[0] is FALSE)
+    (state.evaluating.discard if trains else state.evaluating.add)(key_of(owner))
+    return owner
+
+
+def _network_moved(
+    state: State, node: ast.Call, owner: Model | Instance, name: str, a: Arguments
+) -> Value:
+    dtype = casts.dtype_given(a)
+    if dtype in ("float16", "bfloat16"):
+        return casts.halved(state, node, owner, dtype)
+    if isinstance(owner, Model):
+        owner.cpu = casts.device_given(a) == "cpu"
+    return owner
+
+
+def _network_as_it_is(
+    state: State, node: ast.Call, owner: Model | Instance, name: str, a: Arguments
+) -> Value:
+    if isinstance(owner, Model):
+        owner.cpu = name == "cpu"
+    return owner
+
+
+def _network_zeroed(
+    state: State, node: ast.Call, owner: Model | Instance, name: str, a: Arguments
+) -> None:
+    state.emit(ZeroGrad, node, owner)
+
+
+def _network_clipped(
+    state: State, node: ast.Call, owner: Model | Instance, name: str, a: Arguments
+) -> None:
+    state.emit(Clip, node, owner)
+
+
+def _network_steps(
+    state: State, node: ast.Call, owner: Model | Instance, name: str, a: Arguments
+) -> None:
+    """``engine.step()``, ``engine.backward(loss)``: of a network that runs its own step."""
+    if name == "step" or a.count:
+        state.emit(Managed, node, key_of(owner))
+
+
+def _appended(
+    state: State, node: ast.Call, owner: Model | Instance, name: str, a: Arguments
+) -> Value | None:
+    """``ModuleList.append``."""
+    inner = owner.inner if isinstance(owner, Model) else None
+    if not isinstance(inner, ListValue) or not a.positional:
+        return None
+    if isinstance(a.positional[0], Model | Instance):
+        inner.items = [*inner.items[:MODULES], a.positional[0]]
+    return owner
+
+
+MODULES = 8
+"""Modules of a list that are followed."""
+
+
+def _no_sync(state: State, node: ast.Call, owner: Value, name: str, a: Arguments) -> Value:
+    return Manager("other", node)
+
+
+def _state_of(state: State, node: ast.Call, owner: Value, name: str, a: Arguments) -> Value:
+    return steps.state_dict(state, node, owner, name)
+
+
+OF_NETWORKS: dict[
+    str, Callable[[State, ast.Call, Model | Instance, str, Arguments], Value | None]
+] = {
+    **dict.fromkeys(("parameters", "named_parameters"), _parameters_of),
+    **dict.fromkeys(("train", "eval"), _mode),
+    **dict.fromkeys(casts.HALVES, casts.halved_by_name),
+    **dict.fromkeys(("float", "double"), casts.same),
+    **dict.fromkeys(("to", "type"), _network_moved),
+    **dict.fromkeys(
+        ("cuda", "cpu", "requires_grad_", "apply", "compile", "xpu", "share_memory"),
+        _network_as_it_is,
+    ),
+    **dict.fromkeys(("state_dict", "load_state_dict"), _state_of),
+    **dict.fromkeys(("backward", "step"), _network_steps),
+    "zero_grad": _network_zeroed,
+    "clip_grad_norm_": _network_clipped,
+    "no_sync": _no_sync,
+    "append": _appended,
+}
+"""What methods of networks do; where it is None, they return what others of that name do."""

@@ -1,0 +1,159 @@
+"""What methods of scalers, optimizers, schedulers and wrappers do."""
+
+from __future__ import annotations
+
+import ast
+
+from ampwise_lint.path.conditions import exists
+from ampwise_lint.path.state import State
+from ampwise_lint.source.nodes import Node
+from ampwise_lint.torch_model import tensors
+from ampwise_lint.values.abstract import (
+    NONE,
+    Const,
+    DictValue,
+    ListValue,
+    Manager,
+    Optimizer,
+    Parameters,
+    Region,
+    Scaler,
+    Scheduler,
+    Tensor,
+    Unknown,
+    Value,
+    Wrapper,
+    key_of,
+)
+from ampwise_lint.values.arguments import Arguments
+from ampwise_lint.values.events import (
+    Backward,
+    HostSync,
+    Managed,
+    OptimizerStep,
+    Save,
+    ScalerStep,
+    SchedulerStep,
+    StateDict,
+    Unscale,
+    Update,
+    ZeroGrad,
+)
+
+RUNS_STEP = {
+    "fit", "train", "step", "clip_grad_norm_", "clip_gradients", "prepare", "setup",
+    "optimizer_step",
+}  # fmt: skip
+
+
+def scaler(state: State, node: ast.Call, scaler: Scaler, name: str, a: Arguments) -> Value:
+    """Call a method of a scaler."""
+    exists(state, scaler)
+    first = a.first("optimizer", "outputs")
+    result = Unknown(f"{scaler.key}.{name}()", scale=name == "get_scale", loop=state.iteration)
+    if scaler.opaque:
+        state.emit(Managed, node, scaler.key)
+        if name == "scale" and isinstance(first, Tensor):
+            return first.but(scaled=Unknown(scaler.key, "called"))
+        return result
+    is_on = not isinstance(scaler.enabled, Const) or bool(scaler.enabled.value)
+    match name:
+        case "scale":
+            return _scaled(state, scaler, first, node) if is_on else first or NONE
+        case "step":
+            if is_on:
+                closure = next((each for each in a.values if each is not first), None)
+                state.emit(ScalerStep, node, scaler, first, closure)
+            elif isinstance(first, Optimizer):
+                state.emit(OptimizerStep, node, first)
+            return state.unknown(node)
+        case "unscale_":
+            if is_on:
+                state.emit(Unscale, node, scaler, first)
+            return NONE
+        case "update":
+            if is_on:
+                state.emit(Update, node, scaler)
+            return NONE
+        case "get_scale":
+            state.emit(HostSync, node, scaler, name)
+            return result
+        case "is_enabled":
+            return scaler.enabled
+        case "state_dict" | "load_state_dict":
+            return state_dict(state, node, scaler, name)
+        case _ if a.count and not name.startswith(("_", "set_")):  # a derived class's own
+            state.emit(Managed, node, scaler.key)
+            return result
+        case _:
+            return result
+
+
+def _scaled(state: State, scaler: Scaler, value: Value | None, node: Node) -> Value:
+    match value:
+        case Tensor():
+            return value.but(scaled=scaler)
+        case ListValue(items=items):
+            return ListValue([_scaled(state, scaler, each, node) for each in items])
+        case None:
+            return state.unknown(node)
+        case _:
+            return Tensor(key=key_of(value), scaled=scaler, loss=True, of=value)
+
+
+def state_dict(state: State, node: ast.Call, owner: Value, name: str) -> Parameters:
+    """``state_dict`` and ``load_state_dict``."""
+    state.emit(StateDict, node, owner, name == "load_state_dict")
+    return Parameters(owner, f"{key_of(owner)}.state_dict")
+
+
+def optimizer(state: State, node: ast.Call, owner: Optimizer, name: str, a: Arguments) -> Value:
+    """Call a method of an optimizer."""
+    exists(state, owner)
+    match name:
+        case "step":
+            state.emit(OptimizerStep, node, owner)
+        case "zero_grad":
+            state.emit(ZeroGrad, node, owner)
+        case "state_dict" | "load_state_dict":
+            return state_dict(state, node, owner, name)
+        case "backward" | "clip_master_grads" | "update_master_grads":  # apex FP16_Optimizer
+            state.emit(Managed, node, owner.key)
+        case _ if a.named.get("zero_grad") is not None:  # the two steps of SAM
+            state.emit(ZeroGrad, node, owner)
+        case _:
+            pass
+    return state.unknown(node, "called")
+
+
+def scheduler(state: State, node: ast.Call, owner: Scheduler, name: str, a: Arguments) -> Value:
+    """Call a method of a scheduler."""
+    if name in ("step", "step_update", "step_batch"):
+        state.emit(SchedulerStep, node, owner, a.count > 0)
+    return state.unknown(node, "called")
+
+
+def wrapper(state: State, node: ast.Call, owner: Wrapper, name: str, a: Arguments) -> Value:
+    """Call a method of an object that runs the step itself."""
+    match name:
+        case "backward":
+            loss = a.first("loss") or NONE
+            own = loss.scaled if isinstance(loss, Tensor) else None
+            state.emit(Backward, node, loss, own if isinstance(own, Scaler) else owner)
+            state.emit(Managed, node, owner.path)
+        case _ if name in RUNS_STEP:
+            state.emit(Managed, node, owner.path)
+        case "autocast":
+            return Manager("autocast", node, Region(node, state.here, True, None, None))
+        case "accumulate" | "no_sync" | "no_backward_sync":
+            return Manager("other", node)
+        case "save":
+            what = a.first("obj") or NONE
+            state.emit(Save, node, what, what if isinstance(what, DictValue) else None)
+        case "log" | "print":
+            tensors.shown_all(state, node, a.values, waits=False)
+        case "state_dict" | "load_state_dict" if owner.has_state:
+            return state_dict(state, node, owner, name)
+        case _:
+            pass
+    return state.unknown(node, "called", f"{owner.path}.{name}()")
