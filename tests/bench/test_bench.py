@@ -16,6 +16,7 @@ from ampwise import Task
 from ampwise.bench import race as racing
 from ampwise.bench.arm import Arm, Settings
 from ampwise.bench.config import CONTROL, BenchConfig, choose
+from ampwise.bench.equivalence import Parity
 from ampwise.bench.memory import PARTS, measure
 from ampwise.bench.parity import ParityReport
 from ampwise.bench.race import Race, run_race, speedups
@@ -476,6 +477,18 @@ def test_verdict_says_once_what_is_true_of_several_precisions():
         "fp16 saves 26%, bf16 saves 25% of the peak memory: worth it only if memory, not time, is "
         "what limits you."
     ]
+
+
+def test_verdict_names_several_precisions_of_one_accuracy_in_one_breath():
+    """Seen: fp16 and bf16 and bf16-master: as accurate as fp32."""
+    as_good = Parity(5, 0.001, -0.001, 0.003, 0.0015, 0.0002, 0.9998, "equivalent")
+    names = ("fp16", "bf16", "bf16-master")
+    found = report_of(precision(1.9, 0.3))
+    found.parity = ParityReport(margin=0.01, steps=80, seeds=5, arms=dict.fromkeys(names, as_good))
+    assert verdict(found, Thresholds())[-1] == (
+        "fp16, bf16 and bf16-master: as accurate as fp32 (within 0.01), by 5 paired seeds of 80 "
+        "steps."
+    )
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ampwise.bench.requirements import Thresholds
 from ampwise.bench.result import BenchReport, PrecisionResult
 from ampwise.products import in_words
-from ampwise_lint.base.words import counted
+from ampwise_lint.base.words import counted, joined
 
 _WORTH_A_SWITCH = 1.05
 _WORTH_SAVING = 0.05
@@ -104,7 +104,7 @@ def _accuracy(report: BenchReport) -> list[str]:
         names = [each for each in names if each not in better]
         if names:
             runs = f"{counted(parity.seeds, 'paired seed')} of {counted(parity.steps, 'step')}"
-            said.append(f"{' and '.join(names)}: {meaning}, by {runs}.")
+            said.append(f"{joined(names)}: {meaning}, by {runs}.")
     hidden = {name: parity.loss_says(name) for name in parity.arms}
     return said + [f"But {name}: {loss}." for name, loss in hidden.items() if loss]
 
