@@ -459,6 +459,16 @@ def test_verdict_keeps_fp32_where_it_is_not_and_says_why():
     assert any("Activations are 70% of fp32's peak" in each for each in said)
 
 
+def test_verdict_does_not_advise_the_precision_that_it_picks():
+    """Seen: Use bf16-master ... a larger batch, or bf16-master, moves the rest."""
+    found = precision(1.9, 0.3)
+    [rest] = [each for each in verdict(report_of(found), Thresholds()) if "the rest" in each]
+    assert rest.endswith("a larger batch, or bf16-master, moves the rest.")
+    found.name = "bf16-master"
+    [rest] = [each for each in verdict(report_of(found), Thresholds()) if "the rest" in each]
+    assert rest.endswith("a larger batch moves the rest.")
+
+
 def test_verdict_does_not_call_faster_what_may_not_be():
     """Seen: Keep fp32: bf16 runs at 1.19x of its speed here."""
     found = precision(1.19, 0.25)
