@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ampwise_lint.base.words import counted
+from ampwise_lint.base.words import counted, joined
 
 
 @pytest.mark.parametrize(
@@ -14,3 +14,11 @@ from ampwise_lint.base.words import counted
 def test_counted(number, said):
     assert counted(number, "batch", "batches") == said
     assert counted(number, "step") == said.replace("batches", "steps").replace("batch", "step")
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [("", ""), ("a", "a"), ("ab", "a and b"), ("abc", "a, b and c"), ("abcd", "a, b, c and d")],
+)
+def test_joined(names, said):
+    assert joined(iter(names)) == said

@@ -16,6 +16,7 @@ from ampwise import Task
 from ampwise.bench import race as racing
 from ampwise.bench.arm import Arm, Settings
 from ampwise.bench.config import CONTROL, BenchConfig, choose
+from ampwise.bench.equivalence import Parity
 from ampwise.bench.memory import PARTS, measure
 from ampwise.bench.parity import ParityReport
 from ampwise.bench.race import Race, run_race, speedups
@@ -458,6 +459,16 @@ def test_verdict_keeps_fp32_where_it_is_not_and_says_why():
     assert any("Activations are 70% of fp32's peak" in each for each in said)
 
 
+def test_verdict_does_not_advise_the_precision_that_it_picks():
+    """Seen: Use bf16-master ... a larger batch, or bf16-master, moves the rest."""
+    found = precision(1.9, 0.3)
+    [rest] = [each for each in verdict(report_of(found), Thresholds()) if "the rest" in each]
+    assert rest.endswith("a larger batch, or bf16-master, moves the rest.")
+    found.name = "bf16-master"
+    [rest] = [each for each in verdict(report_of(found), Thresholds()) if "the rest" in each]
+    assert rest.endswith("a larger batch moves the rest.")
+
+
 def test_verdict_does_not_call_faster_what_may_not_be():
     """Seen: Keep fp32: bf16 runs at 1.19x of its speed here."""
     found = precision(1.19, 0.25)
@@ -476,6 +487,18 @@ def test_verdict_says_once_what_is_true_of_several_precisions():
         "fp16 saves 26%, bf16 saves 25% of the peak memory: worth it only if memory, not time, is "
         "what limits you."
     ]
+
+
+def test_verdict_names_several_precisions_of_one_accuracy_in_one_breath():
+    """Seen: fp16 and bf16 and bf16-master: as accurate as fp32."""
+    as_good = Parity(5, 0.001, -0.001, 0.003, 0.0015, 0.0002, 0.9998, "equivalent")
+    names = ("fp16", "bf16", "bf16-master")
+    found = report_of(precision(1.9, 0.3))
+    found.parity = ParityReport(margin=0.01, steps=80, seeds=5, arms=dict.fromkeys(names, as_good))
+    assert verdict(found, Thresholds())[-1] == (
+        "fp16, bf16 and bf16-master: as accurate as fp32 (within 0.01), by 5 paired seeds of 80 "
+        "steps."
+    )
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])

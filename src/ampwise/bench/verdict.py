@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ampwise.bench.requirements import Thresholds
 from ampwise.bench.result import BenchReport, PrecisionResult
 from ampwise.products import in_words
-from ampwise_lint.base.words import counted
+from ampwise_lint.base.words import counted, joined
 
 _WORTH_A_SWITCH = 1.05
 _WORTH_SAVING = 0.05
@@ -43,7 +43,7 @@ def verdict(report: BenchReport, thresholds: Thresholds) -> list[str]:
         for each in diverged
     ]
     said += [f"Do not use {each.name}: it trains worse than fp32." for each in worse]
-    said += _memory(baseline, measured)
+    said += _memory(baseline, measured, best)
     said += _slower(measured, best) + _bottleneck(report, baseline, best) + _next(report)
     if report.device.startswith("cuda"):
         said.append(
@@ -104,7 +104,7 @@ def _accuracy(report: BenchReport) -> list[str]:
         names = [each for each in names if each not in better]
         if names:
             runs = f"{counted(parity.seeds, 'paired seed')} of {counted(parity.steps, 'step')}"
-            said.append(f"{' and '.join(names)}: {meaning}, by {runs}.")
+            said.append(f"{joined(names)}: {meaning}, by {runs}.")
     hidden = {name: parity.loss_says(name) for name in parity.arms}
     return said + [f"But {name}: {loss}." for name, loss in hidden.items() if loss]
 
@@ -142,7 +142,9 @@ def _keep(best: PrecisionResult) -> str:
     return f"Keep fp32: {best.name} runs at {best.speedup} of its speed here{because}."
 
 
-def _memory(baseline: PrecisionResult, measured: list[PrecisionResult]) -> list[str]:
+def _memory(
+    baseline: PrecisionResult, measured: list[PrecisionResult], best: PrecisionResult | None
+) -> list[str]:
     """Where the speed says no but memory is saved; and where the memory goes."""
     slower = [each for each in measured if each.speedup and each.speedup.high < 1]
     saving = [each for each in slower if (each.memory_reduction or 0) > 0.05]
@@ -151,9 +153,11 @@ def _memory(baseline: PrecisionResult, measured: list[PrecisionResult]) -> list[
     if baseline.peak_memory_bytes and baseline.memory:
         share = baseline.memory["activations"] / baseline.peak_memory_bytes
         if share < 0.8:
+            picked = best is not None and best.name == "bf16-master"
+            moves = "a larger batch" if picked else "a larger batch, or bf16-master,"
             said.append(
                 f"Activations are {share:.0%} of fp32's peak, and autocast halves little else: "
-                "a larger batch, or bf16-master, moves the rest."
+                f"{moves} moves the rest."
             )
     return said
 

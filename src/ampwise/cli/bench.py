@@ -88,6 +88,7 @@ def _finish(options: Options, folder: RunFolder, report: BenchReport) -> None:
     """Store a report, then show it, also when the disk is too full to store it."""
     from ampwise.report.bench import render
     from ampwise_lint.base.console import Console
+    from ampwise_lint.base.words import joined
 
     text = json.dumps(report.to_json(), indent=2, allow_nan=False)
     try:
@@ -96,7 +97,7 @@ def _finish(options: Options, folder: RunFolder, report: BenchReport) -> None:
         if options.json != "-":
             render(report, Console())
     if options.json != "-":
-        tell("", f"report: {' and '.join(map(str, written))}")
+        tell("", f"report: {joined(map(str, written))}")
     write_json(text, options.json)
 
 

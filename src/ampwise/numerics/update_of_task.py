@@ -30,6 +30,7 @@ from ampwise.step.recorder import finite
 from ampwise.step.replay import Replay
 from ampwise.tasks import Task
 from ampwise.tasks.checks import endless
+from ampwise_lint.base.words import joined
 
 _ALIKE = 0.9
 """Cosine between an update and the one that float64 makes, from which on they are alike."""
@@ -185,7 +186,7 @@ def _first_bad(trained: Trained) -> tuple[int, str] | None:
 def _names(given: Any, some: Sequence[Optimizer]) -> str:
     """Optimizers by the keys under which a task gives them; else by their classes."""
     pairs = given.items() if isinstance(given, Mapping) else ((type(e).__name__, e) for e in some)
-    return " and ".join(str(name) for name, each in pairs if any(each is one for one in some))
+    return joined(str(name) for name, each in pairs if any(each is one for one in some))
 
 
 def _fixes(trained: Trained, number: int, root: Root) -> list[Fix]:

@@ -24,7 +24,7 @@ from ampwise.observe.scalers import Scalers, is_unscaled
 from ampwise.observe.session import Session
 from ampwise.observe.steps import Attempt
 from ampwise.step.modules import held_by
-from ampwise_lint.base.words import counted
+from ampwise_lint.base.words import counted, joined
 
 _HALF = (torch.float16, torch.bfloat16)
 _COLLAPSED = 1.0
@@ -295,7 +295,7 @@ class Misuse(Listener):
         self._looked.add(id(optimizer))
         dtypes = {each.dtype for each in held_by([optimizer])} & set(_HALF)
         if dtypes:
-            names = " and ".join(sorted(map(dtype_name, dtypes)))
+            names = joined(sorted(map(dtype_name, dtypes)))
             self._note(
                 "AMP504", "error",
                 f"the scaler works on {names} parameters: keep parameters in float32 and let "
@@ -319,7 +319,7 @@ def _devices(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
 
 
 def _of(forward: _Forward) -> str:
-    return " and ".join(sorted(forward.dtypes)) or "float32"
+    return joined(sorted(forward.dtypes)) or "float32"
 
 
 def _shown(scaler: GradScaler) -> str:

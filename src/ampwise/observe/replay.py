@@ -32,7 +32,7 @@ from ampwise.step.modules import as_one, held_by, modules_of
 from ampwise.step.recorder import MicroBatch, RandomState, Stash, finite
 from ampwise.step.replay import finite_buffers, gradients_of, let_go, undisturbed
 from ampwise.step.replayable import Replayed
-from ampwise_lint.base.words import power_in_code
+from ampwise_lint.base.words import joined, power_in_code
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ class Observed:
         """What to write to keep modules in float32."""
         return (
             f'with torch.autocast("{self.device.type}", enabled=False): in the forward of '
-            f"{' and '.join(modules)}, and .float() on its inputs"
+            f"{joined(modules)}, and .float() on its inputs"
         )
 
     def how_scaled(self, scale: float) -> str:

@@ -17,7 +17,7 @@ from ampwise.products import in_words
 from ampwise.report.curves import series
 from ampwise.telemetry import names
 from ampwise.telemetry.run import read_steps
-from ampwise_lint.base.words import counted
+from ampwise_lint.base.words import counted, joined
 
 FILE = "observed.json"
 """Where a run's folder has it."""
@@ -215,7 +215,7 @@ def _asked(precision: Precision) -> str:
     """``float16 was asked for (train.py:41)``."""
     dtypes = dict.fromkeys(each.dtype for each in precision.asked)
     each = (f"{dtype} was asked for{_lines(precision, dtype)}" for dtype in dtypes)
-    return " and ".join(each) or "a lower precision was asked for"
+    return joined(each) or "a lower precision was asked for"
 
 
 def _lines(precision: Precision, dtype: str) -> str:

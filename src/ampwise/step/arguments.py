@@ -23,6 +23,7 @@ from ampwise.step import optimizers as optim
 from ampwise.step.loss_scale import LossScale, UnitLossScale
 from ampwise.step.modules import held_by, several
 from ampwise.step.warn import warn_user
+from ampwise_lint.base.words import joined
 
 _HALF = (torch.float16, torch.bfloat16)
 _SPELLED = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -300,7 +301,7 @@ def check_schedule(scheduler: Any, optimizers: Sequence[Optimizer]) -> None:
     needed = [each.name for each in inspect.signature(step).parameters.values() if _needed(each)]
     if len(needed) > by_updates:
         raise UsageError(
-            f"scheduler: {kind}.{step.__name__} needs {' and '.join(needed)}, which a training "
+            f"scheduler: {kind}.{step.__name__} needs {joined(needed)}, which a training "
             "step does not have; leave it out, and call it where you do (after an evaluation or an "
             "epoch, say)"
         )

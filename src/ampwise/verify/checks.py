@@ -35,7 +35,7 @@ from ampwise.training.loop import train
 from ampwise.verify.logs import READERS, own_stores
 from ampwise.verify.result import Status
 from ampwise.verify.subject import Plain, Subject
-from ampwise_lint.base.words import counted
+from ampwise_lint.base.words import counted, joined
 
 Outcome = tuple[Status, str]
 
@@ -106,7 +106,7 @@ def parameters_are_float32(subject: Subject) -> Outcome:
     held = [each for each in held_by(step.optimizers) if each.is_floating_point()]
     dtypes = sorted({dtype_name(each.dtype) for each in held})
     whole = dtypes == ["float32"]
-    return ("pass" if whole else "fail"), f"{len(held)} tensors in {' and '.join(dtypes)}"
+    return ("pass" if whole else "fail"), f"{len(held)} tensors in {joined(dtypes)}"
 
 
 def loss_scale_is_logged(subject: Subject) -> Outcome:

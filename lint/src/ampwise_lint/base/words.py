@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 
 def counted(number: int | str, one: str, several: str = "") -> str:
     """``1 step``, ``2 steps``, ``1,797 samples``; `several` where an ``s`` does not make it."""
     shown = number if isinstance(number, str) else f"{number:,}"  # a word where nobody counted
     return f"{shown} {one if number == 1 else several or f'{one}s'}"
+
+
+def joined(names: Iterable[str]) -> str:
+    """``a``, ``a and b``, ``a, b and c``; nothing of nothing."""
+    *most, last = [*names] or [""]
+    return f"{', '.join(most)} and {last}" if most else last
 
 
 def size_unit(largest_bytes: float) -> tuple[str, float]:

@@ -16,6 +16,7 @@ import torch
 from ampwise.step.compiled import eager
 from ampwise.step.recorder import Stash
 from ampwise.step.replayable import Replayable
+from ampwise_lint.base.words import joined
 
 
 def stages(step: Replayable, stash: Stash) -> dict[str, bool]:
@@ -32,8 +33,8 @@ def in_words(found: dict[str, bool]) -> str:
     fails = [name for name, clean in found.items() if not clean]
     holds = [name for name, clean in found.items() if clean]
     return (
-        f"The step fails {' and '.join(fails) or 'nowhere'} and is clean in "
-        f"{' and '.join(holds) or 'no stage'}: the fault is in what the compiler makes of the "
+        f"The step fails {joined(fails) or 'nowhere'} and is clean in "
+        f"{joined(holds) or 'no stage'}: the fault is in what the compiler makes of the "
         "model, not in its code."
     )
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ampwise_lint.base.words import counted, figure
+from ampwise_lint.base.words import counted, figure, joined
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ def in_words(name: str, values: Tensor) -> str:
         parts.append(
             f"{are} {end:g}" if most == end else f"{are} {side}, {reach} to {figure(most)}"
         )
-    return f"{name} is defined {domain}: {' and '.join(parts)}" if parts else ""
+    return f"{name} is defined {domain}: {joined(parts)}" if parts else ""
 
 
 def inside(name: str, values: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from ampwise.errors import PolicyError, nearest
 from ampwise.step.precision.base import Part
-from ampwise.step.precision.islands import in_float32
+from ampwise.step.precision.islands import call_in_float32
 from ampwise.step.warn import warn_user
 
 _HOMES = (torch.nn.functional, torch, Tensor, torch.linalg, torch.special)
@@ -66,11 +66,11 @@ class Calls(CallMode):
             return func(*args, **kwargs)
         if name in self.unseen:
             self.unseen.remove(name)
-        return self.as_meant(func)(*args, **kwargs)
+        return self.make(func, args, kwargs)
 
-    def as_meant(self, func: _Function) -> _Function:
-        """One of the functions as it is to be called; as it is, here."""
-        return func
+    def make(self, func: _Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make a call of one of the functions; as it is, here."""
+        return func(*args, **kwargs)
 
 
 class FunctionIslands(Calls, Part):
@@ -89,9 +89,9 @@ class FunctionIslands(Calls, Part):
         self._device_type = device_type
         self._windows = 0
 
-    def as_meant(self, func: _Function) -> _Function:
-        """In float32."""
-        return in_float32(func, self._device_type)
+    def make(self, func: _Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """In float32. No function is made here: torch 2.11 compiles none that is marked."""
+        return call_in_float32(func, self._device_type, args, kwargs)
 
     def enter(self) -> None:
         """Watch calls."""

@@ -134,11 +134,18 @@ def in_float32(forward: Forward, device_type: str) -> Forward:
     """A function as it runs in an island: without autocast, on 16-bit inputs raised to float32."""
 
     def island(*args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(device_type, enabled=False):
-            return forward(*tree_map(raised, args), **tree_map(raised, kwargs))
+        return call_in_float32(forward, device_type, args, kwargs)
 
     vars(island)["is_island"] = True
     return island
+
+
+def call_in_float32(
+    function: Forward, device_type: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call a function without autocast, on 16-bit inputs raised to float32."""
+    with torch.autocast(device_type, enabled=False):
+        return function(*tree_map(raised, args), **tree_map(raised, kwargs))
 
 
 def raised(value: Any) -> Any:

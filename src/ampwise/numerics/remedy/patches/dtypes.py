@@ -11,6 +11,7 @@ from ampwise.numerics.remedy.patches.edit import Edit, enclosed, method
 from ampwise.numerics.remedy.patches.site import HALF, Site
 from ampwise.numerics.remedy.patches.source import Change, code_of, dotted, walk
 from ampwise.numerics.remedy.patches.terms import Term
+from ampwise_lint.base.words import joined
 
 ELEMENTWISE = frozenset(
     ["add", "sub", "mul", "div", "neg", "square", "pow", "sum", "mean", "prod", "cumsum", "cumprod",
@@ -184,7 +185,7 @@ def _from_here_on(site: Site) -> Iterator[Edit]:
         cast.with_changes(leading_lines=line.leading_lines),
         line.with_changes(leading_lines=()),
     ]
-    what = f"{' and '.join(names)} in float32 from here on"
+    what = f"{joined(names)} in float32 from here on"
     yield Edit(what, _FLOAT32, {line: cst.FlattenSentinel(both)})
 
 
