@@ -139,6 +139,10 @@ def _keep(best: PrecisionResult) -> str:
             f"Keep fp32: {best.name}, {best.speedup} of its speed, is not for sure faster "
             f"here{because}."
         )
+    if best.speedup.low > 1:
+        return (
+            f"Keep fp32: {best.name} gains too little here, {best.speedup} of its speed{because}."
+        )
     return f"Keep fp32: {best.name} runs at {best.speedup} of its speed here{because}."
 
 
