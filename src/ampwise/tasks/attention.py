@@ -2,7 +2,7 @@
 
 PyTorch's fused kernel keeps no scores and computes them in float32. On CPUs with fast 16-bit
 products its blocks are too small for these: at a few hundred positions two large products and a
-softmax between them take less time (docs/measure.md has figures), and memory for the scores. Under
+softmax between them take less time (docs/tune.md has figures), and memory for the scores. Under
 autocast these are in its 16-bit format, 8 significant bits in bfloat16, where the kernel has
 float32's 24; parity says whether that matters.
 """

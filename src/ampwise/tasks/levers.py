@@ -212,29 +212,41 @@ def _innermost(leaf: Any) -> Any:
 
 
 def _checkpointing(task: Task) -> Task:
-    def model() -> Any:
-        built = task.model()
-        blocks = blocks_of(as_one(built))
-        if not blocks:
-            raise LeverError("checkpointing", "the model has no repeated blocks")
-        for block in blocks.values():
-            block.__class__ = _checkpointed(type(block))
-        return built
-
-    return replace(task, model=model)
+    return _of_class(
+        task,
+        "checkpointing",
+        lambda model: list(blocks_of(model).values()),
+        _checkpointed,
+        "the model has no repeated blocks",
+    )
 
 
 def _unfused_attention(task: Task) -> Task:
+    return _of_class(
+        task,
+        "unfused-attention",
+        lambda model: [each for each in model.modules() if calls_attention(each)],
+        unfused,
+        "no module's own code calls torch.nn.functional.scaled_dot_product_attention",
+    )
+
+
+def _of_class(
+    task: Task,
+    lever: str,
+    find: Callable[[nn.Module], list[nn.Module]],
+    changed_class: Callable[[type[nn.Module]], type[nn.Module]],
+    why_not: str,
+) -> Task:
+    """A task some of whose modules are of another class; `why_not` is said where none is found."""
+
     def model() -> Any:
         built = task.model()
-        found = [each for each in as_one(built).modules() if calls_attention(each)]
+        found = find(as_one(built))
         if not found:
-            raise LeverError(
-                "unfused-attention",
-                "no module's own code calls torch.nn.functional.scaled_dot_product_attention",
-            )
+            raise LeverError(lever, why_not)
         for each in found:
-            each.__class__ = unfused(type(each))
+            each.__class__ = changed_class(type(each))
         return built
 
     return replace(task, model=model)
