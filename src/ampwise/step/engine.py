@@ -44,7 +44,7 @@ from ampwise.step.activity import Activity
 from ampwise.step.arguments import scalar
 from ampwise.step.attempt import Attempt
 from ampwise.step.guard import Guard
-from ampwise.step.hooks import counting, true_gradients
+from ampwise.step.hooks import hooked
 from ampwise.step.host import HostFlag
 from ampwise.step.log import StepLog
 from ampwise.step.loss_scale import LossScale
@@ -56,6 +56,9 @@ from ampwise.step.precision import Precision, check_islands, precision_of
 from ampwise.step.state import StepState
 from ampwise.step.window import Weight, divide
 from ampwise.telemetry.ring import Row, StepRecord, Totals, write
+
+_EVERY: AbstractContextManager[None] = nullcontext()
+"""Of a backward to all parameters."""
 
 
 class Engine:
@@ -551,7 +554,8 @@ class Engine:
         retain_graph: bool,
     ) -> None:
         loss = scalar(loss)
-        self._see_activity(loss)
+        if self.activity is None:
+            self._see_activity(loss)
         self._parallel.end_forward()
         with self._attempting(forward=False) as attempt:
             chosen = self._members.indices(optimizers)
@@ -561,13 +565,11 @@ class Engine:
             if counts is not False or self.ranks > 1:
                 held = self._members.held_by(optimizers)
                 attempt.begin_backward(held, exact=self._undoes_micro_batch)
-                leaves = [each for each in held if each.requires_grad]
                 seed = self._seed(divided_by, loss.dtype)
                 with (
                     self._precision,
-                    true_gradients(leaves, self.loss_scale.divisor),
-                    counting(leaves, counts),
-                    self._only(None if optimizers is None else leaves) as inputs,
+                    hooked(held, self.loss_scale.divisor, counts),
+                    self._only(None if optimizers is None else held) as inputs,
                 ):
                     self._propagate(loss, seed, retain_graph, inputs)
                 attempt.end_backward()
@@ -587,8 +589,7 @@ class Engine:
 
     def _see_activity(self, loss: Tensor) -> None:
         """Learn from the first loss what its forward really ran in."""
-        if self.activity is None:
-            self._note_activity(self._activity_of(loss))
+        self._note_activity(self._activity_of(loss))
 
     def _activity_of(self, loss: Tensor) -> Activity:
         live = self.loss_scale.enabled
@@ -604,8 +605,10 @@ class Engine:
         FSDP2's leaves are gathered copies, which nobody can name: it goes to all parameters there,
         and what is not wanted is put back.
         """
-        if parameters is None or not self._parallel.shards:
-            return nullcontext(parameters)
+        if parameters is None:
+            return _EVERY
+        if not self._parallel.shards:
+            return nullcontext([each for each in parameters if each.requires_grad])
         wanted = set(map(id, parameters))
         # Of a model that is gathered just now, modules hold others than its optimizer does.
         all_of_them = (*self.parameters().values(), *self._members.held)
@@ -652,14 +655,17 @@ class Engine:
             self._open.pending.unscale(left, self._divisor())
         flag, grad_norm, counts = self._open.pending.outcome()
         self.grad_norm = grad_norm
-        found_inf, scale, loss = flag.tensor, self.loss_scale.scale, self._open.window.loss
+        loss, scale = self._open.window.loss, self.loss_scale.scale
         before = scale.clone() if self.loss_scale.enabled else scale
         if counts:
-            self.loss_scale.update(found_inf)
+            self.loss_scale.update(flag.tensor)
         self._open.buffers.settle(flag)
         if loss is None:  # gradients of earlier steps alone
             loss = torch.full((), torch.nan, device=self.device)
-        write(row, (loss, before, scale, grad_norm, found_inf))
+        if flag.on_host and not self.loss_scale.enabled:
+            write(row, (loss, 1.0, 1.0, grad_norm, float(flag.read())))
+        else:
+            write(row, (loss, before, scale, grad_norm, flag.tensor))
         return flag
 
     def _close_on_host(self, found_inf: HostFlag) -> list[bool]:
@@ -728,7 +734,7 @@ class _Training:
         except BaseException as error:
             self._end(error)
             raise
-        nesting.enter(engine._members)
+        self._entry = nesting.enter(engine._members)
 
     def __exit__(
         self,
@@ -736,7 +742,7 @@ class _Training:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        nesting.leave(self._engine._members)
+        nesting.leave(self._entry)
         try:
             self._forward.__exit__(kind, error, trace)
         except BaseException as raised:

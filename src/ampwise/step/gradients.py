@@ -37,10 +37,10 @@ def gradients_of(optimizers: Iterable[Optimizer]) -> list[Tensor]:
     """
     found: dict[int, Tensor] = {}
     for parameter in held_by(optimizers):
-        gradient = parameter.grad
+        gradient: Tensor | None = parameter.grad
         if gradient is None:
             continue
-        if type(gradient) is not Tensor or gradient.is_sparse or gradient.is_complex():
+        if type(gradient) is not Tensor or gradient.is_sparse or gradient.dtype.is_complex:
             gradient = _dense(parameter)
         found[id(parameter)] = gradient
     return list(found.values())
@@ -120,7 +120,7 @@ def together(norms: Sequence[Tensor], device: torch.device) -> Tensor:
     """Global L2 norm, a scalar on `device`, of what `norms` gave."""
     if not norms:
         return torch.zeros((), device=device)
-    if len({each.device for each in norms} | {device}) > 1:
+    if [each for each in norms if each.device != device]:
         norms = [each.to(device, torch.float64) for each in norms]
     all_of_them = norms[0] if len(norms) == 1 else torch.cat(list(norms))
     if all_of_them.numel() == 1:

@@ -80,13 +80,14 @@ class Guard:
         self.flag = HostFlag(torch.zeros((), device=device))
         self.found_inf = self.flag.tensor
         self.grad_norm = torch.zeros((), device=device)
+        self._length = 0.0  # the same as a number, where the host has it
         self.norms: list[Tensor] = []
         self._one = torch.ones((), device=device)
 
     @property
     def folds(self) -> bool:
         """Whether the optimizers' kernels unscale, clip and skip by themselves, on the device."""
-        if not all(optim.folds(optimizer) for optimizer in self.optimizers):
+        if not all(map(optim.folds, self.optimizers)):
             return False
         # Kernels write the gradient back; one that two optimizers share would be divided twice.
         return len(self.optimizers) == 1 or not grads.are_shared(self.optimizers)
@@ -141,6 +142,7 @@ class Guard:
         if not self.flag.read():
             norm = norm if divisor is None else norm / divisor
             self.grad_norm = norm.clamp(max=_LARGEST).float()
+            self._length = number(self.grad_norm)
 
     def _judge(self, bound: Tensor, divisor: Tensor | None) -> None:
         """Raise `found_inf` if a gradient is not finite, or will not be once it is divided.
@@ -150,9 +152,10 @@ class Guard:
         inf, but where the host can look again.
         """
         true = bound if divisor is None else bound / divisor
-        self.grad_norm = true.to(torch.float32)
+        self.grad_norm = true if true.dtype is torch.float32 else true.float()
         if self.flag.on_host:
-            self.flag.set(not math.isfinite(number(self.grad_norm)))
+            self._length = number(self.grad_norm)
+            self.flag.set(not math.isfinite(self._length))
             return
         self.found_inf.zero_()
         torch._amp_foreach_non_finite_check_and_unscale_(
@@ -164,7 +167,7 @@ class Guard:
         if self.max_norm is None:
             return None
         if self.flag.on_host:
-            excess = (number(self.grad_norm) + _EPS) / self.max_norm
+            excess = (self._length + _EPS) / self.max_norm
             return torch.tensor(excess) if excess > 1 else None
         return ((self.grad_norm + _EPS) / self.max_norm).clamp_(min=1.0)
 

@@ -11,70 +11,67 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 _AS_THEY_ARE = nullcontext()
 
 _Hooks = MutableMapping[int, Callable[..., Any]]
-_Wrap = Callable[[Callable[..., Any], Tensor], Callable[..., Any]]
+_Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def true_gradients(
-    parameters: Iterable[Tensor], scale: Tensor | None
+def hooked(
+    parameters: Sequence[Tensor], scale: Tensor | None, counts: bool | Tensor
 ) -> AbstractContextManager[None]:
-    """Context: hooks on `parameters` see gradients divided by `scale` (None: nothing to do)."""
-    hooked = [] if scale is None else list(_hooked(parameters))
-    return _wrapped(hooked, scale) if hooked and scale is not None else _AS_THEY_ARE
+    """Context of a backward to `parameters`, whose hooks see gradients divided by `scale`.
 
-
-def counting(parameters: Sequence[Tensor], counts: bool | Tensor) -> AbstractContextManager[None]:
-    """Context: gradients of `parameters` are 0 unless `counts`, which a device may know alone.
-
-    Multiplied by 0 a NaN would stay NaN. This way it is gone, and the host need not know.
+    None divides by nothing. Gradients are 0 unless the backward `counts`, which a device may know
+    alone: multiplied by 0 a NaN would stay NaN; this way it is gone, and the host need not know.
     """
-    if counts is True or not parameters:
+    found = [] if scale is None else list(_hooks_of(parameters, scale))
+    if counts is True and not found:
         return _AS_THEY_ARE
-    device = parameters[0].device
-    mask = torch.as_tensor(counts, dtype=torch.bool, device=device)
-    return _counting(parameters, mask)
+    return _hooked(parameters, found, counts)
 
 
 @contextmanager
-def _counting(parameters: Iterable[Tensor], counts: Tensor) -> Generator[None]:
-    handles = [
-        each.register_hook(lambda gradient: torch.where(counts, gradient, 0.0))
-        for each in parameters
-    ]
+def _hooked(
+    parameters: Sequence[Tensor],
+    found: Sequence[tuple[_Hooks, _Wrap]],
+    counts: bool | Tensor,
+) -> Generator[None]:
+    originals = [(hooks, dict(hooks)) for hooks, _ in found]
+    for hooks, wrap in found:
+        for key, hook in hooks.items():
+            hooks[key] = wrap(hook)
+    leaves = [] if counts is True else [each for each in parameters if each.requires_grad]
+    handles = [_emptied(each, counts) for each in leaves]
     try:
         yield
     finally:
         for each in handles:
             each.remove()
-
-
-@contextmanager
-def _wrapped(hooked: Sequence[tuple[_Hooks, _Wrap]], scale: Tensor) -> Generator[None]:
-    originals = [(hooks, dict(hooks)) for hooks, _ in hooked]
-    for hooks, wrap in hooked:
-        for key, hook in hooks.items():
-            hooks[key] = wrap(hook, scale)
-    try:
-        yield
-    finally:
         for hooks, before in originals:
             for key in hooks.keys() & before.keys():  # a hook may have removed itself
                 hooks[key] = before[key]
 
 
-def _hooked(parameters: Iterable[Tensor]) -> Iterator[tuple[_Hooks, _Wrap]]:
+def _emptied(parameter: Tensor, counts: bool | Tensor) -> RemovableHandle:
+    """Have the gradient of a parameter be 0 unless it counts."""
+    mask = torch.as_tensor(counts, dtype=torch.bool, device=parameter.device)
+    return parameter.register_hook(lambda gradient: torch.where(mask, gradient, 0.0))
+
+
+def _hooks_of(parameters: Iterable[Tensor], scale: Tensor) -> Iterator[tuple[_Hooks, _Wrap]]:
     for parameter in parameters:
         if hooks := parameter._backward_hooks:
-            yield hooks, _on_gradient
+            yield hooks, partial(_on_gradient, scale=scale)
         if hooks := getattr(parameter, "_post_accumulate_grad_hooks", None):
-            yield hooks, _on_parameter
+            yield hooks, partial(_on_parameter, scale=scale)
 
 
 def _on_gradient(hook: Callable[..., Any], scale: Tensor) -> Callable[..., Any]:

@@ -26,15 +26,17 @@ class HostFlag:
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
         self.on_host = tensor.device.type == "cpu"
+        self._value = self.on_host and bool(tensor.tolist())
 
     def set(self, value: bool) -> None:
-        """Write the value; for flags on the host."""
-        if self.read() is not value:
+        """Write the value; for flags on the host, which nothing else writes."""
+        if self._value is not value:
+            self._value = value
             self.tensor.fill_(value)
 
     def read(self) -> bool:
         """The value now; on an accelerator this waits for the device (one host sync)."""
-        return bool(self.tensor.tolist())
+        return self._value if self.on_host else bool(self.tensor.tolist())
 
 
 class Outcomes:

@@ -50,6 +50,7 @@ class Members:
         self._see_modules()
 
     def _see_modules(self) -> None:
+        self._seen = self.model if isinstance(self.model, nn.Module) else None
         self._of_models = self.models
         self.modules: list[nn.Module] = modules_of(self._of_models)
         tables = [each._modules for each in self.modules]
@@ -88,7 +89,8 @@ class Members:
 
         In every micro-batch: it compares with what was seen last, and builds nothing anew.
         """
-        if self.models != self._of_models or not self._has_same_children():
+        others = self.model is not self._seen and self.models != self._of_models
+        if others or not self._has_same_children():
             self._see_modules()
             self.version += 1
         given = self.optimizer

@@ -7,18 +7,22 @@ from threading import get_ident
 from ampwise.errors import UsageError
 from ampwise.step.members import Members
 
-_running: list[tuple[int, Members]] = []
-"""What the forwards train, by the thread they run in."""
+_Entry = tuple[int, Members]
+"""A thread, and what a forward in it trains."""
+
+_running: list[_Entry] = []
 
 
-def enter(members: Members) -> None:
-    """A forward that trains these begins in this thread."""
-    _running.append((get_ident(), members))
+def enter(members: Members) -> _Entry:
+    """A forward that trains these begins in this thread; what to `leave` it by."""
+    entry = get_ident(), members
+    _running.append(entry)
+    return entry
 
 
-def leave(members: Members) -> None:
+def leave(entry: _Entry) -> None:
     """It is over."""
-    _running.remove((get_ident(), members))
+    _running.remove(entry)
 
 
 def refuse(what: str, members: Members) -> None:

@@ -175,7 +175,8 @@ class TrainStep(Engine):
                 f"loss_fn: expected a function of (model, batch), got {type(loss_fn).__name__}; "
                 "the call is step(loss_fn, batch)"
             )
-        self._refuse_iterating("step()")
+        if self._iterates:
+            self._refuse_iterating("step()")
         nesting.refuse("step()", self._members)
         last = last or self._open.window.fills
         with self._parallel.telling():
@@ -259,7 +260,8 @@ class TrainStep(Engine):
             When it makes no update, returns no scalar, or the step accumulates. An error inside
             drops what is open; updates that came before it stay.
         """
-        self._refuse_iterating("iterate()")
+        if self._iterates:
+            self._refuse_iterating("iterate()")
         nesting.refuse("iterate()", self._members)
         if self._open.window.accumulate > 1:
             raise UsageError(
@@ -469,18 +471,17 @@ class TrainStep(Engine):
 
     def _refuse_iterating(self, what: str) -> None:
         """Refuse what is a step of its own within an iteration."""
-        if self._iterates:
-            raise UsageError(
-                f"{what} inside an iteration, which is one step already; expected its parts there: "
-                "autocast(), backward() and update()"
-            )
+        raise UsageError(
+            f"{what} inside an iteration, which is one step already; expected its parts there: "
+            "autocast(), backward() and update()"
+        )
 
     def _see_activity(self, loss: Tensor) -> None:
         """Of an iteration, the forwards of all its losses are one."""
-        if not self._iterates:
-            super()._see_activity(loss)
-        elif self.activity is None:
+        if self._iterates:
             self._seen.append(self._activity_of(loss))
+        else:
+            super()._see_activity(loss)
 
     def _count_nothing(self, loss_fn: Callable[[Any, Batch], Any], batch: Batch) -> None:
         """A micro-batch that sums over ranks what was collected, and counts nothing itself."""

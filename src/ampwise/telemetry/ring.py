@@ -13,7 +13,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,15 +33,17 @@ Row = Tensor | list[float]
 
 def number(scalar: Tensor) -> float:
     """Of a scalar in the host's own memory: no operator runs, so nothing can synchronise."""
-    return cast("float", scalar.tolist())
+    value: Any = scalar.tolist()
+    return value
 
 
-def write(row: Row, figures: Sequence[Tensor]) -> None:
-    """Fill a row with scalars that are on its device."""
+def write(row: Row, figures: Sequence[Tensor | float]) -> None:
+    """Fill a row with scalars that are on its device; for the host's own, also with numbers."""
     if isinstance(row, list):
-        row[:] = [number(each) for each in figures]
+        row[:] = [number(each) if isinstance(each, Tensor) else each for each in figures]
     else:
-        torch.stack(tuple(figures), out=row)
+        tensors: Any = figures
+        torch.stack(tensors, out=row)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,23 +193,26 @@ class Ring:
 
     def _record(self, rows: Sequence[Sequence[float]], lrs: list[float | Tensor]) -> None:
         totals = self.totals
-        for (loss, scale, next_scale, norm, found_inf), lr in zip(rows, lrs, strict=True):
+        for (loss, scale, next_scale, norm, found), lr in zip(rows, lrs, strict=True):
+            skipped = found > 0
             totals.steps += 1
-            totals.skipped += found_inf > 0
-            totals.growths += next_scale > scale
-            totals.backoffs += next_scale < scale
-            self._unread += 1
+            if skipped:
+                totals.skipped += 1
+            if next_scale != scale:
+                totals.growths += next_scale > scale
+                totals.backoffs += next_scale < scale
             self._records.append(
                 StepRecord(
-                    step=totals.steps,
-                    loss=loss,
-                    loss_scale=scale,
-                    grad_norm=norm,
-                    found_inf=found_inf > 0,
-                    lr=float(lr),
-                    skipped=found_inf > 0,
-                    skipped_total=totals.skipped,
-                    scale_growths=totals.growths,
-                    scale_backoffs=totals.backoffs,
+                    totals.steps,
+                    loss,
+                    scale,
+                    norm,
+                    skipped,
+                    float(lr),
+                    skipped,
+                    totals.skipped,
+                    totals.growths,
+                    totals.backoffs,
                 )
             )
+        self._unread += len(rows)

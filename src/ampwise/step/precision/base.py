@@ -83,6 +83,8 @@ class Precision:
     def __init__(self, policy: Policy, device_type: str, parts: Sequence[Part]) -> None:
         self._parts = parts
         self._depth = 0
+        # To make autocast anew takes longer than to enter it.
+        self._idle: dict[bool, list[torch.autocast]] = {True: [], False: []}
         self._device_type = device_type
         self._enabled = policy.autocast
         self._dtype = getattr(torch, policy.compute_dtype) if policy.autocast else None
@@ -93,8 +95,14 @@ class Precision:
         With a float32 policy autocast is off inside, also where the caller has it on.
         """
         if self._enabled or torch.is_autocast_enabled(self._device_type):
-            autocast = torch.autocast(self._device_type, self._dtype, self._enabled)
-            return _Forward(self, autocast)
+            caches = torch.is_autocast_cache_enabled()
+            idle = self._idle[caches]
+            autocast = (
+                idle.pop()
+                if idle
+                else torch.autocast(self._device_type, self._dtype, self._enabled, caches)
+            )
+            return _Forward(self, autocast, idle)
         return self
 
     def __enter__(self) -> None:
@@ -178,11 +186,14 @@ class Precision:
 
 
 class _Forward:
-    """Context of a precision with autocast."""
+    """Context of a precision with autocast, which goes to those that are `idle` afterwards."""
 
-    def __init__(self, precision: Precision, autocast: torch.autocast) -> None:
+    def __init__(
+        self, precision: Precision, autocast: torch.autocast, idle: list[torch.autocast]
+    ) -> None:
         self._precision = precision
         self._autocast = autocast
+        self._idle = idle
 
     def __enter__(self) -> None:
         self._precision.__enter__()
@@ -195,4 +206,5 @@ class _Forward:
         trace: TracebackType | None,
     ) -> None:
         self._autocast.__exit__(kind, error, trace)
+        self._idle.append(self._autocast)
         self._precision.__exit__()
