@@ -342,6 +342,25 @@ def test_islands_for_speed_become_part_of_the_policy(made_up):
     assert any("blocks.0+blocks.2 stays in float32" in each for each in found.verdict)
 
 
+@pytest.mark.parametrize(("with_lever_and_island", "chosen"), [(40.0, False), (36.0, True)])
+def test_an_island_that_a_lever_made_idle_is_given_back(made_up, with_lever_and_island, chosen):
+    def step_ms(name):
+        island, lever = "blocks.0+blocks.2" in name, "compile" in name
+        if lever:
+            return with_lever_and_island if island else 40.0
+        return 100.0 if name == "fp32" else 70.0 if island else 80.0
+
+    made_up(step_ms)
+    found = searched(blocky(model=Mixed), levers=["compile"])
+    assert found.settings is not None
+    assert found.settings.chosen is not None
+    islands = ":islands=blocks.0+blocks.2" if chosen else ""
+    assert found.settings.chosen.setting == f"bf16{islands} + compile"
+    assert [each.pattern for each in found.settings.islands if each.chosen] == (
+        ["blocks.0+blocks.2"] if chosen else []
+    )
+
+
 def test_the_command_writes_what_train_takes(tmp_path, capsys):
     (tmp_path / "blocky.py").write_text("from tests.tasks.test_levers import blocky as task\n")
     file = str(tmp_path / "blocky.py")

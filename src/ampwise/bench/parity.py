@@ -243,7 +243,7 @@ def run_parity(
     report.steps, report.margin = plan.steps, plan.margin
     for seed in range(plan.max_seeds):
         # The first look is worth waiting for, up to a point.
-        patience = plan.budget_s * (2 if seed < plan.first_look else 1)
+        patience = plan.budget_s * (3 if seed < plan.first_look else 1)
         if not undecided or (seed and time.monotonic() - started > patience):
             break
         of_seed: dict[str, Run] = {}

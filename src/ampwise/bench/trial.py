@@ -28,6 +28,9 @@ from ampwise.bench.arm import Arm
 HOPELESS = 10.0
 """Times float32's first step from which a precision is not waited for."""
 
+_SHORT_S = 0.2
+"""What nobody minds waiting for, and a step of milliseconds may take on a busy machine."""
+
 _SET_UP_S = 20.0
 """Seconds that building the model may take on top: it is not what is judged."""
 
@@ -57,7 +60,7 @@ class Trial:
 
     def hopeless(self, reference: Trial) -> bool:
         """Whether it is not worth waiting for, beside float32's own trial."""
-        return self.seconds > HOPELESS * reference.seconds
+        return self.seconds > max(HOPELESS * reference.seconds, _SHORT_S)
 
 
 def try_first_step(make: Callable[[], Arm], batch: Any, limit_s: float) -> Trial:
@@ -88,7 +91,7 @@ def reference_step(make: Callable[[], Arm], batch: Any) -> Trial:
 
 def limit_from(reference: Trial) -> float:
     """Seconds after which a precision is hopeless, from float32's own trial."""
-    return 2 * HOPELESS * reference.seconds
+    return 2 * max(HOPELESS * reference.seconds, _SHORT_S)
 
 
 def slow(trial: Trial, reference: Trial) -> str:

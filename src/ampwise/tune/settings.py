@@ -5,7 +5,7 @@
 2. for speed, what is faster in float32 (`islands`), as islands of the best 16-bit policy
 3. each lever alone, on the best policy
 4. the levers that helped, one on top of the other, the strongest first: one stays if the whole step
-   is better with it
+   is better with it; then the islands, unless the step is slower without them
 5. the result in turns with fp32, its exact peak memory, and the runner-up precision with the levers
 6. parity: the result and fp32 train under the same seeds
 
@@ -303,6 +303,7 @@ class _Search:
     # -- the result --------------------------------------------------------------------------------
 
     def _result(self) -> None:
+        self._give_islands_back()
         self._progress.stage("the result beside fp32")
         finalists = [self.best]
         if self._second is not None and self.best.levers:
@@ -316,6 +317,23 @@ class _Search:
             self.best = self._path[-1]
             self._turns.halve([self.best], PLAIN, self._deadline("result"), at_any_cost=True)
         self._found.chosen = self._measured(self.best, peak=True)
+
+    def _give_islands_back(self) -> None:
+        """Islands that levers made idle go, as attention's where products do it: nobody is slower.
+
+        Not those that the step is slower without for sure.
+        """
+        islands = [each for each in self._found.islands if each.chosen]
+        if not islands or not self.best.levers or self._lowered is None:
+            return
+        self._progress.stage("the result without islands")
+        without = replace(self.best, policy=self._lowered.policy)
+        self._turns.halve([without], self.best, self._deadline("together"))
+        ratio = self._turns.ratio(without, self.best)
+        if ratio is not None and ratio.high >= 1:
+            self.best = without
+            for each in islands:
+                each.chosen = False
 
     def _speed(self, setting: Setting) -> float:
         ratio = self._turns.ratio(setting, PLAIN)

@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import math
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -134,15 +135,18 @@ class Turns:
             race = Race()
             left_s = max(deadline - time.monotonic(), _ONE_ROUND_S)
             try:
-                run_race(
-                    [base, *running],
-                    endless(self.task),
-                    race,
-                    max_rounds=rounds,
-                    budget_s=math.inf if at_any_cost else left_s,
-                    progress=self.progress.round,
-                    warm_up=warm_up,
-                )
+                with warnings.catch_warnings():
+                    # A lever may make an island idle; what it gains by then is measured.
+                    warnings.filterwarnings("ignore", "islands: the first step never called")
+                    run_race(
+                        [base, *running],
+                        endless(self.task),
+                        race,
+                        max_rounds=rounds,
+                        budget_s=math.inf if at_any_cost else left_s,
+                        progress=self.progress.round,
+                        warm_up=warm_up,
+                    )
             finally:
                 self._note(race, by_name, beside)
             if time.monotonic() > deadline:
