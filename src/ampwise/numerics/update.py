@@ -38,6 +38,10 @@ IN_FLOAT32 = (
 """What mends most of them, and how."""
 
 
+LEAST_ALIKE = 0.9
+"""Cosine between an update and the one that float64 makes, from which on they are alike."""
+
+
 class Update(Protocol):
     """An update that is still to be made, once."""
 
@@ -105,6 +109,12 @@ def explain(found: Diagnosis, before: Callable[[], Update], root: Root, name: st
 def is_narrow(root: Root) -> bool:
     """Whether an operation computed in 16 bits."""
     return any(each.dtype in (torch.float16, torch.bfloat16) for each in root.outputs)
+
+
+def alike(some: Sequence[Tensor], others: Sequence[Tensor]) -> float:
+    """Cosine between two updates."""
+    a, b = (torch.cat([each.flatten() for each in several]) for several in (some, others))
+    return float(torch.nn.functional.cosine_similarity(a, b, dim=0, eps=0.0))
 
 
 def restored() -> Fix:
