@@ -30,6 +30,7 @@ from ampwise.numerics.result import Diagnosis, Fix
 from ampwise.places import placing
 from ampwise.step.recorder import Stash, finite
 from ampwise.step.replayable import Replayed
+from ampwise_lint.base.words import figure
 
 IN_FLOAT32 = (
     "float32 parameters and optimizer state",
@@ -153,8 +154,8 @@ def _lost_eps(root: Root, run: ShadowRun) -> Explanation | None:
     state = f" The state that it is added to is kept in {fmt}, too." if fmt.bits < 32 else ""
     return Explanation(
         "EPS_UNDERFLOW",
-        f"{zeros} denominators of the optimizer are 0: its eps of {eps:g} is lost in {fmt}, whose "
-        f"smallest number is {fmt.min_subnormal:.2g}.{state}",
+        f"{zeros} denominators of the optimizer are 0: its eps of {figure(eps)} is lost in {fmt}, "
+        f"whose smallest number is {fmt.min_subnormal:.2g}.{state}",
     )
 
 

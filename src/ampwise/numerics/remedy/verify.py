@@ -38,23 +38,23 @@ class Outcome:
         float64, too.
     sqnr_db
         Of its gradients against that reference; None where that is exact, or not to be had.
-    of_update
-        Whether it was the step's update that failed, and is held against float64.
     next_steps
         Steps that trained after it.
     next_complaint
         What was wrong with the one after these; empty if all trained.
     cost
         What the patch costs beside the original; None where that was not measured.
+    of_update
+        Whether it was the step's update that failed, and is held against float64.
     """
 
     complaint: str
     own_reference: bool = False
     sqnr_db: float | None = None
-    of_update: bool = False
     next_steps: int = 0
     next_complaint: str = ""
     cost: Cost | None = None
+    of_update: bool = False
 
     @property
     def verified(self) -> bool:
