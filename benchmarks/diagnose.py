@@ -21,13 +21,13 @@ import torch
 from torch import nn
 
 from _common import paired_ratio, save, show, take_turns
+from _replays import rehearsed
 from ampwise import Task, TrainStep, diagnose, load_task
 from ampwise.bench.memory import peak_on_cpu
 from ampwise.data import to_device
 from ampwise.numerics.observe.shadow import shadow
 from ampwise.numerics.observe.trace import watch
 from ampwise.step.recorder import Recorder
-from ampwise.step.replay import Replay
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -102,9 +102,8 @@ def recorder(precision: str, rounds: int) -> dict[str, Any]:
 def replays(precision: str, rounds: int) -> dict[str, Any]:
     """Watched and shadowed replays of a step, over a plain replay; peak memory of each."""
     step, loss, batch = charlm_step(precision)
-    again = Replay(step)
     step(loss, batch)  # the optimizer's state is there, as in training
-    stash = again.rehearsal(loss, [batch])
+    again, stash = rehearsed(step, loss, batch)
     arms: dict[str, Callable[[], object]] = {
         "plain": lambda: again.replay(stash),
         "watched": lambda: watch(again, stash),

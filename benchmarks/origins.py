@@ -25,10 +25,10 @@ import torch
 from torch import nn
 
 from _common import paired_ratio, save, show, take_turns
+from _replays import rehearsed
 from ampwise import diagnose, load_task
 from ampwise.numerics.observe.trace import watch
 from ampwise.step import TrainStep
-from ampwise.step.replay import Replay
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from tests.numerics import cases
@@ -113,8 +113,7 @@ def overheads(rounds: int = 12) -> dict[str, Any]:
     torch.manual_seed(0)
     model, batch = task.model(), next(iter(task.batches()))
     step = TrainStep(model, torch.optim.AdamW(model.parameters()), policy="bf16")
-    again = Replay(step)
-    stash = again.rehearsal(task.loss, [batch])
+    again, stash = rehearsed(step, task.loss, batch)
 
     def plain() -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16):

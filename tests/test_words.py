@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ampwise_lint.base.words import counted, joined
+from ampwise_lint.base.words import counted, figure, joined
 
 
 @pytest.mark.parametrize(
@@ -22,3 +22,12 @@ def test_counted(number, said):
 )
 def test_joined(names, said):
     assert joined(iter(names)) == said
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [(-102_400, "-102,400"), (0.0316, "0.0316"), (1.2e-7, "1.2e-7"), (-1e9, "-1e9"),
+     (3.4028235e38, "3.403e38"), (1e-10, "1e-10"), (1e10, "1e10")],
+)  # fmt: skip
+def test_a_figure_is_written_as_people_do(number, said):
+    assert figure(number) == said

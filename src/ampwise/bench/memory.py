@@ -1,9 +1,9 @@
 """Peak memory of whole training steps, and what it consists of.
 
-CPU: PyTorch keeps no statistics, so every allocation of the profiler's record is summed up, with
-the model built inside the record: the exact peak of live tensor bytes, the same every time. On
-CUDA it is the caching allocator's own peak. (The process's resident size hides what the C allocator
-keeps, and is not used.)
+CPU: PyTorch keeps no statistics, so every allocation of the profiler's record counts until its
+address is freed, with the model built inside the record: the exact peak of live tensor bytes, the
+same every time. On CUDA it is the caching allocator's own peak. (The process's resident size hides
+what the C allocator keeps, and is not used.)
 
 The parts at the peak come from `torch.distributed._tools.MemTracker`, which is private: where it
 fails, parameters and optimizer state are counted and the rest is left undivided. The autocast cache
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -78,20 +79,41 @@ def peak_bytes(make: Callable[[], Arm], batches: Sequence[Any], device: torch.de
 
 
 def peak_on_cpu(run: Callable[[], object]) -> int:
-    """Peak of the tensor bytes that `run` allocates on the CPU and that live at one time."""
+    """Peak of the tensor bytes on the CPU that `run` itself allocates and that live at one time.
+
+    Blocks from before count neither while they live nor when `run` frees them, so the figure is the
+    same whatever was there. The process's own peak rises by it, less the older bytes that `run` has
+    freed by then. (The profiler cannot tell those: it knows sizes only of what was allocated under
+    some profiler, this one or an earlier one.)
+    """
     settled = _Settled() if is_up() else nullcontext()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record, settled:
         run()
+    own: dict[int, int] = {}  # bytes by address
+    live = peak = 0
+    for event in _allocations(record):
+        # A block still listed at an address that is given out again was freed unseen.
+        live -= own.pop(event.ptr, 0)
+        if event.alloc_size > 0:
+            own[event.ptr] = event.alloc_size
+            live += event.alloc_size
+            peak = max(peak, live)
+    return peak
+
+
+def _allocations(record: profile) -> list[Any]:
+    """What was allocated and freed on the CPU, in order; `alloc_size` of a free is negative."""
     assert record.profiler is not None
     assert record.profiler.kineto_results is not None
-    events: list[Any] = [
-        each for each in record.profiler.kineto_results.events() if each.name() == "[memory]"
-    ]
-    live = peak = 0
-    for event in sorted(events, key=lambda each: each.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-    return peak
+    left: list[Any] = record.profiler.kineto_results.experimental_event_tree()
+    found: list[Any] = []
+    while left:
+        event = left.pop()
+        left += event.children
+        if event.tag == _EventType.Allocation and event.extra_fields.device.type == "cpu":
+            found.append(event)
+    found.sort(key=lambda each: each.start_time_ns)
+    return [each.extra_fields for each in found]
 
 
 def _cuda_peak(make: Callable[[], Arm], batches: Sequence[Any], device: torch.device) -> int:

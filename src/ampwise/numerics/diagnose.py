@@ -29,7 +29,7 @@ from ampwise.numerics.progress import Progress, Silent
 from ampwise.numerics.remedy.handover import Failing, TaskSource
 from ampwise.numerics.result import Diagnosis
 from ampwise.numerics.update import last_update
-from ampwise.numerics.update_of_task import Trained, in_update
+from ampwise.numerics.update_of_task import Trained, failing_update, in_update
 from ampwise.policy import Policy
 from ampwise.step.recorder import NonFiniteLossError, Recorder, Stash, UntilBad
 from ampwise.step.replay import Replay
@@ -102,7 +102,11 @@ def run_diagnosis(task: Task, config: DiagnoseConfig, progress: Progress) -> Dia
     if config.source is not None:
         from ampwise.numerics.remedy.patch import add_patches  # loads libcst
 
-        add_patches(found, Failing(config.source, arm, config.settings, stash), progress)
+        failing = Failing(config.source, arm, config.settings, stash)
+        if found.phase == "optimizer" and found.cause != "STAGNATION" and task.loss is not None:
+            trained = Trained(task, config.policy, config.settings, found.step)
+            failing = failing_update(trained, config.source)
+        add_patches(found, failing, progress)
     return found
 
 

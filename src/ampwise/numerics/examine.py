@@ -133,7 +133,8 @@ class Examiner:
             root = why.made_by
         self._inquiry.explained(found, root, why, stash)
         found.path, found.target = trace.path, trace.target
-        progress.found(found)
+        if why.cause != "BAD_PARAMETER":  # of which an update may turn out to be the cause
+            progress.found(found)
         progress.stage("trying fixes on the step")
         wanted = reference(step, stash)
         assert found.origin is not None

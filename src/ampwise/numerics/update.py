@@ -30,12 +30,17 @@ from ampwise.numerics.result import Diagnosis, Fix
 from ampwise.places import placing
 from ampwise.step.recorder import Stash, finite
 from ampwise.step.replayable import Replayed
+from ampwise_lint.base.words import figure
 
 IN_FLOAT32 = (
     "float32 parameters and optimizer state",
     "model.float() before the optimizer is made; autocast computes in 16 bits anyway",
 )
 """What mends most of them, and how."""
+
+
+LEAST_ALIKE = 0.9
+"""Cosine between an update and the one that float64 makes, from which on they are alike."""
 
 
 class Update(Protocol):
@@ -107,6 +112,12 @@ def is_narrow(root: Root) -> bool:
     return any(each.dtype in (torch.float16, torch.bfloat16) for each in root.outputs)
 
 
+def alike(some: Sequence[Tensor], others: Sequence[Tensor]) -> float:
+    """Cosine between two updates."""
+    a, b = (torch.cat([each.flatten() for each in several]) for several in (some, others))
+    return float(torch.nn.functional.cosine_similarity(a, b, dim=0, eps=0.0))
+
+
 def restored() -> Fix:
     """What to do about an update that went wrong in any precision."""
     how = "load the last checkpoint whose parameters are finite, and mend the optimizer"
@@ -143,8 +154,8 @@ def _lost_eps(root: Root, run: ShadowRun) -> Explanation | None:
     state = f" The state that it is added to is kept in {fmt}, too." if fmt.bits < 32 else ""
     return Explanation(
         "EPS_UNDERFLOW",
-        f"{zeros} denominators of the optimizer are 0: its eps of {eps:g} is lost in {fmt}, whose "
-        f"smallest number is {fmt.min_subnormal:.2g}.{state}",
+        f"{zeros} denominators of the optimizer are 0: its eps of {figure(eps)} is lost in {fmt}, "
+        f"whose smallest number is {fmt.min_subnormal:.2g}.{state}",
     )
 
 

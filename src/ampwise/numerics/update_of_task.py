@@ -22,6 +22,7 @@ from ampwise.errors import kind_and_words
 from ampwise.numerics import update
 from ampwise.numerics.observe.roots import Root
 from ampwise.numerics.observe.shadow import Shadow
+from ampwise.numerics.remedy.handover import Failing, TaskSource
 from ampwise.numerics.result import Diagnosis, Fix
 from ampwise.places import placing
 from ampwise.policy import Policy
@@ -31,9 +32,6 @@ from ampwise.step.replay import Replay
 from ampwise.tasks import Task
 from ampwise.tasks.checks import endless
 from ampwise_lint.base.words import joined
-
-_ALIKE = 0.9
-"""Cosine between an update and the one that float64 makes, from which on they are alike."""
 
 _NO_UPDATE = "No update made it so: made again, all of them leave finite parameters."
 
@@ -70,6 +68,14 @@ class Trained:
         while arm.step.position < self.settings.accumulate:
             arm.iteration.again(arm.step, next(batches))
         return _OfWindow(arm)
+
+
+def failing_update(trained: Trained, source: TaskSource) -> Failing:
+    """The step whose update failed, before it is made, and what float64 makes of it."""
+    arm, batches = trained.arm()
+    window = [next(batches) for _ in range(trained.settings.accumulate)]
+    stash = Replay(arm.step).rehearsal(arm.iteration.again, window)
+    return Failing(source, arm, trained.settings, stash, _ideal(trained.before(1)))
 
 
 def in_update(trained: Trained, found: Diagnosis) -> None:
@@ -225,9 +231,9 @@ def _with_larger_eps(trained: Trained, number: int, dtype: torch.dtype) -> list[
     made.make(_changed_to(eps, made, old))
     held = all(map(finite, made.named.values()))
     ideal = _ideal(trained.before(number))
-    cosine = _cosine(_less(_doubles(made), old), _less(ideal, old))
+    cosine = update.alike(_less(_doubles(made), old), _less(list(ideal.values()), old))
     wrong = f"its update is off (cosine {cosine:.2f})" if held else "still not finite"
-    verified = held and cosine >= _ALIKE
+    verified = held and cosine >= update.LEAST_ALIKE
     return [Fix(what, how, verified=verified, cost="nothing" if verified else f"tried: {wrong}")]
 
 
@@ -240,13 +246,16 @@ def _changed_to(eps: float, made: update.Update, old: list[Tensor]) -> Generator
     yield
 
 
-def _ideal(made: update.Update) -> list[Tensor]:
-    """What float64 makes of the tensors."""
+def _ideal(made: update.Update) -> dict[str, Tensor]:
+    """What float64 makes of the tensors, by name."""
     with placing(made.models) as places:
         mode = Shadow(places, errors=False, at=None)
         made.make(mode)
-    shadows = [(mode.of(each.detach()), each) for each in made.named.values()]
-    return [each.detach().double() if ideal is None else ideal for ideal, each in shadows]
+    shadows = {name: (mode.of(each.detach()), each) for name, each in made.named.items()}
+    return {
+        name: each.detach().double() if ideal is None else ideal
+        for name, (ideal, each) in shadows.items()
+    }
 
 
 def _doubles(made: update.Update) -> list[Tensor]:
@@ -255,8 +264,3 @@ def _doubles(made: update.Update) -> list[Tensor]:
 
 def _less(some: list[Tensor], others: list[Tensor]) -> list[Tensor]:
     return [a - b for a, b in zip(some, others, strict=True)]
-
-
-def _cosine(some: list[Tensor], others: list[Tensor]) -> float:
-    a, b = (torch.cat([each.flatten() for each in several]) for several in (some, others))
-    return float(torch.nn.functional.cosine_similarity(a, b, dim=0, eps=0.0))

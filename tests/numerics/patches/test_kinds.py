@@ -67,6 +67,20 @@ LINES = {
     "dtype": ("return torch.arange(n, dtype=torch.bfloat16)",
               "return torch.arange(n, dtype=torch.float32)", {"cause": "PRECISION_LOSS"}),
     "to": ("return x.to(torch.float16)", "return x.to(torch.float32)", {"cause": "UNDERFLOW"}),
+    "the format of another tensor": (
+        "return self.embed(n.to(x.dtype))", "return self.embed(n.to(torch.float32))",
+        {"cause": "PRECISION_LOSS", "op": "_to_copy", "half": "x"}),
+    "made in the format of another tensor": (
+        "return torch.full((n,), 0.998, dtype=x.dtype)",
+        "return torch.full((n,), 0.998, dtype=torch.float32)",
+        {"cause": "PRECISION_LOSS", "op": "full", "half": "x"}),
+    "like another tensor": (
+        "return self.embed(n.type_as(x))", "return self.embed(n.float())",
+        {"cause": "PRECISION_LOSS", "op": "_to_copy", "half": "x"}),
+    "eps that float32 has": (
+        "return x * torch.rsqrt((x**2).mean(1, keepdim=True) + n)",
+        "return x * torch.rsqrt((x.float()**2).mean(1, keepdim=True) + n)",
+        {"cause": "EPS_UNDERFLOW", "op": "rsqrt", "half": "x"}),
     "operand": ("return x * 1e5", "return x.float() * 1e5",
                 {"cause": "RANGE_OVERFLOW", "op": "mul", "half": "x"}),
     "operand of an operand": ("return torch.sum(x ** 2 + 1)", "return torch.sum(x.float() ** 2 + 1)",
@@ -93,6 +107,50 @@ def test_the_gentlest_change_comes_first(name):
 def test_a_constant_is_found_where_its_name_was_assigned():
     code = "def f(x):\n    p = x + 1e-8\n    return torch.div(1, p)  # <-\n"
     assert texts(code, cause="EPS_UNDERFLOW")[0] == code.replace("1e-8", "1e-4")
+
+
+def test_the_format_of_another_tensor_is_kept_where_another_operation_fails():
+    found = texts(line("return (n.to(x.dtype) * 1e5).sum()"), "x", cause="RANGE_OVERFLOW", op="mul")
+    assert found
+    assert not any("n.to(torch.float32)" in each for each in found)
+
+
+def test_state_that_is_made_elsewhere_in_the_function_is_made_in_float32():
+    code = (
+        "def step(self, p):\n"
+        "    state = self.state[p]\n"
+        '    state.setdefault("v", torch.zeros_like(p, dtype=torch.float16))\n'
+        '    state["v"].add_(p.grad.half() ** 2)\n'
+        '    p.sub_(p.grad / (state["v"].sqrt() + self.eps))  # <-\n'
+    )
+    wanted = code.replace("torch.float16", "torch.float32").replace(".half()", ".float()")
+    assert texts(code, cause="EPS_UNDERFLOW", op="div")[0] == wanted
+
+
+def test_a_clamp_comes_last_where_a_wider_format_does():
+    code = line("return torch.sqrt(x.mean())")
+    clamped = ["clamp_min" in each for each in texts(code, "x", cause="UNDERFLOW", op="sqrt")]
+    assert clamped == sorted(clamped)
+    assert clamped.count(True) == 2  # and in a function in float32
+    assert "clamp_min" in texts(code, "x", cause="DOMAIN_ERROR", op="sqrt")[0]
+
+
+def test_an_island_asks_no_tensor_for_its_device_that_is_not_there_yet():
+    code = "def f(w, k):\n    for _ in range(3):\n        v = self.m(k)  # <-\n        w = w * v\n"
+    found = texts(code, "v w k", cause="RANGE_OVERFLOW", op="mm")
+    islands = [each for each in found if "with torch.autocast" in each]
+    assert islands
+    assert all("torch.autocast(k.device.type" in each or "w.device" in each for each in islands)
+
+
+def test_an_island_asks_a_tensor_of_numbers_before_one_of_labels():
+    code = "def f(label, x):\n    y = self.head(x)\n    return y @ y.T  # <-\n"
+    marked = site(code, "x y", cause="RANGE_OVERFLOW", op="mm")
+    for here in marked.dtypes.values():
+        here["label"] = {"int64"}
+    marked.dtypes[6].pop("y")
+    function = proposals(marked)[-1].data.decode()
+    assert "torch.autocast(x.device.type" in function
 
 
 def test_names_are_raised_for_all_that_comes_below():

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -19,10 +19,11 @@ from ampwise.errors import UsageError
 from ampwise.numerics.diagnose import DiagnoseConfig, explore
 from ampwise.numerics.observe.reference import reference
 from ampwise.numerics.progress import Silent
-from ampwise.numerics.remedy import apply, handover
+from ampwise.numerics.remedy import apply, handover, trial
 from ampwise.numerics.remedy.handover import Failing, TaskSource
 from ampwise.numerics.remedy.verify import Outcome, Trials
 from ampwise.numerics.result import Diagnosis, Fix
+from ampwise.numerics.update_of_task import Trained, failing_update
 from ampwise.policy import Policy
 from ampwise.step.replay import Replay
 from ampwise.tasks import load_task
@@ -140,6 +141,27 @@ def test_batches_come_back_as_they_were():
     assert torch.equal(again["a"][0], torch.ones(2))
 
 
+def test_an_update_is_judged_by_what_it_leaves_beside_float64(monkeypatch, tmp_path):
+    """The step of the fault is right; its update is not, and that is why it is tried."""
+    monkeypatch.chdir(FAULTS)
+    monkeypatch.syspath_prepend(FAULTS)
+    source, settings = TaskSource("half_state.py"), Settings(torch.device("cpu"))
+    task = load_task("half_state.py")
+    found = Trained(task, Policy.parse("fp16"), settings, steps=1)
+    failing = failing_update(found, source)
+    wanted = reference(failing.step, failing.stash)
+    handover.save(tmp_path / "step.pt", failing, wanted)
+    content = handover.load(tmp_path / "step.pt")
+    outcome = trial._outcome(task, content, control=True)
+    assert "is still not finite after the update" in outcome.complaint
+    mended = replace(task, optimizer=lambda m: torch.optim.Adam(m.parameters(), 1e-3))
+    content["optimizer"] = mended.optimizer(task.model()).state_dict()
+    assert not trial._outcome(mended, content, control=True).complaint
+    off = replace(task, optimizer=lambda m: torch.optim.SGD(m.parameters(), 1e-3, maximize=True))
+    content["optimizer"] = off.optimizer(task.model()).state_dict()
+    assert "its update is off" in trial._outcome(off, content, control=True).complaint
+
+
 def test_an_overlay_is_what_is_imported_whatever_is_cached(tmp_path):
     (tmp_path / "mine.py").write_text("VALUE = 1\n")
     code = (
@@ -160,6 +182,11 @@ def test_an_overlay_is_what_is_imported_whatever_is_cached(tmp_path):
 
 
 # -- the words --------------------------------------------------------------------------------------
+
+
+def test_a_status_of_an_update_says_so():
+    said = Outcome("", of_update=True, next_steps=5).in_words(3)
+    assert "makes the update of step 3 as float64 does, and the next 5 steps train" in said
 
 
 def test_a_status_says_what_was_shown_or_why_it_is_a_suggestion():

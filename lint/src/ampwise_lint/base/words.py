@@ -43,5 +43,6 @@ def power_in_code(value: float) -> str:
 
 
 def figure(value: float) -> str:
-    """A measured number with its sign: ``-102,400``, ``0.0316``, ``1.2e-07``."""
-    return f"{value:,.0f}" if 100 <= abs(value) < 1e9 else f"{value:.4g}"
+    """A number with its sign, as people write it: ``-102,400``, ``0.0316``, ``1.2e-7``, ``1e9``."""
+    text = f"{value:,.0f}" if 100 <= abs(value) < 1e9 else f"{value:.4g}"
+    return text.replace("e+0", "e").replace("e+", "e").replace("e-0", "e-")

@@ -45,7 +45,7 @@ def _cancelled(is_and_should: str, argument: Argument) -> Explanation:
         end = made_by.rounded_to
         return Explanation(
             "CANCELLATION",
-            f"{is_and_should}: {made_by.name} on line {made_by.place.line} takes the difference to "
+            f"{is_and_should}: {made_by.where} takes the difference to "
             f"{end:g} of numbers that rounded to {end:g}. Next below it {fmt} has "
             f"{end - fmt.ulp(end) / 2:.6g}; make the difference before rounding.",
             made_by,
@@ -56,7 +56,7 @@ def _cancelled(is_and_should: str, argument: Argument) -> Explanation:
         left = f"{counted(made_by.cancelled, 'element')} of its result {are} lost"
     return Explanation(
         "CANCELLATION",
-        f"{is_and_should}: {made_by.name} on line {made_by.place.line} subtracts nearly equal "
+        f"{is_and_should}: {made_by.where} subtracts nearly equal "
         f"numbers, and their digits cancel. {fmt} keeps {fmt.mantissa_bits + 1} bits; {left}.",
         made_by,
     )

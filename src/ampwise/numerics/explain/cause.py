@@ -59,7 +59,7 @@ class Argument:
     Attributes
     ----------
     fmt
-        Format of the root's first floating-point argument.
+        Its own format: of a root with arguments in several, each has another.
     maker
         What made it; None where it comes from outside.
     what

@@ -130,11 +130,10 @@ def _arguments(
     root: Root, ideal: tuple[Any, Any], makers: Sequence[Ancestor | None]
 ) -> Iterator[Argument]:
     """Arguments that were damaged; the last, a divisor, if there is one, first."""
-    given = tensors(root.args)
-    fmt = formats.lookup(next(each.dtype for each in given if each.is_floating_point()))
-    triples = list(zip(given, tensors(ideal[0]), makers, strict=True))
+    triples = list(zip(tensors(root.args), tensors(ideal[0]), makers, strict=True))
     for actual, wanted, maker in reversed(triples):
         if actual.is_floating_point():
+            fmt = formats.lookup(actual.dtype)
             argument = Argument.of(root, fmt, actual.double(), wanted, maker)
             if argument is not None:
                 yield argument

@@ -5,21 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from ampwise.numerics.explain import exponentials
 from ampwise.numerics.explain.cause import Cause, Explanation, Fault
 from ampwise.numerics.observe import domain
 from ampwise.numerics.observe.ancestry import Ancestor
-from ampwise.numerics.observe.bits import bad_bits
+from ampwise.numerics.observe.bits import NAN, bad_bits
 from ampwise.numerics.observe.operations import tensors
 from ampwise.numerics.observe.roots import Root
 from ampwise.numerics.remedy import interventions as change
 from ampwise.numerics.remedy.candidate import Candidate
 from ampwise.numerics.remedy.interventions import Scope, on
+from ampwise_lint.base.words import counted
+
+_SPREADS = ("std", "var", "std_mean", "var_mean")
 
 
-def _in_any_precision(root: Root, _: Sequence[Ancestor | None]) -> Explanation:
+def _in_any_precision(root: Root, makers: Sequence[Ancestor | None]) -> Explanation:
     outside = domain.in_words(root.name, root.args[0]) if root.args else ""
+    outside = outside or _by_zero(root, makers)
     if not outside:
         outside = f"{root.name} has no finite value for these inputs {_range_of(root)}"
     return Explanation(
@@ -27,6 +32,20 @@ def _in_any_precision(root: Root, _: Sequence[Ancestor | None]) -> Explanation:
         f"{outside}. float64 gives none either: the fault is in the model or loss, not in the "
         "precision.",
     )
+
+
+def _by_zero(root: Root, makers: Sequence[Ancestor | None]) -> str:
+    """How many divisors are 0, what that gives, and what made them; empty where none is."""
+    divisor = root.args[1] if root.name in ("div", "div_") and len(root.args) > 1 else None
+    if not isinstance(divisor, Tensor) or not (zeros := int((divisor == 0).sum())):
+        return ""
+    are = "is" if zeros == 1 else "are"
+    gives = "0 / 0 is NaN" if bad_bits(root.outputs[0]) & NAN else "a number over 0 is inf"
+    maker = makers[-1] if makers else None
+    made = "" if maker is None else f", made by {maker.where}"
+    flat = maker is not None and maker.name in _SPREADS
+    why = ", the spread of values that are all the same" if flat else ""
+    return f"{zeros:,} of {counted(divisor.numel(), 'divisor')} {are} 0{made}{why}: {gives}"
 
 
 def _range_of(root: Root) -> str:

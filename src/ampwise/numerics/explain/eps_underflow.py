@@ -30,7 +30,7 @@ def _zeros(argument: Argument) -> Explanation | None:
         return _lost_bound(are, *eps, formats.lookup(eps[1].dtype))
     return Explanation(
         "EPS_UNDERFLOW",
-        f"{are}: the constant {eps[0]:g}, which should keep them away from 0, is lost. The "
+        f"{are}: the constant {figure(eps[0])}, which should keep them away from 0, is lost. The "
         f"smallest number of {fmt} is {fmt.min_subnormal:.2g}, and it keeps "
         f"{fmt.mantissa_bits + 1} bits.",
         _if_elsewhere(eps[1], argument.root),

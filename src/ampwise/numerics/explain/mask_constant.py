@@ -12,6 +12,7 @@ from ampwise.numerics.observe.roots import Root
 from ampwise.numerics.remedy import interventions as change
 from ampwise.numerics.remedy.candidate import Candidate
 from ampwise.numerics.remedy.interventions import Scope, on
+from ampwise_lint.base.words import figure
 
 
 def _by_itself(root: Root) -> Explanation | None:
@@ -22,8 +23,8 @@ def _by_itself(root: Root) -> Explanation | None:
         return None
     return Explanation(
         "MASK_CONSTANT",
-        f"The constant {constant:g} is beyond {fmt}, which ends at {fmt.max:,.0f}, and becomes "
-        f"{'-inf' if constant < 0 else 'inf'}. In float32 it is finite.",
+        f"The constant {figure(constant)} is beyond {fmt}, which ends at {fmt.max:,.0f}, and "
+        f"becomes {'-inf' if constant < 0 else 'inf'}. In float32 it is finite.",
     )
 
 
@@ -34,8 +35,8 @@ def refused(root: Root, compute_dtype: str, message: str) -> Explanation | None:
         return None
     return Explanation(
         "MASK_CONSTANT",
-        f"The constant {constant:g} does not fit into {compute_dtype}, and {root.name} raises "
-        f"{message}. In float32 it is finite.",
+        f"The constant {figure(constant)} does not fit into {compute_dtype}, and {root.name} "
+        f"raises {message}. In float32 it is finite.",
     )
 
 

@@ -35,6 +35,7 @@ from ampwise.numerics.observe.values import passed, which_loss
 from ampwise.numerics.result import CauseName, Extent, Passed, percent
 from ampwise.places import NOWHERE, Place
 from ampwise.policy import PRESETS
+from ampwise.sqnr import sqnr_db
 from ampwise.step.recorder import Stash
 from ampwise.step.replayable import Replayable
 from ampwise.telemetry.ring import StepRecord
@@ -68,6 +69,9 @@ _DIVIDES = ("div", "reciprocal", "rsqrt", "log", "log2", "log10", "pow")
 """Operations to which a small argument matters as much as a large one."""
 
 _TURNS = ("sin", "cos", "tan")
+
+_GROWS = ("cumprod", "prod", "pow", "exp", "exp2", "expm1")
+"""Operations that make a small relative, or absolute, error of an argument a large one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +193,7 @@ def _culprits(
     for each in (error for error in run.errors if error.place.phase == "forward"):
         if each.inputs_db >= RIGHT_DB and each.propagated_db < WRONG_DB:
             before = shadow(step, stash, errors=False, at=(each.name, each.place, each.occurrence))
-            own = each.local_db < RIGHT_DB
+            own = each.local_db < RIGHT_DB and not _inherits(each, before)
             began = None if own else _where_it_began(before, each, damage)
             lost = began or _lost_at(each, damage)
             return [replace(lost, extent=_extent(each, before, stash), history=_history(before))]
@@ -204,6 +208,17 @@ def _sound_without(step: Replayable, stash: Stash, run: ShadowRun) -> bool:
     result = step.replay(stash, policy=wider)
     errors = GradientErrors(result.gradients, run.gradients)
     return result.clean and errors.sqnr_db >= GRADIENT_DB and not errors.missing()
+
+
+def _inherits(error: OperationError, run: ShadowRun) -> bool:
+    """Whether an operation would be wrong by what it was given, had it rounded nothing itself."""
+    if error.name not in _GROWS or run.inputs is None or run.actual is None:
+        return False
+    try:
+        given, wanted = exact(error.func, *run.actual)[0], exact(error.func, *run.inputs)[0]
+    except UnsupportedError:
+        return False
+    return given.shape == wanted.shape and sqnr_db(given, wanted) < WRONG_DB
 
 
 def _where_it_began(run: ShadowRun, error: OperationError, damage: str) -> Lost | None:
@@ -222,7 +237,8 @@ def _where_it_began(run: ShadowRun, error: OperationError, damage: str) -> Lost 
         if (made_by := next(lost, None)) is not None:
             return _cancelled_at(made_by, error, damage)
     narrow = [each for each in map(narrow_before, makers) if each is not None]
-    if not narrow or (error.name not in _TURNS and error.dtype in ("float16", "bfloat16")):
+    shows = error.name in (*_TURNS, *_GROWS) or error.dtype not in ("float16", "bfloat16")
+    if not narrow or not shows:
         return None
     made_by = max(narrow, key=lambda each: abs(each.extreme))
     fmt, most = formats.lookup(made_by.dtype), made_by.extreme
@@ -234,9 +250,10 @@ def _where_it_began(run: ShadowRun, error: OperationError, damage: str) -> Lost 
             f"{error.name} {line} repeats every 6.28"
         )
     else:
+        shows = "makes a small error large" if error.name in _GROWS else "only shows it"
         words = (
             f"{made_by.name} on line {made_by.place.line} rounds: {kept.format('is')}. "
-            f"{error.name} {line}, in {error.dtype}, only shows it: it keeps "
+            f"{error.name} {line}, in {error.dtype}, {shows}: it keeps "
             f"{error.propagated_db:.0f} dB, of {error.inputs_db:.0f} dB"
         )
     cause = "CANCELLATION" if _subtracts(error.name) else "PRECISION_LOSS"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from ampwise.numerics.explain.cause import Argument, Cause, Explanation, Fault
 from ampwise.numerics.explain.eps_underflow import zeros
-from ampwise.numerics.observe.ancestry import back_from
+from ampwise.numerics.observe.ancestry import Ancestor, back_from, flushed_first
+from ampwise.numerics.observe.roots import Root
 
 _FEW = 4
 """Times the smallest number of a format below which a value counts as flushed."""
@@ -15,9 +16,13 @@ def _by_argument(argument: Argument) -> Explanation | None:
         return None
     fmt, is_and_should = argument.fmt, zeros_and_wanted(argument)
     if are_tiny(argument):
+        began = _before(argument)
+        where = "" if began is None else f" {began.name} on line {began.place.line} made them so."
+        in_sight = began is None or _function(began) == _function(argument.root)
         return Explanation(
             "UNDERFLOW",
-            f"{is_and_should}. The smallest number of {fmt} is {fmt.min_subnormal:.2g}.",
+            f"{is_and_should}. The smallest number of {fmt} is {fmt.min_subnormal:.2g}.{where}",
+            None if in_sight else began,
         )
     lost = next((each for each in back_from(argument.maker) if each.cancels or each.flushed), None)
     where = "" if lost is None else f", in {lost.name} on line {lost.place.line}"
@@ -27,6 +32,19 @@ def _by_argument(argument: Argument) -> Explanation | None:
         f"{fmt.min_subnormal:.2g}{where}.",
         lost,
     )
+
+
+def _function(of: Ancestor | Root) -> tuple[str, int]:
+    """The function that an operation is called in."""
+    return of.place.file, of.place.function
+
+
+def _before(argument: Argument) -> Ancestor | None:
+    """Where the zeros began, if that is another line."""
+    began, root = flushed_first(argument.maker), argument.root.place
+    if began is None or (began.place.file, began.place.line) == (root.file, root.line):
+        return None
+    return began
 
 
 def zeros_and_wanted(argument: Argument) -> str:

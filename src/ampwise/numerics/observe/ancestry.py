@@ -62,6 +62,12 @@ class Ancestor:
     extreme: float = 0.0
 
     @property
+    def where(self) -> str:
+        """Name and line, for a sentence; of backward, that it is the derivative of the line."""
+        named = f"{self.name} on line {self.place.line}"
+        return f"{named}, in its backward," if self.place.phase == "backward" else named
+
+    @property
     def cancels(self) -> bool:
         """Whether it is a difference that lost its digits, as a whole or in some elements."""
         if self.name not in DIFFERENCES:
@@ -77,6 +83,20 @@ def back_from(start: Ancestor | None) -> Iterator[Ancestor]:
         yield (each := queue.popleft())
         queue += [parent for parent in each.parents if parent not in met]
         met.update(each.parents)
+
+
+def flushed_first(start: Ancestor | None) -> Ancestor | None:
+    """Where values began to fall below the format's smallest; None where `start` flushed none.
+
+    A zero that is carried on is too small for the format in what is made of it, too.
+    """
+    found = start if start is not None and start.flushed else None
+    while found is not None:
+        before = next((each for each in found.parents if each.flushed), None)
+        if before is None:
+            return found
+        found = before
+    return None
 
 
 def largest_before(start: Ancestor, most: int) -> list[Ancestor]:

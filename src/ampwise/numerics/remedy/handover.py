@@ -39,12 +39,19 @@ class TaskSource:
 
 @dataclass(frozen=True)
 class Failing:
-    """A step that failed, in the training that came to it."""
+    """A step that failed, in the training that came to it.
+
+    Attributes
+    ----------
+    after
+        What float64 makes of the parameters, where it is the step's update that failed.
+    """
 
     source: TaskSource
     arm: Arm
     settings: Settings
     stash: Stash
+    after: Mapping[str, Tensor] = dataclasses.field(default_factory=dict[str, Tensor])
 
     @property
     def step(self) -> Replay:
@@ -87,6 +94,7 @@ def _content(failing: Failing, wanted: Reference) -> dict[str, Any]:
         "step": {k: v for k, v in arm.step.state_dict().items() if k not in _OPEN},
         "window": _window(failing.stash, failing.settings.device),
         "wanted": vars(wanted) | {"finite": wanted.finite},
+        "after": dict(failing.after),
     }
 
 

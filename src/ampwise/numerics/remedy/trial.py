@@ -9,6 +9,7 @@ where it was before the failing step, and asked:
 2. Does training go on: the step itself and the next ones, with finite losses and parameters, and
    skipped only as long as a loss scale settles?
 
+Where it is the update of the step that failed, that is held against float64 between the two.
 Without a patch, `NAME` ``control``, the same step must fail: else the trial says nothing. What a
 patch costs that holds is measured at last (`patch_cost`).
 """
@@ -24,6 +25,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from ampwise.bench.arm import Arm
 from ampwise.data import to_device
 from ampwise.errors import kind_and_words
@@ -33,6 +36,7 @@ from ampwise.numerics.remedy.candidate import AS_IT_IS
 from ampwise.numerics.remedy.overlay import Overlay
 from ampwise.numerics.remedy.patch_cost import cost_beside_original
 from ampwise.numerics.remedy.verify import CONTROL, NEXT_STEPS, Outcome
+from ampwise.numerics.update import LEAST_ALIKE, alike
 from ampwise.step.recorder import Stash, finite
 from ampwise.step.replay import Replay
 from ampwise.tasks import Task, load_task
@@ -76,6 +80,9 @@ def tried(folder: Path, name: str, tell: Callable[[Outcome], object]) -> None:
 def _outcome(task: Task, content: Mapping[str, Any], *, control: bool) -> Outcome:
     arm, stash = handover.restored(task, content)
     outcome = _judged(arm, stash, content)
+    if content["after"] and not outcome.complaint:
+        outcome = _updated(arm, stash, content["after"])
+        arm, stash = handover.restored(task, content)
     if outcome.complaint or control:
         return outcome
     batches = _windows(task, arm, stash, content)
@@ -91,6 +98,21 @@ def _judged(arm: Arm, stash: Stash, content: Mapping[str, Any]) -> Outcome:
     if complaint:
         return Outcome(complaint)
     return Outcome("", own, fix.quality_db(step, stash, AS_IT_IS, wanted))
+
+
+def _updated(arm: Arm, stash: Stash, wanted: Mapping[str, Tensor]) -> Outcome:
+    """The update of the step, held against what float64 makes of the parameters."""
+    named = Replay(arm.step).named_tensors()
+    before = {name: named[name].detach().double().clone() for name in wanted}
+    for each in stash.micro_batches:
+        arm.iteration(arm.step, each.batch)
+    bad = [name for name in wanted if not finite(named[name])]
+    if bad:
+        return Outcome(f"{bad[0]} is still not finite after the update", of_update=True)
+    cosine = alike([named[n].detach().double() - before[n] for n in wanted],
+                   [wanted[n] - before[n] for n in wanted])  # fmt: skip
+    wrong = f"its update is off (cosine {cosine:.2f})" if cosine < LEAST_ALIKE else ""
+    return Outcome(wrong, of_update=True)
 
 
 def _windows(task: Task, arm: Arm, stash: Stash, content: Mapping[str, Any]) -> Iterator[list[Any]]:

@@ -44,6 +44,8 @@ class Outcome:
         What was wrong with the one after these; empty if all trained.
     cost
         What the patch costs beside the original; None where that was not measured.
+    of_update
+        Whether it was the step's update that failed, and is held against float64.
     """
 
     complaint: str
@@ -52,6 +54,7 @@ class Outcome:
     next_steps: int = 0
     next_complaint: str = ""
     cost: Cost | None = None
+    of_update: bool = False
 
     @property
     def verified(self) -> bool:
@@ -70,6 +73,11 @@ class Outcome:
             return (
                 f"suggestion: the failing step is mended, but step {step + self.next_steps + 1} "
                 f"is not right: {self.next_complaint}"
+            )
+        if self.of_update:
+            return (
+                f"verified: the patched source, in a fresh process, makes the update of step "
+                f"{step} as float64 does, and the next {counted(self.next_steps, 'step')} train"
             )
         whose = "the patched source in float64" if self.own_reference else "float64"
         known = self.sqnr_db is not None and self.sqnr_db > 0  # not of a gradient that is 0

@@ -9,6 +9,7 @@ constants       a mask, or an eps, that the format holds
 domain          a second `where`, a clamp into the domain
 dtypes          float32 for an operand; a cast that is left out, or put in
 island          the statement outside of autocast; then the function
+domain          at last a clamp, where the formula is right and only the format is not
 ==============  =================================================================================
 
 Nothing is known here of whether a change helps: each is tried (`remedy.trial`).
@@ -42,7 +43,11 @@ KINDS: tuple[Kind, ...] = (
     dtypes.edits,
     island.statement,
     island.function,
+    domain.clamps,
 )
+
+FORMULAS: tuple[Kind, ...] = (primitives.edits, domain.edits, domain.clamps)
+"""What may also be needed in a function that is in float32 altogether."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,7 @@ class Proposal:
 def proposals(site: Site) -> list[Proposal]:
     """Every change that fits, in order, each text once; formulas in a float32 function, too."""
     found = [each for kind in KINDS for each in _made(site, kind)]
-    formulas = [each for kind in (primitives.edits, domain.edits) for each in _made(site, kind)]
+    formulas = [each for kind in FORMULAS for each in _made(site, kind)]
     found += [more for each in formulas for more in _also_float32(site, each)]
     by_text = {each.data: each for each in reversed(found) if each.data != site.source.data}
     return [each for each in found if by_text.get(each.data) is each]

@@ -52,6 +52,8 @@ DOUBLE_WHERE = tuple(_double_where())
 _AWAY = "The argument is kept where the function and its derivative are finite."
 _NEAR_ZERO = ("DOMAIN_ERROR", "BACKWARD_SINGULARITY", "UNDERFLOW", "EPS_UNDERFLOW")
 _TOO_LARGE = ("DOMAIN_ERROR", "RANGE_OVERFLOW")
+_OF_PRECISION = ("UNDERFLOW", "EPS_UNDERFLOW", "RANGE_OVERFLOW")
+"""Causes of which float64 is free: there the formula is right as it is written."""
 
 
 def _clamped(site: Site) -> Iterator[Rewrite]:
@@ -89,15 +91,25 @@ _EMPTY = Rewrite(
 
 
 def edits(site: Site) -> Iterator[Edit]:
-    """A safe argument: by `where`, or by a clamp."""
+    """A safe argument: by `where`; by a clamp, where no format would do."""
     rows: list[Rewrite] = []
     if site.cause == "EMPTY_REDUCTION":
         rows.append(_EMPTY)
     if site.cause in (*_NEAR_ZERO, *_TOO_LARGE):
         rows += DOUBLE_WHERE
-    if site.cause in _NEAR_ZERO:
-        rows += _clamped(site)
-    if site.cause in _TOO_LARGE:
-        rows += _limited(site)
+    if site.cause not in _OF_PRECISION:
+        rows += _clamps(site)
     for row in rows:
         yield from row.edits(site)
+
+
+def clamps(site: Site) -> Iterator[Edit]:
+    """A clamp where a wider format might have done: it changes what is computed."""
+    if site.cause in _OF_PRECISION:
+        for row in _clamps(site):
+            yield from row.edits(site)
+
+
+def _clamps(site: Site) -> list[Rewrite]:
+    rows = list(_clamped(site)) if site.cause in _NEAR_ZERO else []
+    return [*rows, *_limited(site)] if site.cause in _TOO_LARGE else rows

@@ -40,6 +40,8 @@ _ATEN: Mapping[str, tuple[str, ...]] = {
     "sub": ("sub", "rsub"),
 }
 """Aten's names of operations, where they are others."""
+_MAKES = ("_to_copy", "arange", "full", "zeros", "ones", "empty", "linspace", "scalar_tensor")
+"""Operations that give a tensor its format."""
 _FLOAT32 = "float32 keeps the digits, and the range, that this operation needs."
 _INTO = {"index_add_": 2, "index_copy_": 2, "scatter_add_": 2, "scatter_": 2, "masked_scatter_": 1}
 """Methods that write a tensor of their own format, and which argument that is."""
@@ -76,14 +78,47 @@ def _is_called(site: Site, name: cst.Attribute) -> bool:
 
 
 def _uncast(site: Site) -> Iterator[Edit]:
-    """The casts at the line; or else those of what its names stand for."""
+    """The casts at the line; or else those of what its names stand for; or all of the function.
+
+    State that is kept in a dictionary is no name.
+    """
     if site.statement is None:
         return
-    here = wide(site, site.statement)
+    here = {**wide(site, site.statement), **_taken_over(site)}
     behind = {node: each for term in terms(site) for node, each in wide(site, term.node).items()}
-    for changes in (here, behind):
+    everywhere = {} if site.function is None else wide(site, site.function)
+    for changes in (here, behind, everywhere):
         if changes:
             yield Edit("a cast to float32 in place of 16 bits", _FLOAT32, changes)
+
+
+def _taken_over(site: Site) -> dict[cst.CSTNode, Change]:
+    """Changes of a format that the line takes over from another tensor, such as ``x.dtype``.
+
+    Only where the operation makes a tensor in that format: then it is a 16-bit one.
+    """
+    changes: dict[cst.CSTNode, Change] = {}
+    if site.op not in _MAKES or site.dtype not in HALF:
+        return changes
+    float32 = cst.parse_expression(site.source.spelled("torch.float32"))
+    for node in site.expressions:
+        if not isinstance(node, cst.Call):
+            continue
+        name = node.func.attr.value if isinstance(node.func, cst.Attribute) else ""
+        for arg in node.args:
+            positional = arg.keyword is None and name == "to" and arg is node.args[0]
+            named = arg.keyword is not None and arg.keyword.value == "dtype"
+            if (positional or named) and _is_a_dtype(arg.value):
+                changes[arg.value] = float32
+        if name == "type_as" or (name == "to" and node.args and site.is_half(node.args[0].value)):
+            assert isinstance(node.func, cst.Attribute)
+            changes[node] = method(node.func.value, "float")
+    return changes
+
+
+def _is_a_dtype(node: cst.BaseExpression) -> bool:
+    """Whether an expression is called a format: ``x.dtype``, ``dtype``."""
+    return dotted(node).rpartition(".")[2] == "dtype"
 
 
 # -- operands -------------------------------------------------------------------------------------

@@ -70,9 +70,14 @@ def _device(site: Site, first: cst.BaseStatement) -> str:
     line = site.source.start(first)[0]
     here = site.dtypes.get(line, {})
     wanted = site.statement if site.statement is not None else first
-    used = [each.value for each in walk(wanted, cst.Name)] + list(here)
-    tensors = [each for each in used if any(kind != OTHER for kind in here.get(each, ()))]
-    return f"{tensors[0]}.device.type" if tensors else '"cpu"'
+    names = [each for each in walk(wanted, cst.Name) if not site.is_label(each)]
+    tensors = {name: kinds - {OTHER} for name, kinds in here.items() if kinds - {OTHER}}
+    read = [each.value for each in names if each.value in tensors]
+    # What is assigned here may be there only from the second time on that a loop comes by.
+    made = {each.value for each in walk(first, cst.Name) if site.is_label(each)}
+    known = read or [each for each in tensors if each not in made]
+    known.sort(key=lambda each: not any("float" in kind for kind in tensors[each]))
+    return f"{known[0]}.device.type" if known else '"cpu"'
 
 
 def _raised(site: Site, statements: Sequence[cst.CSTNode]) -> dict[cst.CSTNode, Change]:

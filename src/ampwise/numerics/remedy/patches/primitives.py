@@ -37,6 +37,13 @@ def _log(inner: str) -> tuple[str, ...]:
 
 _SOFTMAX = "softmax(X, dim=D, dtype=T_)"
 _BY_HAND = "exp(X) / sum(exp(X), dim=D, keepdim=True)"
+_SHIFTS = ("max(X)", "amax(X)", "amax(X, dim=D, keepdim=True)")
+_SHIFTED = tuple(
+    f"exp(X - {most}) / sum(exp(X - {most}), dim=D, keepdim=True)"
+    for shift in _SHIFTS
+    for most in (shift, f"detach({shift})")
+)
+"""With a maximum taken out already, which softmax does by itself, and for each row."""
 _P, _Q = _guarded("sigmoid(X)"), _guarded("1 - sigmoid(X)")
 _ONE_MINUS = (*_Q, "1 - sigmoid(X) + EPS")
 
@@ -142,7 +149,7 @@ _EXPONENTIALS = (
     Rewrite(
         "softmax in place of exp / sum(exp)",
         "exp leaves the format's range; softmax takes the maximum out first.",
-        (_BY_HAND, "exp(X) / (sum(exp(X), dim=D, keepdim=True) + EPS)"),
+        (*_SHIFTED, _BY_HAND, "exp(X) / (sum(exp(X), dim=D, keepdim=True) + EPS)"),
         "torch.softmax(X, dim=D)",
         _eps_is_small,
     ),
