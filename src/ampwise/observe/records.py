@@ -47,11 +47,20 @@ class _Ended:
 
 
 class _Blanks(NamedTuple):
-    """What a row holds where there is nothing, on its device."""
+    """What a row holds where there is nothing: on its device, and numbers where that is the host.
 
-    nothing: Tensor
-    zero: Tensor
-    one: Tensor
+    Numbers need not be read, which would take longer than all else that is done for a row.
+    """
+
+    nothing: Tensor | float
+    zero: Tensor | float
+    one: Tensor | float
+
+    @classmethod
+    def on(cls, device: torch.device) -> _Blanks:
+        """Those of a device."""
+        values = math.nan, 0.0, 1.0
+        return cls(*values if device.type == "cpu" else torch.tensor(values).to(device).unbind())
 
 
 def _lr(optimizer: Optimizer) -> float | None:
@@ -83,7 +92,8 @@ class Records(Listener):
             session, scalers, schedules, sink,
         )  # fmt: skip
         self._ring: Ring | None = None
-        self._blanks = _Blanks(*torch.empty(3))
+        self.device = torch.device("cpu")
+        self._blanks = _Blanks.on(self.device)
         self._at_update: tuple[float | None, int] = (None, 0)
         self._pending: _Ended | None = None
         self._ended: deque[_Ended] = deque()
@@ -145,10 +155,10 @@ class Records(Listener):
         by_hand = _lr(ended.step.attempts[-1].optimizer) != ended.lr
         ended.moved = None if last else self._schedules.stepped > ended.scheduled or by_hand
         if self._ring is None:
-            device = _device_of(ended.step)
-            self._ring = Ring(device)
-            self._blanks = _Blanks(*torch.tensor([float("nan"), 0.0, 1.0]).to(device).unbind())
-        write(self._ring.row, _figures(ended.step, scale, self._blanks))
+            self.device = _device_of(ended.step)
+            self._ring = Ring(self.device)
+            self._blanks = _Blanks.on(self.device)
+        write(self._ring.row, _figures(ended.step, scale, self.device, self._blanks))
         self._ring.written(ended.lr if ended.lr is not None else float("nan"))
         self._ended.append(ended)
         if len(self._ended) >= min(_READ_EVERY, self.steps):
@@ -189,11 +199,6 @@ class Records(Listener):
     # -- afterwards --------------------------------------------------------------------------------
 
     @property
-    def device(self) -> torch.device:
-        """Where the figures were."""
-        return self._blanks[0].device
-
-    @property
     def scale(self) -> ScaleSeen | None:
         """The loss scale; None where nothing was scaled."""
         return self._scale
@@ -230,9 +235,10 @@ def _device_of(step: Step) -> torch.device:
     return next((each.device for each in (*losses, *norms)), torch.device("cpu"))
 
 
-def _figures(step: Step, next_scale: Tensor | None, blanks: _Blanks) -> tuple[Tensor, ...]:
+def _figures(
+    step: Step, next_scale: Tensor | None, device: torch.device, blanks: _Blanks
+) -> tuple[Tensor | float, ...]:
     """Loss, loss scale before and after, norm, found_inf, each in as few operations as can be."""
-    device = blanks.nothing.device
 
     def there(value: Tensor) -> Tensor:
         if value.dtype is torch.float32 and value.device == device and not value.dim():
@@ -245,7 +251,7 @@ def _figures(step: Step, next_scale: Tensor | None, blanks: _Blanks) -> tuple[Te
     before = blanks.one if scale is None else there(scale)
     after = before if scale is None or next_scale is None else there(next_scale)
     found = [
-        there(each.skipped) if isinstance(each.skipped, Tensor) else blanks.one
+        there(each.skipped) if isinstance(each.skipped, Tensor) else torch.ones((), device=device)
         for each in step.attempts
         if each.skipped is not False
     ]
@@ -254,7 +260,9 @@ def _figures(step: Step, next_scale: Tensor | None, blanks: _Blanks) -> tuple[Te
     return loss, before, after, norm, _one_of(found, blanks.zero, torch.sum)
 
 
-def _one_of(values: list[Tensor], none: Tensor, together: Callable[[Tensor], Tensor]) -> Tensor:
+def _one_of(
+    values: list[Tensor], none: Tensor | float, together: Callable[[Tensor], Tensor]
+) -> Tensor | float:
     """The only one; several put together; `none` where there is none."""
     if len(values) < 2:
         return values[0] if values else none

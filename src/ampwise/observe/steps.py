@@ -17,7 +17,7 @@ from ampwise.lines import NOWHERE, Line
 
 def is_bad(number: Tensor | None) -> bool:
     """Whether a number is inf or NaN, where that costs no wait for a device."""
-    return number is not None and number.device.type == "cpu" and not math.isfinite(float(number))
+    return number is not None and number.is_cpu and not math.isfinite(float(number))
 
 
 @dataclass(slots=True)
