@@ -426,10 +426,12 @@ def _is_plain(step: ScalerStep | OptimizerStep) -> bool:
 def site_in(event: Event, module: Module) -> Site:
     """Where something happens as seen from a file: the call that leads there from it, if one does.
 
-    A helper in a file of its own that does what it is told to is called wrongly, not wrong.
+    A helper in a file of its own that does what it is told to is called wrongly, not wrong; what
+    the file that is judged defines, for a base class to call, is what it can change.
     """
     context = event.context
-    if event.module is not module:
+    judged = context.sites[0].module if context.sites else module
+    if event.module is not module and event.module is not judged:
         for each in reversed(context.sites):
             if each.module is module:
                 return each
