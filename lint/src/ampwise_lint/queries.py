@@ -223,7 +223,7 @@ def owners(value: Value | None) -> set[str]:
         case Parameters(of=Optimizer() as optimizer):
             return owners(optimizer.params)
         case Parameters(of=owner) | Parameter(of=owner):
-            return owners(owner) or {key_of(owner)}
+            return owners(owner) or _named(owner)
         case Optimizer(params=params):
             return owners(params)
         case ListValue(items=items):
@@ -234,7 +234,16 @@ def owners(value: Value | None) -> set[str]:
         case Unknown() | None:
             return set()
         case _:
-            return {key_of(value)}
+            return _named(value)
+
+
+def _named(value: Value) -> set[str]:
+    key = key_of(value)
+    return set() if ELEMENT.search(key) else {key}
+
+
+ELEMENT = re.compile(r"^\w+ of .*#")
+"""What a loop over something unknown yields: it may be what another such loop yields."""
 
 
 def networks_in(trace: Trace, backward: Backward) -> set[str]:

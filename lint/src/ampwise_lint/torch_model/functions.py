@@ -92,7 +92,7 @@ def _autocast(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
         device: str | None = "cuda" if ".cuda." in path else "cpu"
         enabled, dtype = a.get(0, "enabled"), a.get(1, "dtype")
     else:
-        device = _text(a.get(0, "device_type"))
+        device = _device_named(state, a.get(0, "device_type"))
         dtype, enabled = a.get(1, "dtype"), a.get(2, "enabled")
     if device is not None:
         device = device.partition(":")[0]
@@ -108,8 +108,21 @@ def _autocast(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
     return Manager("autocast", node, region)
 
 
-def _text(value: Value | None) -> str | None:
-    return value.value if isinstance(value, Const) and isinstance(value.value, str) else None
+DEVICE = re.compile(r"(?:^|[.(\[' ])([A-Za-z_]\w*)\)?(?:\.type|\.split\(\).*)?$")
+"""The name of a setting, in the key of what was read from it."""
+
+
+def _device_named(state: State, value: Value | None) -> str | None:
+    """A device by its text, or by what the setting it was read from is by default."""
+    if isinstance(value, Const):
+        return value.value if isinstance(value.value, str) else None
+    name = DEVICE.search(value.key) if isinstance(value, Unknown) else None
+    if name is None:
+        return None
+    return next(
+        (e.device_defaults[name[1]] for e in (state.here, state.module) if name[1] in e.device_defaults),
+        None,
+    )
 
 
 def _scale_loss(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
