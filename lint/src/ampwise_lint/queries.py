@@ -56,6 +56,11 @@ def is_managed(trace: Trace) -> bool:
     return any(isinstance(each, Managed) for each in trace.events)
 
 
+def is_led(trace: Trace) -> bool:
+    """Whether a wrapper does more in the step on this path than scale losses and clip."""
+    return any(not each.plain for each in trace.of(Managed))
+
+
 def is_given(event: Event) -> bool:
     """Whether a wrapper runs backward of a loss there."""
     return isinstance(event, Managed) and event.loss is not None
@@ -289,6 +294,11 @@ def loses_eps(optimizer: Optimizer) -> bool:
     if eps is None:
         return "**" not in optimizer.arguments
     return isinstance(eps, Const) and isinstance(eps.value, float) and eps.value < EPS_LOST
+
+
+def is_scaled(value: Value | None) -> bool:
+    """Whether a backward was scaled: by a scaler in sight, or by a trainer that is told to."""
+    return is_real(value) or (isinstance(value, Wrapper) and value.scales)
 
 
 def is_real(value: Value | None) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from contextlib import AbstractContextManager, nullcontext
 
 from ampwise_lint.interpreter.attributes import attribute
 from ampwise_lint.interpreter.functions import generator_manager, is_context_manager
@@ -282,13 +283,27 @@ def _loss_given(a: Arguments) -> Tensor | None:
 def _forward(
     state: State, node: ast.Call, instance: Instance, a: Arguments, bound: Function
 ) -> Value:
-    networks.run(state, node, instance, a)
-    state.in_forward += 1
-    try:
-        value = state.call(bound, a, node)
-    finally:
-        state.in_forward -= 1
-    return _output(state, node, value)
+    with _prepared(state, instance):
+        networks.run(state, node, instance, a)
+        state.in_forward += 1
+        try:
+            value = state.call(bound, a, node)
+        finally:
+            state.in_forward -= 1
+    return _as_returned(state, instance, _output(state, node, value))
+
+
+def _prepared(state: State, network: Value) -> AbstractContextManager[None]:
+    """The autocast that a trainer has put around a network, while it runs."""
+    region = state.prepared.get(key_of(network))
+    return nullcontext() if region is None else state.in_region(region)
+
+
+def _as_returned(state: State, network: Value, output: Value) -> Value:
+    """What a network returns: a trainer that has prepared it casts that up."""
+    if key_of(network) in state.prepared and isinstance(output, Tensor):
+        return output.but(dtype="float32", guessed=False, region=None)
+    return output
 
 
 def _output(state: State, node: ast.Call, value: Value) -> Value:
@@ -316,8 +331,9 @@ def _model(state: State, node: ast.Call, model: Model, a: Arguments) -> Value:
             return functions.apply_layer(state, node, model, a)
         networks.run(state, node, model, a)
         return _output(state, node, functions.apply_layer(state, node, model, a))
-    networks.run(state, node, model, a)
-    return _output(state, node, state.unknown(node))
+    with _prepared(state, model):
+        networks.run(state, node, model, a)
+    return _as_returned(state, model, _output(state, node, state.unknown(node)))
 
 
 # ---------------------------------------------------------------------- what nobody showed us

@@ -62,6 +62,7 @@ WRAPPERS = re.compile(
     r"transformers\.(Trainer|Seq2SeqTrainer|TrainingArguments)|mmengine\.|mmcv\.|fastai\.|"
     r"detectron2\.engine|trl\.)"
 )
+LIGHTNING = re.compile(r"^(lightning|pytorch_lightning|lightning_fabric)\.")
 CLOCKS = {
     "time.time",
     "time.time_ns",

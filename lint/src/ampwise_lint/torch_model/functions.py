@@ -12,7 +12,7 @@ from ampwise_lint.path.state import State
 from ampwise_lint.source import library
 from ampwise_lint.source.nodes import Node
 from ampwise_lint.source.roles import HANDLES, LOSS
-from ampwise_lint.torch_model import casts, methods, networks, python_functions, tensors
+from ampwise_lint.torch_model import casts, methods, networks, python_functions, tensors, trainers
 from ampwise_lint.values.abstract import (
     FALSE,
     NONE,
@@ -238,9 +238,7 @@ def _clock(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
 
 
 def _wrapper(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
-    given = [a.named.get(each) for each in ("precision", "mixed_precision", "fp16", "bf16")]
-    lower = any(each is not None and key_of(each) not in OFF for each in given)
-    wrapper = Wrapper(path, lower, has_state=path.endswith(".NativeScaler"))
+    wrapper = trainers.make(path, a)
     state.emit(Made, node, wrapper)
     if path.startswith("ignite.engine.") and a.positional:
         _walk_each_batch(state, node, a.positional[0])
@@ -253,9 +251,6 @@ def _walk_each_batch(state: State, node: ast.Call, function: Value) -> None:
         with state.in_iteration(node, 0, over_data=True):
             batch = Tensor(key=f"batch@{node.lineno}", data=True)
             state.call(function, Arguments([Unknown("engine", "given"), batch]), node)
-
-
-OFF = ("'no'", "'32'", "32", "'32-true'", "False", "None")
 
 
 # ---------------------------------------------------------------------- networks and operations
