@@ -29,6 +29,7 @@ from ampwise_lint.values.abstract import (
     Unknown,
     Value,
     Wrapper,
+    is_low,
     key_of,
 )
 from ampwise_lint.values.arguments import Arguments
@@ -38,6 +39,7 @@ from ampwise_lint.values.events import (
     Loss,
     Made,
     Managed,
+    Op,
     Report,
 )
 
@@ -264,14 +266,25 @@ def _instance(state: State, node: ast.Call, instance: Instance, a: Arguments) ->
     )
     if is_network(class_) and not is_loss:
         return _forward(state, node, instance, a, bound)
+    before = len(state.trace)
     value = state.call(bound, a, node)
     if is_loss:
-        state.emit(Loss, node, class_.node.name, tuple(a.values))
+        if not _casts_up(state, before, a):
+            state.emit(Loss, node, class_.node.name, tuple(a.values))
         if not isinstance(value, Tensor | ListValue):
             value = Tensor(key=key_of(value), inputs=tuple(a.values))
         if isinstance(value, Tensor):
             return value.but(loss=True)
     return value
+
+
+def _casts_up(state: State, since: int, a: Arguments) -> bool:
+    """Whether a loss in sight computes with nothing in the 16 bits that it is given."""
+    if not any(isinstance(each, Tensor) and is_low(each.dtype) for each in flatten(a.values)):
+        return False
+    inside = [each for each in state.trace[since:] if isinstance(each, Op)]
+    used = [value for each in inside for value in flatten(each.inputs)]
+    return bool(inside) and not any(isinstance(e, Tensor) and is_low(e.dtype) for e in used)
 
 
 def _loss_given(a: Arguments) -> Tensor | None:
