@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TypeVar, cast
 
+from ampwise_lint.drivers import derived, drivers, may_derive
 from ampwise_lint.interpreter import calls
 from ampwise_lint.interpreter.handlers import HANDLERS
 from ampwise_lint.interpreter.imports import run_module
@@ -90,6 +91,12 @@ def analyse(module: Module, prefilter: Prefilter) -> Analysis:
     imported: dict[int, Scope] = {}
     try:
         _explore(analysis, budget, walked, imported, None, SCRIPT_PATHS)
+        for derived_roots in _inherited_roots(module, budget, imported):
+            seen: set[int] = set()
+            for root in derived_roots:
+                if id(root.node) not in seen:
+                    _explore(analysis, budget, seen, imported, root, FUNCTION_PATHS)
+            walked |= seen
         for root in _roots(module):
             trains = root.is_core or analysis.any(Enter) or analysis.any(Backward)
             if id(root.node) not in walked and trains:
@@ -120,6 +127,8 @@ class _Root:
     """It has part of a step in it; others only belong to a training that there must be."""
     then: str = ""
     """A method of the same object that goes on with the step."""
+    class_: ast.ClassDef | None = None
+    """The class that inherits it."""
 
     @property
     def name(self) -> str:
@@ -181,6 +190,8 @@ def _start(state: State, module: Module, root: _Root) -> None:
             found = value.lookup(name)
             value = found[0] if found is not None else None
         if not isinstance(value, Function) or value.node is not root.node:
+            if root.class_ is not None:
+                return
             # Bound again since, or only under a condition.
             value = Function(root.node, module, scope)
         if owner is not None and is_step_wrapper(owner.class_):
@@ -189,7 +200,7 @@ def _start(state: State, module: Module, root: _Root) -> None:
         decorators = {dotted(each) for each in root.node.decorator_list}
         if owner is not None and "staticmethod" not in decorators:
             bound.owner = Unknown("cls", "given") if "classmethod" in decorators else owner
-        state.call(bound, Arguments(open=True), root.node)
+        state.call(bound, Arguments(open=True), root.class_ or root.node)
         if root.then and owner is not None:
             state.call(_method(owner, root.then), Arguments(open=True), root.node)
 
@@ -224,6 +235,23 @@ def _steps_in_parts(analysis: Analysis) -> list[_Root]:
         for second in sorted(step & roots.keys())
         if roots[first].path[:-1] and roots[first].path[:-1] == roots[second].path[:-1]
     ]
+
+
+def _inherited_roots(
+    module: Module, budget: Budget, imported: dict[int, Scope]
+) -> Iterator[list[_Root]]:
+    """For each class derived from one of the project: inherited methods that run its own."""
+    if not may_derive(module):
+        return
+    scope = run_module(State(module, Oracle({}), budget, imported, HANDLERS), module, main=False)
+    for class_ in derived(module, scope):
+        found = [
+            _Root(each.node, (class_.node.name, each.node.name), is_core=True, class_=class_.node)
+            for each in drivers(class_)
+            if not isinstance(each.node, ast.Lambda)
+        ]
+        if found:
+            yield found
 
 
 def _roots(module: Module) -> list[_Root]:

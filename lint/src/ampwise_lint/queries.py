@@ -56,6 +56,11 @@ def is_managed(trace: Trace) -> bool:
     return any(isinstance(each, Managed) for each in trace.events)
 
 
+def is_led(trace: Trace) -> bool:
+    """Whether a wrapper does more in the step on this path than scale losses and clip."""
+    return any(not each.plain for each in trace.of(Managed))
+
+
 def is_given(event: Event) -> bool:
     """Whether a wrapper runs backward of a loss there."""
     return isinstance(event, Managed) and event.loss is not None
@@ -223,7 +228,7 @@ def owners(value: Value | None) -> set[str]:
         case Parameters(of=Optimizer() as optimizer):
             return owners(optimizer.params)
         case Parameters(of=owner) | Parameter(of=owner):
-            return owners(owner) or {key_of(owner)}
+            return owners(owner) or _named(owner)
         case Optimizer(params=params):
             return owners(params)
         case ListValue(items=items):
@@ -234,7 +239,16 @@ def owners(value: Value | None) -> set[str]:
         case Unknown() | None:
             return set()
         case _:
-            return {key_of(value)}
+            return _named(value)
+
+
+def _named(value: Value) -> set[str]:
+    key = key_of(value)
+    return set() if ELEMENT.search(key) else {key}
+
+
+ELEMENT = re.compile(r"^\w+ of .*#")
+"""What a loop over something unknown yields: it may be what another such loop yields."""
 
 
 def networks_in(trace: Trace, backward: Backward) -> set[str]:
@@ -280,6 +294,11 @@ def loses_eps(optimizer: Optimizer) -> bool:
     if eps is None:
         return "**" not in optimizer.arguments
     return isinstance(eps, Const) and isinstance(eps.value, float) and eps.value < EPS_LOST
+
+
+def is_scaled(value: Value | None) -> bool:
+    """Whether a backward was scaled: by a scaler in sight, or by a trainer that is told to."""
+    return is_real(value) or (isinstance(value, Wrapper) and value.scales)
 
 
 def is_real(value: Value | None) -> bool:
@@ -426,10 +445,12 @@ def _is_plain(step: ScalerStep | OptimizerStep) -> bool:
 def site_in(event: Event, module: Module) -> Site:
     """Where something happens as seen from a file: the call that leads there from it, if one does.
 
-    A helper in a file of its own that does what it is told to is called wrongly, not wrong.
+    A helper in a file of its own that does what it is told to is called wrongly, not wrong; what
+    the file that is judged defines, for a base class to call, is what it can change.
     """
     context = event.context
-    if event.module is not module:
+    judged = context.sites[0].module if context.sites else module
+    if event.module is not module and event.module is not judged:
         for each in reversed(context.sites):
             if each.module is module:
                 return each

@@ -62,6 +62,7 @@ STEP = Trigger(
     (
         re.compile(r"backward(?<!\wbackward)(?<!def backward)\s*\("),
         *(re.compile(rf"\.{each}\s*\(") for each in ("step", "half", "scale")),
+        *(re.compile(rf"{e}\s*\(") for e in ("Trainer", "TrainingArguments", "Fabric")),
         re.compile(
             r"torch\.(zeros|tensor|full)\([\s\S]{0,200}?dtype *= *torch\.(b?float16|half)\b"
         ),

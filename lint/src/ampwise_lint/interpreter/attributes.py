@@ -37,7 +37,7 @@ NETWORK_METHODS = {
     "parameters", "named_parameters", "train", "eval", "half", "bfloat16", "float", "to", "cuda",
     "cpu", "zero_grad", "state_dict", "load_state_dict", "requires_grad_", "apply", "double",
     "type", "clip_grad_norm_", "modules", "named_modules", "children", "named_children", "buffers",
-    "named_buffers",
+    "named_buffers", "manual_backward", "clip_gradients",
 }  # fmt: skip
 
 

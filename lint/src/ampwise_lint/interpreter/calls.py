@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from contextlib import AbstractContextManager, nullcontext
 
 from ampwise_lint.interpreter.attributes import attribute
 from ampwise_lint.interpreter.functions import generator_manager, is_context_manager
@@ -28,6 +29,7 @@ from ampwise_lint.values.abstract import (
     Unknown,
     Value,
     Wrapper,
+    is_low,
     key_of,
 )
 from ampwise_lint.values.arguments import Arguments
@@ -37,6 +39,7 @@ from ampwise_lint.values.events import (
     Loss,
     Made,
     Managed,
+    Op,
     Report,
 )
 
@@ -263,14 +266,25 @@ def _instance(state: State, node: ast.Call, instance: Instance, a: Arguments) ->
     )
     if is_network(class_) and not is_loss:
         return _forward(state, node, instance, a, bound)
+    before = len(state.trace)
     value = state.call(bound, a, node)
     if is_loss:
-        state.emit(Loss, node, class_.node.name, tuple(a.values))
+        if not _casts_up(state, before, a):
+            state.emit(Loss, node, class_.node.name, tuple(a.values))
         if not isinstance(value, Tensor | ListValue):
             value = Tensor(key=key_of(value), inputs=tuple(a.values))
         if isinstance(value, Tensor):
             return value.but(loss=True)
     return value
+
+
+def _casts_up(state: State, since: int, a: Arguments) -> bool:
+    """Whether a loss in sight computes with nothing in the 16 bits that it is given."""
+    if not any(isinstance(each, Tensor) and is_low(each.dtype) for each in flatten(a.values)):
+        return False
+    inside = [each for each in state.trace[since:] if isinstance(each, Op)]
+    used = [value for each in inside for value in flatten(each.inputs)]
+    return bool(inside) and not any(isinstance(e, Tensor) and is_low(e.dtype) for e in used)
 
 
 def _loss_given(a: Arguments) -> Tensor | None:
@@ -282,13 +296,27 @@ def _loss_given(a: Arguments) -> Tensor | None:
 def _forward(
     state: State, node: ast.Call, instance: Instance, a: Arguments, bound: Function
 ) -> Value:
-    networks.run(state, node, instance, a)
-    state.in_forward += 1
-    try:
-        value = state.call(bound, a, node)
-    finally:
-        state.in_forward -= 1
-    return _output(state, node, value)
+    with _prepared(state, instance):
+        networks.run(state, node, instance, a)
+        state.in_forward += 1
+        try:
+            value = state.call(bound, a, node)
+        finally:
+            state.in_forward -= 1
+    return _as_returned(state, instance, _output(state, node, value))
+
+
+def _prepared(state: State, network: Value) -> AbstractContextManager[None]:
+    """The autocast that a trainer has put around a network, while it runs."""
+    region = state.prepared.get(key_of(network))
+    return nullcontext() if region is None else state.in_region(region)
+
+
+def _as_returned(state: State, network: Value, output: Value) -> Value:
+    """What a network returns: a trainer that has prepared it casts that up."""
+    if key_of(network) in state.prepared and isinstance(output, Tensor):
+        return output.but(dtype="float32", guessed=False, region=None)
+    return output
 
 
 def _output(state: State, node: ast.Call, value: Value) -> Value:
@@ -316,8 +344,9 @@ def _model(state: State, node: ast.Call, model: Model, a: Arguments) -> Value:
             return functions.apply_layer(state, node, model, a)
         networks.run(state, node, model, a)
         return _output(state, node, functions.apply_layer(state, node, model, a))
-    networks.run(state, node, model, a)
-    return _output(state, node, state.unknown(node))
+    with _prepared(state, model):
+        networks.run(state, node, model, a)
+    return _as_returned(state, model, _output(state, node, state.unknown(node)))
 
 
 # ---------------------------------------------------------------------- what nobody showed us

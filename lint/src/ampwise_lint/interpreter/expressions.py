@@ -227,6 +227,8 @@ def _comprehension(state: State, node: ast.ListComp | ast.GeneratorExp | ast.Set
             return value
         case Optimizer() | Model() | Instance() | Scaler() | Loader():
             return ListValue([value], repeats=True)
+        case ListValue(items=[Optimizer() | Model() | Instance() | Scaler() | Loader(), *_]):
+            return ListValue([value], repeats=True)
         case _:
             return state.unknown(node)
 

@@ -36,6 +36,34 @@ WINDOW = re.compile(
 """Parameters that tell whether a window ends."""
 
 
+def _ends_window(function: Function, name: str) -> bool:
+    """Whether a parameter decides by itself if the step follows a backward that runs anyway."""
+    if WINDOW.search(name):
+        return True
+    node, roles = function.node, function.module.roles
+    if isinstance(node, ast.Lambda) or id(node) not in roles.core:
+        return False
+    default = defaults_of(node.args).get(name)
+    if not (isinstance(default, ast.Constant) and isinstance(default.value, bool)):
+        return False
+    chosen = [e for e in ast.walk(node) if isinstance(e, ast.If) and _asks(e.test, name)]
+    inside = {id(each) for branch in chosen for each in ast.walk(branch)}
+    calls = [e for e in ast.walk(node) if isinstance(e, ast.Call)]
+    runs = any(_method(each) == "backward" and id(each) not in inside for each in calls)
+    return runs and any(_method(each) == "step" and id(each) in inside for each in calls)
+
+
+def _asks(test: ast.expr, name: str) -> bool:
+    """``if name``, ``if not name``."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        test = test.operand
+    return isinstance(test, ast.Name) and test.id == name
+
+
+def _method(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else ""
+
+
 def walk(state: State, function: Function, arguments: Arguments, node: Node) -> Value:
     """Walk a function of the project where it is called; what it returns."""
     active = sum(
@@ -93,7 +121,7 @@ def _bind(state: State, function: Function, a: Arguments, scope: Scope) -> None:
         elif name in given and not a.open:
             scope.names[name] = state.evaluate(given[name], quiet=True)
         else:
-            scope.names[name] = Unknown(name, "given", periodic=bool(WINDOW.search(name)))
+            scope.names[name] = Unknown(name, "given", periodic=_ends_window(function, name))
     for parameter in parameters:
         left.pop(parameter.arg, None)
     if spec.vararg is not None:

@@ -27,6 +27,7 @@ from ampwise_lint.values.abstract import (
     Scope,
     Unknown,
     Value,
+    Wrapper,
     key_of,
 )
 from ampwise_lint.values.arguments import Arguments
@@ -109,6 +110,10 @@ class State:
         """Networks that were put into evaluation mode, by key."""
         self.called: set[int] = set()
         """``id`` of expressions that are called: an attribute there is a method."""
+        self.prepared: dict[str, Region] = {}
+        """Networks that run in autocast wherever they are called, by key."""
+        self.trainer: Wrapper | None = None
+        """The trainer that calls the steps that are being walked."""
         self.in_forward = 0
         """How many networks' forward is being walked."""
         self._handlers = handlers
@@ -182,10 +187,12 @@ class State:
         """Whether nothing is written down."""
         return self._quiet > 0
 
-    def emit(self, kind: Callable[..., Event], node: Node, *values: object) -> None:
+    def emit(
+        self, kind: Callable[..., Event], node: Node, *values: object, **named: object
+    ) -> None:
         """Write an event down."""
         if not self._quiet:
-            self.trace.append(kind(node, self.here, self.context, *values))
+            self.trace.append(kind(node, self.here, self.context, *values, **named))
 
     @contextmanager
     def silent(self) -> Generator[None]:
@@ -288,6 +295,16 @@ class State:
         finally:
             self._regions, self._no_grad = before
             self._context = None
+
+    @contextmanager
+    def in_region(self, region: Region) -> Generator[None]:
+        """Run a network that opens autocast itself."""
+        before = self._regions
+        self._regions, self._context = (*before, region), None
+        try:
+            yield
+        finally:
+            self._regions, self._context = before, None
 
     def _enter(self, manager: Manager) -> None:
         match manager.kind:

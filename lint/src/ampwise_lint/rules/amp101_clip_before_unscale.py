@@ -47,16 +47,55 @@ from ampwise_lint.queries import (
     statement_edit,
 )
 from ampwise_lint.rule import Mistake, rule
-from ampwise_lint.triggers import SCALER
-from ampwise_lint.values.events import Backward, Clip, ScalerStep, Unscale, ZeroGrad
+from ampwise_lint.triggers import AUTOCAST, SCALER
+from ampwise_lint.values.abstract import Wrapper
+from ampwise_lint.values.events import (
+    Backward,
+    Clip,
+    Managed,
+    OptimizerStep,
+    ScalerStep,
+    Unscale,
+    ZeroGrad,
+)
 
 
-@rule("AMP101", "clip-before-unscale", "error", fix="safe", triggers=(SCALER,))
+@rule("AMP101", "clip-before-unscale", "error", fix="safe", triggers=(SCALER, AUTOCAST))
 def check(code: Analysis) -> Iterator[Mistake]:
     for trace in code.traces:
         for index, event in enumerate(trace.events):
             if isinstance(event, Clip) and (step := _step_of(trace, index, event)):
                 yield _mistake(trace, index, event, step)
+        yield from _past_trainer(trace)
+
+
+def _past_trainer(trace: Trace) -> Iterator[Mistake]:
+    """Clips of gradients that a trainer has scaled and was not asked to unscale."""
+    trainer: Wrapper | None = None
+    clips: list[Clip] = []
+    for event in trace.events:
+        match event:
+            case Backward(scaled=scaled):
+                trainer = scaled if isinstance(scaled, Wrapper) and scaled.scales else None
+            case Clip() if trainer is not None:
+                clips.append(event)
+            case OptimizerStep() if trainer is not None:
+                for each in clips:
+                    yield Mistake(each.node, each.module, _told(trainer))
+                trainer, clips = None, []
+            case Managed(unscales=True) | ZeroGrad():
+                trainer, clips = None, []
+            case _:
+                pass
+
+
+def _told(trainer: Wrapper) -> str:
+    way = "accelerator.clip_grad_norm_" if "accelerate" in trainer.path else "clip_gradients"
+    when = "in float16 " if trainer.mixed == "any" else ""
+    return (
+        f"{when}the trainer scales the loss, and gradients are clipped before it unscales them: the "
+        f"limit is the loss scale too strict, so updates shrink by as much; call its own {way}"
+    )
 
 
 def _step_of(trace: Trace, index: int, clip: Clip) -> ScalerStep | None:

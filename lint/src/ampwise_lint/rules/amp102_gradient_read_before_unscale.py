@@ -35,7 +35,7 @@ from collections.abc import Iterator
 from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.queries import (
     first_argument,
-    is_real,
+    is_scaled,
     is_simple,
     receiver,
     site_in,
@@ -43,11 +43,20 @@ from ampwise_lint.queries import (
 )
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.nodes import Node, lines_of
-from ampwise_lint.triggers import SCALER
-from ampwise_lint.values.events import Backward, GradientRead, ScalerStep, Unscale, ZeroGrad
+from ampwise_lint.triggers import AUTOCAST, SCALER
+from ampwise_lint.values.abstract import Wrapper
+from ampwise_lint.values.events import (
+    Backward,
+    GradientRead,
+    Managed,
+    OptimizerStep,
+    ScalerStep,
+    Unscale,
+    ZeroGrad,
+)
 
 
-@rule("AMP102", "gradient-read-before-unscale", "warning", fix="unsafe", triggers=(SCALER,))
+@rule("AMP102", "gradient-read-before-unscale", "warning", fix="unsafe", triggers=(SCALER, AUTOCAST))
 def check(code: Analysis) -> Iterator[Mistake]:
     for trace in code.traces:
         scaled: Backward | None = None
@@ -55,16 +64,35 @@ def check(code: Analysis) -> Iterator[Mistake]:
         for event in trace.events:
             match event:
                 case Backward():
-                    scaled = event if is_real(event.scaled) else None
+                    scaled = event if is_scaled(event.scaled) else None
                 case ZeroGrad():
                     scaled, read = None, []
                 case GradientRead() if scaled is not None:
                     read.append(event)
+                case Managed(unscales=True) | OptimizerStep():
+                    trainer = scaled.scaled if scaled is not None else None
+                    if isinstance(trainer, Wrapper):
+                        yield from (_by_trainer(each, trainer) for each in read)
+                    scaled, read = None, []
                 case Unscale() | ScalerStep():
                     yield from (_mistake(trace, each, event) for each in read)
                     scaled, read = None, []
                 case _:
                     pass
+
+
+def _by_trainer(read: GradientRead, trainer: Wrapper) -> Mistake:
+    when = "in float16 " if trainer.mixed == "any" else ""
+    return Mistake(
+        read.node,
+        read.module,
+        f"{when}the trainer scales the loss, and gradients are {_done(read)} before it unscales "
+        "them: values are up to 65,536 times too large; read them behind its clipping",
+    )
+
+
+def _done(read: GradientRead) -> str:
+    return "edited" if read.is_edit else "read"
 
 
 def _mistake(trace: Trace, read: GradientRead, step: ScalerStep | Unscale) -> Mistake:
@@ -77,11 +105,10 @@ def _mistake(trace: Trace, read: GradientRead, step: ScalerStep | Unscale) -> Mi
     inline &= is_simple(trace) and {each.node for each in step.context.loops} <= around
     before = _outermost(read) if site.node is read.node else site.node
     edits = (statement_edit("before", site.module, before, call),) if inline else ()
-    what = "edited" if read.is_edit else "read"
     return Mistake(
         site.node,
         site.module,
-        f"gradients are {what} while they are still multiplied by the loss scale: values are up to "
+        f"gradients are {_done(read)} while they are still multiplied by the loss scale: values are up to "
         f"65,536 times too large and change when the scale does; call {call} first",
         edits,
     )

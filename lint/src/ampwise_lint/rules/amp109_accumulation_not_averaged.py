@@ -40,7 +40,7 @@ from collections.abc import Iterator
 
 from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.findings import Edit
-from ampwise_lint.queries import accumulates, edit, is_managed, uses_amp, zeroed_with
+from ampwise_lint.queries import accumulates, edit, is_led, uses_amp, zeroed_with
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.nodes import Node
 from ampwise_lint.source.places import assignments, functions_of, grouped, in_reach, scope_of
@@ -56,7 +56,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
         return
     found: dict[int, tuple[Backward, ScalerStep | OptimizerStep]] = {}
     for trace in code.traces:
-        if is_managed(trace) or any(
+        if is_led(trace) or any(
             each.is_edit and each.divisor is not None for each in trace.of(GradientRead)
         ):
             continue

@@ -56,6 +56,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
     plain = _by_name(each for trace in code.traces for each in _trained_without(trace))
     networks = {_network(each) for each in all_trained}
     covered = _covered(code)
+    beside = _beside(code)
     halved = {
         each.context.functions
         for trace in code.traces
@@ -68,7 +69,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
             same = (_network(event) in models and _is_reached(trace, event)) or (
                 _name(event) in trained and not _is_another(event, trained, plain)
             )
-            if event.context.functions in halved:
+            if event.context.functions in halved or _is_choice(event, beside):
                 continue  # it says itself what validates, if not on every path
             place = _place(event, covered)
             if place is not event:  # a helper calls all networks by one name
@@ -82,6 +83,22 @@ def check(code: Analysis) -> Iterator[Mistake]:
                     "time and memory; run it under the same autocast",
                     mend=partial(_edits, event, trace, all_trained) if place is event else None,
                 )
+
+
+def _beside(code: Analysis) -> set[tuple[int, bool]]:
+    """Branches that validate in autocast, by the ``if`` and which way it went."""
+    return {
+        (id(branch.node), branch.taken)
+        for trace in code.traces
+        for each in trace.of(Forward)
+        if each.context.region is not None and (each.context.no_grad or each.training is False)
+        for branch in each.context.branches
+    }
+
+
+def _is_choice(event: Forward, beside: set[tuple[int, bool]]) -> bool:
+    """``if cuda: with autocast: model(x)``, else without: the author has thought of it."""
+    return any((id(e.node), not e.taken) in beside for e in event.context.branches)
 
 
 Calls = dict[int, set[int]]
@@ -184,8 +201,14 @@ def _name(event: Forward) -> str:
     return owner.rpartition(".")[2] if is_method else name
 
 
+MEASURES = re.compile(r"lpips|ssim|percep|vgg|dice|iou|metric|fid|distance|similarity", re.IGNORECASE)
+"""Networks that are no more than a loss or a figure."""
+
+
 def _validates(event: Forward) -> bool:
     """Whether it belongs to a validation: by the mode, or by a function's name."""
+    if MEASURES.search(_name(event)):
+        return False
     if not event.is_root or not event.context.loops or _is_fallback(event):
         return False
     if _is_discarded(event.module, event.node):

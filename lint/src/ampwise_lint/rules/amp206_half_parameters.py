@@ -34,25 +34,42 @@ No automatic fix: memory, checkpoints and casts of inputs depend on the paramete
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from ampwise_lint.analysis import Analysis, Trace
-from ampwise_lint.queries import is_managed, is_part, loses_eps, owners, receiver
+from ampwise_lint.queries import is_led, is_part, loses_eps, owners, receiver
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.roles import dotted
 from ampwise_lint.triggers import HALF
-from ampwise_lint.values.abstract import Instance, Model, Optimizer, key_of
-from ampwise_lint.values.events import CastDown, OptimizerStep, ScalerStep
+from ampwise_lint.values.abstract import Instance, Model, Optimizer, Wrapper, key_of
+from ampwise_lint.values.events import Backward, CastDown, Managed, OptimizerStep, ScalerStep
 
 
 @rule("AMP206", "half-parameters", "error", triggers=(HALF,))
 def check(code: Analysis) -> Iterator[Mistake]:
+    helped = HELPED.search(code.module.source.text)
     for trace in code.traces:
-        if is_managed(trace):
-            continue
+        is_managed = is_led(trace)
         for event in trace.of(CastDown):
-            if event.cast == "float16":
-                yield from _trained(trace, event)
+            trainers = [] if helped else [*_scaling_behind(trace, event)]
+            if event.cast == "float16" and (trainers or not is_managed):
+                yield from _trained(trace, event, trainers)
+
+
+HELPED = re.compile(r"lora|peft|adapter|requires_grad", re.IGNORECASE)
+"""Of what a trainer is given, not all may be trained."""
+
+
+def _scaling_behind(trace: Trace, cast: CastDown) -> Iterator[Wrapper]:
+    """Trainers that scale losses in float16 after a network was halved."""
+    for event in trace.events[trace.events.index(cast) :]:
+        match event:
+            case Managed(trainer=Wrapper() as trainer) | Backward(scaled=Wrapper() as trainer):
+                if trainer.mixed == "float16":
+                    yield trainer
+            case _:
+                pass
 
 
 def _holds(optimizer: Optimizer, cast: CastDown) -> bool:
@@ -75,24 +92,28 @@ def _is_in_place(cast: CastDown) -> bool:
             return False
 
 
-def _trained(trace: Trace, cast: CastDown) -> Iterator[Mistake]:
+def _trained(trace: Trace, cast: CastDown, trainers: list[Wrapper]) -> Iterator[Mistake]:
+    if any(e.network is not None and key_of(e.network) == key_of(cast.value) for e in trainers):
+        yield _mistake(cast, RAISES)
+        return
     for step in trace.events:
         if not isinstance(step, ScalerStep | OptimizerStep):
             continue
         optimizer = step.optimizer
         if not isinstance(optimizer, Optimizer) or not _holds(optimizer, cast):
             continue
-        if isinstance(step, ScalerStep):
-            yield _mistake(
-                cast,
-                "unscale_, and step unless fused, raise ValueError (Attempting to unscale FP16 "
-                "gradients)",
-            )
+        if isinstance(step, ScalerStep) or trainers:
+            yield _mistake(cast, RAISES)
         elif loses_eps(optimizer):
             yield _mistake(
                 cast,
                 "Adam's eps of 1e-8 is 0 in float16, so updates divide by zero and become NaN",
             )
+
+
+RAISES = (
+    "unscale_, and step unless fused, raise ValueError (Attempting to unscale FP16 gradients)"
+)
 
 
 def _mistake(cast: CastDown, harm: str) -> Mistake:

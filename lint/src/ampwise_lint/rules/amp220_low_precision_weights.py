@@ -35,39 +35,71 @@ import re
 from collections.abc import Iterator
 
 from ampwise_lint.analysis import Analysis, Trace
-from ampwise_lint.queries import is_managed, loses_eps, owners
+from ampwise_lint.queries import is_led, is_scaled, loses_eps, owners
 from ampwise_lint.rule import Mistake, rule
-from ampwise_lint.triggers import HALF
-from ampwise_lint.values.abstract import Instance, Model, key_of
-from ampwise_lint.values.events import CastDown, OptimizerStep
+from ampwise_lint.triggers import AUTOCAST, HALF
+from ampwise_lint.values.abstract import Instance, Model, Optimizer, Wrapper, key_of
+from ampwise_lint.values.events import Backward, CastDown, Made, Managed, OptimizerStep
 
 HELPED = re.compile(r"master|fp32_|stochastic|kahan|lora|peft|adapter|requires_grad", re.IGNORECASE)
 
 
-@rule("AMP220", "low-precision-weights", "warning", triggers=(HALF,))
+@rule("AMP220", "low-precision-weights", "warning", triggers=(HALF, AUTOCAST))
 def check(code: Analysis) -> Iterator[Mistake]:
     if HELPED.search(code.module.source.text):
         return
+    yield from _by_trainers(code)
     for trace in code.traces:
-        if is_managed(trace):
-            continue
+        trained = [each.trainer.network for each in trace.of(Managed) if each.trainer is not None]
+        networks = {key_of(each) for each in trained if each is not None}
+        led = is_led(trace)
         for event in trace.of(CastDown):
-            if isinstance(event.value, Model | Instance) and _is_trained(trace, event):
+            if not isinstance(event.value, Model | Instance):
+                continue
+            given = key_of(event.value) in networks and event.cast == "bfloat16"
+            if given or (not led and _is_trained(trace, event)):
                 yield Mistake(
                     event.node,
                     event.module,
-                    f"all parameters are {event.cast} and the optimizer keeps no float32 copy: "
-                    f"updates below 1/{512 if event.cast == 'bfloat16' else 4096} of a weight are "
-                    "lost; keep parameters in float32 and run the forward under autocast",
+                    _lost(event.cast),
                 )
+
+
+def _by_trainers(code: Analysis) -> Iterator[Mistake]:
+    """Trainers that cast all parameters, and train them."""
+    trained = {
+        id(wrapper)
+        for trace in code.traces
+        for wrapper in (
+            *(each.scaled for each in trace.of(Backward)),
+            *(each.trainer for each in trace.of(Managed)),
+        )
+    }
+    made = [each.value for each in code.of(Made) if isinstance(each.value, Optimizer)]
+    if made and not any(each.path.startswith("torch.optim.") for each in made):
+        return
+    for trace in code.traces:
+        for event in trace.of(Made):
+            wrapper = event.value
+            if isinstance(wrapper, Wrapper) and wrapper.weights and id(wrapper) in trained:
+                yield Mistake(event.node, event.module, _lost(wrapper.weights))
+
+
+def _lost(dtype: str) -> str:
+    return (
+        f"all parameters are {dtype} and the optimizer keeps no float32 copy: updates below "
+        f"1/{512 if dtype == 'bfloat16' else 4096} of a weight are lost; keep parameters in float32 "
+        "and run the forward under autocast"
+    )
 
 
 def _is_trained(trace: Trace, cast: CastDown) -> bool:
     """Whether an optimizer without masters steps these parameters."""
+    scaled = any(is_scaled(each.scaled) for each in trace.of(Backward))
     for step in trace.of(OptimizerStep):
         plain = step.optimizer.path.startswith("torch.optim.")
-        # AMP206 says what Adam's eps does in float16.
-        other = cast.cast == "float16" and loses_eps(step.optimizer)
+        # AMP206 says what Adam's eps does in float16, and a scaler.
+        other = cast.cast == "float16" and (scaled or loses_eps(step.optimizer))
         if plain and not other and key_of(cast.value) in owners(step.optimizer):
             return True
     return False

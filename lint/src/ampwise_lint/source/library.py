@@ -62,6 +62,7 @@ WRAPPERS = re.compile(
     r"transformers\.(Trainer|Seq2SeqTrainer|TrainingArguments)|mmengine\.|mmcv\.|fastai\.|"
     r"detectron2\.engine|trl\.)"
 )
+LIGHTNING = re.compile(r"^(lightning|pytorch_lightning|lightning_fabric)\.")
 CLOCKS = {
     "time.time",
     "time.time_ns",
@@ -136,6 +137,12 @@ DTYPES = {
 }
 for _type, _dtype in (("HalfTensor", "float16"), ("BFloat16Tensor", "bfloat16")):
     DTYPES[f"torch.cuda.{_type}"] = DTYPES[f"torch.{_type}"] = _dtype
+
+TYPES = {
+    "float16", "half", "bfloat16", "float32", "float", "float64", "double", "int8", "int16", "short",
+    "int32", "int", "int64", "long", "uint8", "bool", "complex64", "complex128",
+}  # fmt: skip
+"""Names of dtypes."""
 
 CONVERT_TO_FLOAT8 = {
     "torchao.float8.convert_to_float8_training",

@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 
 from ampwise_lint.source.attributes import Assigned, assigned
+from ampwise_lint.source.defaults import device_defaults
 from ampwise_lint.source.imports import Imports, imports
 from ampwise_lint.source.nodes import Index, Node, span
 from ampwise_lint.source.outline import Outline
@@ -51,6 +52,11 @@ class Module:
     def imports(self) -> Imports:
         """What it imports."""
         return imports(self.index)
+
+    @cached_property
+    def device_defaults(self) -> dict[str, str]:
+        """Devices that its options and parameters are by default."""
+        return device_defaults(self.index)
 
     @property
     def parents(self) -> dict[int, ast.AST]:

@@ -65,6 +65,10 @@ STEP_NAMES = {
     "nullcontext", "clip_grad_norm", "FSDP", "FullyShardedDataParallel",
 }  # fmt: skip
 
+TRAINERS = ("Trainer", "TrainingArguments", "Fabric", "Accelerator")
+PRECISIONS = {"precision", "mixed_precision", "fp16", "bf16"}
+"""Classes that run steps themselves, and how they are told in which precision."""
+
 Role = Literal["scaler", "wrapper", "optimizer", "scheduler", "network", ""]
 
 LOW = {"float16", "half", "bfloat16"}
@@ -265,6 +269,8 @@ class Roles:
         match call.func:
             case ast.Attribute(attr="half"):
                 return not call.args
+            case ast.Attribute(attr=name) | ast.Name(id=name) if name.endswith(TRAINERS):
+                return any(each.arg in PRECISIONS for each in call.keywords)
             case ast.Attribute(value=receiver, attr="scale"):
                 return self.is_scaler(dotted(receiver))
             case ast.Attribute(value=receiver, attr="step"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 
 from ampwise_lint.path.state import State
 from ampwise_lint.source import library
@@ -14,6 +15,7 @@ from ampwise_lint.values.abstract import (
     Model,
     Ref,
     Tensor,
+    Unknown,
     Value,
     key_of,
 )
@@ -61,6 +63,31 @@ def same(state: State, node: ast.Call, owner: Value, name: str, a: Arguments) ->
 def dtype_given(a: Arguments) -> str | None:
     """The dtype that ``.to(...)`` is told, if any."""
     return next((dtype for each in a.values if (dtype := dtype_named(each)) is not None), None)
+
+
+DTYPE = re.compile(r"(^|[._])d?type(@.*)?$|dtype")
+"""What values that name a dtype are called."""
+NO_PLACE = ("non_blocking", "copy", "memory_format")
+
+
+def is_cast(name: str, a: Arguments) -> bool:
+    """Whether ``x.to(...)``, ``x.type(...)`` moves nothing: all it is told is a dtype."""
+    told = [*a.positional, *(v for key, v in a.named.items() if key not in (*NO_PLACE, "dtype"))]
+    if name == "type":
+        return not any("cuda" in key_of(each) for each in told)
+    return name == "to" and bool(a.count) and not a.open and all(map(_is_dtype, told))
+
+
+def _is_dtype(value: Value) -> bool:
+    match value:
+        case Ref(path=path):
+            return path.startswith("torch.") and path.rpartition(".")[2] in library.TYPES
+        case Unknown(key=key):
+            return bool(DTYPE.search(key))
+        case Const(value=bool()):
+            return True
+        case _:
+            return False
 
 
 def device_given(a: Arguments) -> str | None:

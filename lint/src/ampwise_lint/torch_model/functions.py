@@ -12,7 +12,7 @@ from ampwise_lint.path.state import State
 from ampwise_lint.source import library
 from ampwise_lint.source.nodes import Node
 from ampwise_lint.source.roles import HANDLES, LOSS
-from ampwise_lint.torch_model import casts, methods, networks, python_functions, tensors
+from ampwise_lint.torch_model import casts, methods, networks, python_functions, tensors, trainers
 from ampwise_lint.values.abstract import (
     FALSE,
     NONE,
@@ -92,7 +92,7 @@ def _autocast(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
         device: str | None = "cuda" if ".cuda." in path else "cpu"
         enabled, dtype = a.get(0, "enabled"), a.get(1, "dtype")
     else:
-        device = _text(a.get(0, "device_type"))
+        device = _device_named(state, a.get(0, "device_type"))
         dtype, enabled = a.get(1, "dtype"), a.get(2, "enabled")
     if device is not None:
         device = device.partition(":")[0]
@@ -108,8 +108,21 @@ def _autocast(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
     return Manager("autocast", node, region)
 
 
-def _text(value: Value | None) -> str | None:
-    return value.value if isinstance(value, Const) and isinstance(value.value, str) else None
+DEVICE = re.compile(r"(?:^|[.(\[' ])([A-Za-z_]\w*)\)?(?:\.type|\.split\(\).*)?$")
+"""The name of a setting, in the key of what was read from it."""
+
+
+def _device_named(state: State, value: Value | None) -> str | None:
+    """A device by its text, or by what the setting it was read from is by default."""
+    if isinstance(value, Const):
+        return value.value if isinstance(value.value, str) else None
+    name = DEVICE.search(value.key) if isinstance(value, Unknown) else None
+    if name is None:
+        return None
+    return next(
+        (e.device_defaults[name[1]] for e in (state.here, state.module) if name[1] in e.device_defaults),
+        None,
+    )
 
 
 def _scale_loss(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
@@ -225,9 +238,7 @@ def _clock(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
 
 
 def _wrapper(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
-    given = [a.named.get(each) for each in ("precision", "mixed_precision", "fp16", "bf16")]
-    lower = any(each is not None and key_of(each) not in OFF for each in given)
-    wrapper = Wrapper(path, lower, has_state=path.endswith(".NativeScaler"))
+    wrapper = trainers.make(path, a)
     state.emit(Made, node, wrapper)
     if path.startswith("ignite.engine.") and a.positional:
         _walk_each_batch(state, node, a.positional[0])
@@ -240,9 +251,6 @@ def _walk_each_batch(state: State, node: ast.Call, function: Value) -> None:
         with state.in_iteration(node, 0, over_data=True):
             batch = Tensor(key=f"batch@{node.lineno}", data=True)
             state.call(function, Arguments([Unknown("engine", "given"), batch]), node)
-
-
-OFF = ("'no'", "'32'", "32", "'32-true'", "False", "None")
 
 
 # ---------------------------------------------------------------------- networks and operations

@@ -9,9 +9,10 @@ from ampwise_lint.path.state import State
 from ampwise_lint.source import library
 from ampwise_lint.source.nodes import Node
 from ampwise_lint.source.roles import LOSS
-from ampwise_lint.torch_model import casts, steps, tensors
+from ampwise_lint.torch_model import casts, steps, tensors, trainers
 from ampwise_lint.values.abstract import (
     FALSE,
+    NONE,
     Instance,
     ListValue,
     Manager,
@@ -142,6 +143,21 @@ MODULES = 8
 """Modules of a list that are followed."""
 
 
+def _manual_backward(
+    state: State, node: ast.Call, owner: Model | Instance, name: str, a: Arguments
+) -> Value:
+    trainers.manual_backward(state, node, a)
+    return NONE
+
+
+def _clip_gradients(
+    state: State, node: ast.Call, owner: Model | Instance, name: str, a: Arguments
+) -> Value:
+    """Lightning's, which unscales first."""
+    state.emit(Managed, node, key_of(owner), unscales=True, plain=True)
+    return NONE
+
+
 def _no_sync(state: State, node: ast.Call, owner: Value, name: str, a: Arguments) -> Value:
     return Manager("other", node)
 
@@ -166,6 +182,8 @@ OF_NETWORKS: dict[
     **dict.fromkeys(("backward", "step"), _network_steps),
     "zero_grad": _network_zeroed,
     "clip_grad_norm_": _network_clipped,
+    "manual_backward": _manual_backward,
+    "clip_gradients": _clip_gradients,
     "no_sync": _no_sync,
     "append": _appended,
 }

@@ -7,7 +7,7 @@ import ast
 from ampwise_lint.path.conditions import exists
 from ampwise_lint.path.state import State
 from ampwise_lint.source.nodes import Node
-from ampwise_lint.torch_model import tensors
+from ampwise_lint.torch_model import tensors, trainers
 from ampwise_lint.values.abstract import (
     NONE,
     Const,
@@ -16,7 +16,6 @@ from ampwise_lint.values.abstract import (
     Manager,
     Optimizer,
     Parameters,
-    Region,
     Scaler,
     Scheduler,
     Tensor,
@@ -40,10 +39,7 @@ from ampwise_lint.values.events import (
     ZeroGrad,
 )
 
-RUNS_STEP = {
-    "fit", "train", "step", "clip_grad_norm_", "clip_gradients", "prepare", "setup",
-    "optimizer_step",
-}  # fmt: skip
+RUNS_STEP = {"fit", "train", "step", "optimizer_step"}
 
 
 def scaler(state: State, node: ast.Call, scaler: Scaler, name: str, a: Arguments) -> Value:
@@ -140,11 +136,23 @@ def wrapper(state: State, node: ast.Call, owner: Wrapper, name: str, a: Argument
             loss = a.first("loss") or NONE
             own = loss.scaled if isinstance(loss, Tensor) else None
             state.emit(Backward, node, loss, own if isinstance(own, Scaler) else owner)
-            state.emit(Managed, node, owner.path)
+            state.emit(Managed, node, owner.path, plain=not owner.divides)
+        case "fit" | "train" | "validate" if owner.path.endswith("Trainer"):
+            state.emit(Managed, node, owner.path, trainer=owner)
+            trainers.fit(state, node, owner, a)
         case _ if name in RUNS_STEP:
             state.emit(Managed, node, owner.path)
+        case _ if name in trainers.UNSCALES:
+            state.emit(Managed, node, owner.path, unscales=True, plain=True)
+        case _ if name in trainers.PREPARES:
+            state.emit(Managed, node, owner.path, plain=not owner.divides)
+            return trainers.prepared(state, node, owner, name, a)
+        case "unwrap_model":
+            return a.first("model") or state.unknown(node, "called")
         case "autocast":
-            return Manager("autocast", node, Region(node, state.here, True, None, None))
+            region = trainers.region_of(state, node, owner)
+            region.enabled = True
+            return Manager("autocast", node, region)
         case "accumulate" | "no_sync" | "no_backward_sync":
             return Manager("other", node)
         case "save":

@@ -89,6 +89,8 @@ def _moved(state: State, node: ast.Call, owner: Tensor, name: str, a: Arguments)
     dtype = casts.dtype_given(a)
     if dtype in ("float16", "bfloat16"):
         return casts.halved(state, node, owner, dtype)
+    if casts.is_cast(name, a):
+        return owner.but(dtype=dtype)
     # A variable may be "cpu" for want of a GPU only.
     named = [each for each in node.args if not isinstance(each, ast.IfExp)]
     if any("cpu" in state.here.unparsed(each) for each in named):

@@ -238,6 +238,19 @@ class Wrapper(Value):
     """It was told to use a lower precision."""
     has_state: bool = False
     """Its ``state_dict`` is that of a gradient scaler."""
+    mixed: str = ""
+    """The dtype of its autocast; ``any`` where that is a setting, empty where it opens none."""
+    weights: str = ""
+    """The dtype of 16 bits that it casts parameters to."""
+    divides: bool = True
+    """It may divide losses by the number of micro-batches itself."""
+    network: Value | None = None
+    """What it was made to train."""
+
+    @property
+    def scales(self) -> bool:
+        """Whether it may scale losses."""
+        return self.mixed in ("float16", "any")
 
 
 @dataclass(eq=False, slots=True)

@@ -319,3 +319,9 @@ class Managed(Event):
     path: str
     loss: Tensor | None = None
     """The loss it is called with: it runs backward of that."""
+    unscales: bool = False
+    """It divides gradients by the loss scale."""
+    plain: bool = False
+    """Of steps it does nothing but what is in sight: it neither divides losses nor steps."""
+    trainer: Wrapper | None = None
+    """The trainer that runs the whole training."""

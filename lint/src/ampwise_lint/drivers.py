@@ -1,0 +1,98 @@
+"""Methods of base classes that run what a class derived from them defines.
+
+A trainer's base often has the loop, autocast and the scaler, and leaves the loss, the clipping or
+the validation to classes in other files. What these define is walked from there.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+from collections.abc import Iterator
+
+from ampwise_lint.source.project import Module
+from ampwise_lint.source.roles import dotted
+from ampwise_lint.values.abstract import Class, Function, Scope
+
+
+def derived(module: Module, scope: Scope) -> Iterator[Class]:
+    """Classes at the top of a file that have a base in the project."""
+    for node in module.tree.body:
+        value = scope.names.get(node.name) if isinstance(node, ast.ClassDef) else None
+        if isinstance(value, Class) and value.node is node:
+            if any(isinstance(each, Class) for each in value.bases):
+                yield value
+
+
+def drivers(class_: Class) -> list[Function]:
+    """Inherited methods that lead to part of a step, through methods the class itself defines.
+
+    Those that no other one calls go first.
+    """
+    inherited = _inherited(class_)
+    calls = {name: _own_calls(each.node) for name, each in inherited.items()}
+    steps = {name for name, each in class_.attributes.items() if _is_core(each)}
+    reached: set[str] = set()
+    waiting = list(class_.attributes)
+    while waiting:
+        name = waiting.pop()
+        callers = {each for each, called in calls.items() if name in called} - reached
+        reached |= callers
+        waiting += callers
+    found = {e for e in reached if _is_core(inherited[e]) or calls[e] & steps}
+    # A loop that calls what makes the steps is part of them.
+    while more := {name for name in reached - found if calls[name] & found}:
+        found |= more
+    inner = {each for name in found for each in calls[name] if each != name}
+    return [inherited[name] for name in sorted(found, key=lambda each: (each in inner, each))]
+
+
+def may_derive(module: Module) -> bool:
+    """Whether a file may have classes whose base is in the project, by what is written there."""
+    return any(
+        isinstance(node, ast.ClassDef) and any(_may_be_ours(module, each) for each in node.bases)
+        for node in module.tree.body
+    )
+
+
+def _may_be_ours(module: Module, base: ast.expr) -> bool:
+    name = dotted(base)
+    full = module.imports.full(base)
+    return bool(name) and not full.startswith(OUTSIDE) and not hasattr(builtins, name)
+
+
+OUTSIDE = ("torch.", "typing.", "abc.", "enum.", "collections.", "pytorch_lightning.", "lightning.")
+"""Where bases come from that are in no project."""
+
+
+def _inherited(class_: Class) -> dict[str, Function]:
+    """Methods that the bases in the project define and the class does not."""
+    found: dict[str, Function] = {}
+    waiting, seen = list(class_.bases), {id(class_)}
+    while waiting:
+        base = waiting.pop(0)
+        if not isinstance(base, Class) or id(base) in seen:
+            continue
+        seen.add(id(base))
+        waiting += base.bases
+        for name, value in base.attributes.items():
+            if isinstance(value, Function) and name not in class_.attributes:
+                found.setdefault(name, value)
+    found.pop("__init__", None)
+    return found
+
+
+def _own_calls(node: ast.AST) -> set[str]:
+    """Names of the methods of its own object that a method calls."""
+    return {
+        each.func.attr
+        for each in ast.walk(node)
+        if isinstance(each, ast.Call)
+        and isinstance(each.func, ast.Attribute)
+        and isinstance(each.func.value, ast.Name)
+        and each.func.value.id == "self"
+    }
+
+
+def _is_core(value: object) -> bool:
+    return isinstance(value, Function) and id(value.node) in value.module.roles.core
