@@ -19,9 +19,9 @@ def derived(module: Module, scope: Scope) -> Iterator[Class]:
     """Classes at the top of a file that have a base in the project."""
     for node in module.tree.body:
         value = scope.names.get(node.name) if isinstance(node, ast.ClassDef) else None
-        if isinstance(value, Class) and value.node is node:
-            if any(isinstance(each, Class) for each in value.bases):
-                yield value
+        has_base = isinstance(value, Class) and any(isinstance(e, Class) for e in value.bases)
+        if isinstance(value, Class) and has_base and value.node is node:
+            yield value
 
 
 def drivers(class_: Class) -> list[Function]:

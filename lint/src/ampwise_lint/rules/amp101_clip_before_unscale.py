@@ -2,8 +2,9 @@
 
 ## What it does
 Reports gradient clipping between a scaled backward and `scaler.step(optimizer)` with no
-`scaler.unscale_(optimizer)` before it. Silent for a disabled scaler, and where the gradients'
-owner or the scaler is not in sight.
+`scaler.unscale_(optimizer)` before it. Also clipping, by torch's functions, of what Accelerate,
+Fabric or Lightning's manual optimization has scaled, in float16 or where precision is a setting.
+Silent for a disabled scaler, and where the gradients' owner or the scaler is not in sight.
 
 ## Why is this bad
 Gradients are still multiplied by the loss scale, at first 65536, so a limit of 1.0 acts as one
@@ -93,8 +94,8 @@ def _told(trainer: Wrapper) -> str:
     way = "accelerator.clip_grad_norm_" if "accelerate" in trainer.path else "clip_gradients"
     when = "in float16 " if trainer.mixed == "any" else ""
     return (
-        f"{when}the trainer scales the loss, and gradients are clipped before it unscales them: the "
-        f"limit is the loss scale too strict, so updates shrink by as much; call its own {way}"
+        f"{when}the trainer scales the loss, and gradients are clipped before it unscales them: "
+        f"the limit is the loss scale too strict, so updates shrink by as much; call its own {way}"
     )
 
 

@@ -2,8 +2,8 @@
 
 ## What it does
 Reports code that reads, logs or edits gradients (`p.grad`, norms, histograms) between a scaled
-backward and `scaler.step(optimizer)`, with no `unscale_` before it. Setting a gradient to None
-is no reading.
+backward and `scaler.step(optimizer)`, with no `unscale_` before it, or between a trainer's backward
+in float16 and its clipping. Setting a gradient to None is no reading.
 
 ## Why is this bad
 The values are the true gradients times the loss scale: 65536 times too large at first, and
@@ -56,7 +56,9 @@ from ampwise_lint.values.events import (
 )
 
 
-@rule("AMP102", "gradient-read-before-unscale", "warning", fix="unsafe", triggers=(SCALER, AUTOCAST))
+@rule(
+    "AMP102", "gradient-read-before-unscale", "warning", fix="unsafe", triggers=(SCALER, AUTOCAST)
+)
 def check(code: Analysis) -> Iterator[Mistake]:
     for trace in code.traces:
         scaled: Backward | None = None
@@ -108,8 +110,8 @@ def _mistake(trace: Trace, read: GradientRead, step: ScalerStep | Unscale) -> Mi
     return Mistake(
         site.node,
         site.module,
-        f"gradients are {_done(read)} while they are still multiplied by the loss scale: values are up to "
-        f"65,536 times too large and change when the scale does; call {call} first",
+        f"gradients are {_done(read)} while they are still multiplied by the loss scale: values "
+        f"are up to 65,536 times too large and change when the scale does; call {call} first",
         edits,
     )
 

@@ -2,7 +2,8 @@
 
 ## What it does
 Reports backward of a loss that is not divided (or weighted), when gradients of several
-micro-batches add up before the step. Dividing the gradients instead of the loss counts as well.
+micro-batches add up before the step. Dividing the gradients instead of the loss counts as well, and
+so does an Accelerator that knows the number (`gradient_accumulation_steps`).
 
 ## Why is this bad
 With mean losses, N micro-batches give N times the gradient of the global batch: the step is N

@@ -201,7 +201,9 @@ def _name(event: Forward) -> str:
     return owner.rpartition(".")[2] if is_method else name
 
 
-MEASURES = re.compile(r"lpips|ssim|percep|vgg|dice|iou|metric|fid|distance|similarity", re.IGNORECASE)
+MEASURES = re.compile(
+    r"lpips|ssim|percep|vgg|dice|iou|metric|fid|distance|similarity", re.IGNORECASE
+)
 """Networks that are no more than a loss or a figure."""
 
 

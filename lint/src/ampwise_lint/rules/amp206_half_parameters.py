@@ -2,8 +2,8 @@
 
 ## What it does
 Reports `model.half()` or `.to(torch.float16)` of a network, or of one of its modules, whose
-parameters are trained: through a scaler, or by Adam, AdamW, NAdam or RAdam with an eps that is 0
-in float16.
+parameters are trained: through a scaler, by a trainer in float16 (`TrainingArguments(fp16=True)`),
+or by Adam, AdamW, NAdam or RAdam with an eps that is 0 in float16.
 
 ## Why is this bad
 `unscale_`, and `step` of an optimizer that is not fused, raise ValueError "Attempting to
@@ -111,9 +111,7 @@ def _trained(trace: Trace, cast: CastDown, trainers: list[Wrapper]) -> Iterator[
             )
 
 
-RAISES = (
-    "unscale_, and step unless fused, raise ValueError (Attempting to unscale FP16 gradients)"
-)
+RAISES = "unscale_, and step unless fused, raise ValueError (Attempting to unscale FP16 gradients)"
 
 
 def _mistake(cast: CastDown, harm: str) -> Mistake:

@@ -2,7 +2,8 @@
 
 ## What it does
 Reports a network whose parameters are all cast to bfloat16 or float16 and trained by a plain
-optimizer of `torch.optim`. Silent where the file has float32 masters, stochastic rounding or
+optimizer of `torch.optim`, also by a trainer: `precision="bf16-true"`, a bfloat16 network for
+`TrainingArguments(bf16=True)`. Silent where the file has float32 masters, stochastic rounding or
 adapters, and where AMP206 reports the cast already.
 
 ## Why is this bad
@@ -88,8 +89,8 @@ def _by_trainers(code: Analysis) -> Iterator[Mistake]:
 def _lost(dtype: str) -> str:
     return (
         f"all parameters are {dtype} and the optimizer keeps no float32 copy: updates below "
-        f"1/{512 if dtype == 'bfloat16' else 4096} of a weight are lost; keep parameters in float32 "
-        "and run the forward under autocast"
+        f"1/{512 if dtype == 'bfloat16' else 4096} of a weight are lost; keep parameters in "
+        "float32 and run the forward under autocast"
     )
 
 

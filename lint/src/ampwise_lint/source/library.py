@@ -139,8 +139,8 @@ for _type, _dtype in (("HalfTensor", "float16"), ("BFloat16Tensor", "bfloat16"))
     DTYPES[f"torch.cuda.{_type}"] = DTYPES[f"torch.{_type}"] = _dtype
 
 TYPES = {
-    "float16", "half", "bfloat16", "float32", "float", "float64", "double", "int8", "int16", "short",
-    "int32", "int", "int64", "long", "uint8", "bool", "complex64", "complex128",
+    "float16", "half", "bfloat16", "float32", "float", "float64", "double", "int8", "int16",
+    "short", "int32", "int", "int64", "long", "uint8", "bool", "complex64", "complex128",
 }  # fmt: skip
 """Names of dtypes."""
 

@@ -119,10 +119,8 @@ def _device_named(state: State, value: Value | None) -> str | None:
     name = DEVICE.search(value.key) if isinstance(value, Unknown) else None
     if name is None:
         return None
-    return next(
-        (e.device_defaults[name[1]] for e in (state.here, state.module) if name[1] in e.device_defaults),
-        None,
-    )
+    here, judged = state.here.device_defaults, state.module.device_defaults
+    return here.get(name[1]) or judged.get(name[1])
 
 
 def _scale_loss(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
