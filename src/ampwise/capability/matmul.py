@@ -99,7 +99,7 @@ def measure(
                 arm = _ready(device, fmt, size)
             except torch.OutOfMemoryError:
                 return result
-            except (RuntimeError, TypeError) as error:
+            except (RuntimeError, TypeError, ValueError) as error:
                 return result if result.size else Measurement(error=kind_and_words(error))
             # Starting a device and building kernels can take seconds, and says nothing.
             deadline += time.monotonic() - began
