@@ -106,7 +106,10 @@ def state_dict(state: State, node: ast.Call, owner: Value, name: str) -> Paramet
 def optimizer(state: State, node: ast.Call, owner: Optimizer, name: str, a: Arguments) -> Value:
     """Call a method of an optimizer."""
     exists(state, owner)
+    given = next((each for each in a.values if isinstance(each, Scaler)), None)
     match name:
+        case "step" if given is not None:  # of a class that steps by it
+            state.emit(Managed, node, given.key)
         case "step":
             state.emit(OptimizerStep, node, owner)
         case "zero_grad":
