@@ -49,7 +49,7 @@ class _Ended:
 class _Blanks(NamedTuple):
     """What a row holds where there is nothing: on its device, and numbers where that is the host.
 
-    Numbers need not be read, which would take longer than all else that is done for a row.
+    To read a tensor takes a microsecond or two, and the host knows these.
     """
 
     nothing: Tensor | float

@@ -89,6 +89,7 @@ class Members:
 
         In every micro-batch: it compares with what was seen last, and builds nothing anew.
         """
+        # A single model that is the same object need not be taken out of DDP to be known again.
         others = self.model is not self._seen and self.models != self._of_models
         if others or not self._has_same_children():
             self._see_modules()
