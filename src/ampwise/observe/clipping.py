@@ -40,7 +40,7 @@ class Clipping:
             return real(parameters, *args, **kwargs)
         several = _listed(parameters)
         factor = self._scalers.factor(several)
-        self._session.tell("clipped", several, "clip_grad_norm_")
+        self._session.tell("clipped", "clip_grad_norm_", factor)
         norm = real(several, *args, **kwargs)
         kind = kwargs.get("norm_type", args[1] if len(args) > 1 else 2.0)
         if isinstance(norm, Tensor) and float(kind) == 2:
@@ -53,7 +53,7 @@ class Clipping:
         if not self._session.active:
             return real(parameters, *args, **kwargs)
         several = _listed(parameters)
-        self._session.tell("clipped", several, "clip_grad_value_")
+        self._session.tell("clipped", "clip_grad_value_", self._scalers.factor(several))
         return real(several, *args, **kwargs)
 
 

@@ -52,8 +52,8 @@ class Listener:
     def scaler_steps(self, scaler: GradScaler, optimizer: Optimizer) -> None:
         """``step`` of a live scaler is called."""
 
-    def clipped(self, parameters: list[Tensor], what: str) -> None:
-        """Gradients are about to be clipped, by a function of this name."""
+    def clipped(self, what: str, scale: Tensor | None) -> None:
+        """Gradients are about to be clipped by a function of this name, scaled if not None."""
 
     def gradients_ready(self, optimizer: Optimizer) -> None:
         """An update is about to be made, with gradients as they are, and no scaler asked."""

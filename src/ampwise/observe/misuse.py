@@ -146,15 +146,14 @@ class Misuse(Listener):
                 f"loss scale {_shown(scaler)}",
             )  # fmt: skip
 
-    def clipped(self, parameters: list[Tensor], what: str) -> None:
+    def clipped(self, what: str, scale: Tensor | None) -> None:
         """While they are scaled?"""
-        factor = self._scalers.factor(parameters)
-        if factor is not None:
+        if scale is not None:
             self._note(
                 "AMP101", "error",
                 f"{what} sees gradients that are still multiplied by the loss scale: call "
                 "scaler.unscale_(optimizer) first",
-                f"loss scale {_host(factor)}",
+                f"loss scale {_host(scale)}",
             )  # fmt: skip
 
     def stepped(self, optimizer: Optimizer, *, by_scaler: bool) -> None:

@@ -32,6 +32,7 @@ class Programs:
         self._why_not = "how it is computed was not seen"
         self._tape: Tape | None = None
         self._updates: Counter[int] = Counter()
+        self._early = True
         self._more = _MORE_LOOKS
         self._again = False
         self._known: dict[tuple[int, int], Program] = {}
@@ -93,6 +94,9 @@ class Programs:
     def updated(self, optimizer: Optimizer, passes: Sequence[Pass]) -> None:
         """An update was made or skipped, after some passes."""
         self._updates[id(optimizer)] += 1
+        if self._early or self._updates[id(optimizer)] == 1:
+            few = min(self._updates.values()) < _LOOKS
+            self._early = few and self._updates.total() < _MOST_LOOKS
         for position, each in enumerate(passes):
             self._missed |= self._tape is not None and each.program is None
             if each.program is not None:
@@ -141,6 +145,4 @@ class Programs:
     @property
     def _looks(self) -> bool:
         """Whether the open step is looked at."""
-        early = not self._updates or min(self._updates.values()) < _LOOKS
-        early = early and self._updates.total() < _MOST_LOOKS
-        return (early or self._again) and not self.compiles
+        return (self._early or self._again) and not self.compiles
