@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from ampwise.bench.arm import Arm, Settings
 from ampwise.errors import LeverError
@@ -45,6 +46,29 @@ def test_it_is_attention_and_so_are_its_gradients(given, columns):
     expected.backward(seed)
     for each, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(each.grad, other.grad)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(300, 300), (520, 520), (300, 150), (150, 300)])
+def test_long_causal_attention_in_blocks_is_the_same(rows, columns):
+    found, wanted = inputs(rows=rows, columns=columns), inputs(rows=rows, columns=columns)
+    out = by_products(*found, is_causal=True)
+    expected = F.scaled_dot_product_attention(*wanted, is_causal=True)
+    torch.testing.assert_close(out, expected)
+    seed = torch.randn_like(out)
+    out.backward(seed)
+    expected.backward(seed)
+    for each, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(each.grad, other.grad)
+
+
+def test_causal_attention_leaves_out_what_no_query_of_a_block_sees():
+    """Two blocks of half the queries: three quarters of the products."""
+    q, k, v = (each.detach() for each in inputs(rows=256, columns=256))
+    with FlopCounterMode(display=False) as all_of_it:
+        by_products(q, k, v)
+    with FlopCounterMode(display=False) as causal:
+        by_products(q, k, v, is_causal=True)
+    assert causal.get_total_flops() == 0.75 * all_of_it.get_total_flops()
 
 
 def test_it_can_be_differentiated_twice():

@@ -2,13 +2,15 @@
 
 PyTorch's fused kernel keeps no scores and computes them in float32. On CPUs with fast 16-bit
 products its blocks are too small for these: at a few hundred positions two large products and a
-softmax between them take less time (docs/tune.md has figures), and memory for the scores. Under
+softmax between them take less time (docs/tune.md has figures), and memory for the scores. Causal
+attention goes in blocks of queries, each with the keys up to its end. Under
 autocast these are in its 16-bit format, 8 significant bits in bfloat16, where the kernel has
 float32's 24; parity says whether that matters.
 """
 
 from __future__ import annotations
 
+import math
 import types
 from collections.abc import Iterator
 from functools import cache
@@ -21,6 +23,8 @@ from torch import Tensor, nn
 from ampwise.step.precision import CallMode
 
 _NAME = "scaled_dot_product_attention"
+_FEWEST_ROWS, _MOST_ROWS = 128, 256
+"""Of a block of causal attention: fewer make products small, more compute what the mask drops."""
 
 
 def calls_attention(module: nn.Module) -> bool:
@@ -90,9 +94,24 @@ def by_products(
         query, key, value = (each.to(dtype) for each in (query, key, value))
     with torch.autocast(kind, enabled=False):  # it would raise the softmax to float32
         factor = query.shape[-1] ** -0.5 if scale is None else scale
-        scores = (query * factor) @ key.transpose(-2, -1)
-        if is_causal:
-            shape = scores.shape[-2:]
-            later = torch.full(shape, -torch.inf, dtype=scores.dtype, device=scores.device)
-            scores = scores.add_(later.triu_(1))
-        return scores.softmax(-1) @ value
+        query, key, value = (query * factor).contiguous(), key.contiguous(), value.contiguous()
+        if not is_causal:
+            return _attended(query, key, value)
+        rows = min(max(_FEWEST_ROWS, math.ceil(query.shape[-2] / 2)), _MOST_ROWS)
+        end, out = 0, list[Tensor]()
+        for block in query.split(rows, -2):
+            begin, end = end, end + block.shape[-2]
+            all_seen = end >= key.shape[-2]  # a slice of all would cost a copy in backward
+            seen = (key, value) if all_seen else (key[..., :end, :], value[..., :end, :])
+            out.append(_attended(block, *seen, begin))
+        return torch.cat(out, -2)
+
+
+def _attended(query: Tensor, key: Tensor, value: Tensor, begin: int | None = None) -> Tensor:
+    """Attention of queries; causal where they are those from a position `begin` on."""
+    scores = query @ key.transpose(-2, -1)
+    if begin is not None:
+        later = scores[..., begin:]
+        mask = torch.full(later.shape[-2:], -torch.inf, dtype=scores.dtype, device=scores.device)
+        later.add_(mask.triu_(1))
+    return scores.softmax(-1) @ value
