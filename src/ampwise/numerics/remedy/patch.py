@@ -23,6 +23,7 @@ from ampwise.numerics.remedy.own_source import Tried, add_to, own_file, own_sour
 from ampwise.numerics.remedy.patches import Proposal
 from ampwise.numerics.remedy.verify import Trials
 from ampwise.numerics.result import Diagnosis
+from ampwise.step.recorder import finite
 
 
 def add_patches(found: Diagnosis, failing: Failing, progress: Progress) -> None:
@@ -74,9 +75,11 @@ def _trials(folder: Path, file: Path, processes: Fresh, failing: Failing) -> Tri
         When trials would say nothing of this step.
     """
     wanted = failing.wanted or reference(failing.step, failing.stash)
-    as_it_is = fix.judged(failing.step, failing.stash, AS_IT_IS, wanted).complaint
+    silent = all(map(finite, failing.stash.losses)) and not (
+        fix.judged(failing.step, failing.stash, AS_IT_IS, wanted).complaint
+    )
     handover.save(folder / "step.pt", failing, wanted)
-    trials = Trials(folder, file, processes, silent=not as_it_is)
+    trials = Trials(folder, file, processes, silent=silent)
     if why := trials.control():
         raise UsageError(why)
     return trials
