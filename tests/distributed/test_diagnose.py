@@ -58,7 +58,7 @@ def _loss_of_a_ragged_epoch() -> float:
     data = [torch.full((2, 4), value) for value in (0.0, 3.0, 6.0)]
     task = Task(lambda: nn.Linear(4, 4), lambda: data, loss)
     settings = Settings(torch.device("cpu"), accumulate=2)
-    arm, _, _ = explore(task, DiagnoseConfig(PRESETS["fp32"], settings, steps=1), Silent())
+    arm = explore(task, DiagnoseConfig(PRESETS["fp32"], settings, steps=1), Silent()).arm
     return arm.step.history[0].loss
 
 

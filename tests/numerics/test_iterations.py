@@ -210,7 +210,7 @@ def test_a_parameter_that_no_update_broke_is_said_to_be_so():
         return loss
 
     config = DiagnoseConfig(PRESETS["fp32"], Settings(CPU), steps=4)
-    _, found, _ = explore(task(explodes), config, Silent())
+    found = explore(task(explodes), config, Silent()).found
     assert found.cause == "BAD_PARAMETER"
     assert any("No update made it so" in each for each in found.notes)
 

@@ -8,6 +8,8 @@ import sys
 import pytest
 import torch
 
+from ampwise.observe.replay import Observed
+from ampwise.step.recorder import finite
 from tests.observe.inside import line_of, observe
 
 SCRIPT = """
@@ -128,6 +130,21 @@ def test_a_fault_is_found_on_its_line_with_its_cause(script, tmp_path, kind, dty
     if text is not None:
         assert found.origin is not None
         assert found.origin.line == line_of(script, text)
+
+
+def test_a_fix_under_which_the_loss_is_not_finite_has_no_backward(script, tmp_path, monkeypatch):
+    replay, ended = Observed.replay, []
+
+    def noting(*args, until_bad=False, **options):
+        result = replay(*args, until_bad=until_bad, **options)
+        if until_bad and not all(map(finite, result.losses)):
+            ended.append(result.gradients)
+        return result
+
+    monkeypatch.setattr(Observed, "replay", noting)
+    observe(script, "forward", "float16", "scaled", str(tmp_path / "out.pt"))
+    assert ended
+    assert not any(ended)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])

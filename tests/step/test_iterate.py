@@ -351,6 +351,17 @@ def test_forwards_alone_make_all_losses_and_no_gradient():
     assert [float(e) for e in again.losses] == [float(e) for e in Replay(step).closed.losses]
 
 
+def test_an_iteration_may_end_at_the_first_loss_that_is_not_finite():
+    step = made()
+    before = state(step)
+    stash = Replay(step).rehearsal(lambda step, x: step.iterate(gan, x), [REAL * float("nan")])
+    assert len(Replay(step).replay(stash).losses) == 2
+    ended = Replay(step).replay(stash, until_bad=True)
+    assert len(ended.losses) == 1
+    assert not ended.clean
+    assert same(state(step), before)
+
+
 def test_a_rehearsal_leaves_parameters_where_they_are():
     step = made()
     before = state(step)

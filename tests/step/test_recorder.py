@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ampwise.step import TrainStep
-from ampwise.step.recorder import Recorder
+from ampwise.step.recorder import Recorder, finite
 from ampwise.step.replay import Replay
 
 
@@ -41,6 +41,27 @@ def test_forwards_alone_leave_the_step_as_it_was():
     assert (step.position, step.boundary) == (0, True)
     assert step.recorder.closed is stash
     assert all(each.grad is None for each in step.model.parameters())
+
+
+def test_a_replay_may_end_at_the_first_loss_that_is_not_finite():
+    step, stash = recorded(accumulate=3)
+    again = Replay(step)
+    seen: list[torch.Tensor] = []
+
+    def change(x):
+        seen.append(x)
+        return x * float("inf") if len(seen) == 2 else x
+
+    ended = again.replay(stash, change=change, until_bad=True)
+    assert len(seen) == len(ended.losses) == 2
+    assert not ended.clean
+    assert ended.error is None
+    assert all(map(finite, ended.gradients.values()))  # of the first: no backward carried it on
+    seen.clear()
+    assert not all(map(finite, again.replay(stash, change=change).gradients.values()))
+    whole, until_bad = again.replay(stash), again.replay(stash, until_bad=True)
+    assert until_bad.clean
+    assert all(map(torch.equal, until_bad.norms, whole.norms))
 
 
 class Refusing(nn.Module):

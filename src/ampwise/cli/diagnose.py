@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import gc
 import json
 import os
 from collections.abc import Callable
@@ -78,6 +80,8 @@ def run(options: Options) -> int:
     from ampwise.policy import Policy
     from ampwise.tasks import load_task
 
+    # A last collection would walk all of PyTorch and its compiler, for a second.
+    atexit.register(gc.freeze)
     me, device = ranks.launch(), device_of(options.device)
     policy = Policy.parse(options.precision)
     with ranks.joined(me, device.type, options.rank_timeout) as met_at:

@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from ampwise.errors import UsageError
 from ampwise.numerics.across_ranks import all_raised, examined, first_at_fault, talks
 from ampwise.numerics.examine import Examiner
 from ampwise.numerics.observe import stagnation
+from ampwise.numerics.observe.reference import Reference
 from ampwise.numerics.observe.values import loss_of
 from ampwise.numerics.progress import Progress, Silent
 from ampwise.numerics.remedy.handover import Failing, TaskSource
@@ -98,11 +99,11 @@ def diagnose(
 
 def run_diagnosis(task: Task, config: DiagnoseConfig, progress: Progress) -> Diagnosis:
     """`diagnose`, with everything configurable."""
-    arm, found, stash = explore(task, config, progress)
+    arm, found, stash, wanted = explore(task, config, progress)
     if config.source is not None:
         from ampwise.numerics.remedy.patch import add_patches  # loads libcst
 
-        failing = Failing(config.source, arm, config.settings, stash)
+        failing = Failing(config.source, arm, config.settings, stash, wanted=wanted)
         if found.phase == "optimizer" and found.cause != "STAGNATION" and task.loss is not None:
             trained = Trained(task, config.policy, config.settings, found.step)
             failing = failing_update(trained, config.source)
@@ -110,8 +111,23 @@ def run_diagnosis(task: Task, config: DiagnoseConfig, progress: Progress) -> Dia
     return found
 
 
-def explore(task: Task, config: DiagnoseConfig, progress: Progress) -> tuple[Arm, Diagnosis, Stash]:
-    """Train until a step goes wrong: the arm as it then is, the diagnosis, and the window."""
+class Explored(NamedTuple):
+    """Training as far as a step that went wrong, or was the last.
+
+    Attributes
+    ----------
+    wanted
+        What that step should have given; None where nobody has asked.
+    """
+
+    arm: Arm
+    found: Diagnosis
+    stash: Stash
+    wanted: Reference | None
+
+
+def explore(task: Task, config: DiagnoseConfig, progress: Progress) -> Explored:
+    """Train until a step goes wrong, and examine it."""
     if config.steps < 1:
         raise UsageError(f"steps: expected 1 or more, got {config.steps}")
     arm = _arm(task, config)
@@ -144,7 +160,7 @@ def explore(task: Task, config: DiagnoseConfig, progress: Progress) -> tuple[Arm
             stash = step.open or step.closed
             assert stash is not None
             _in_update(task, config, arm, last_update(stash, made), failure)
-            return arm, failure, stash
+            return Explored(arm, failure, stash, examiner.wanted)
         found = failure or found
         if last:
             break
@@ -157,7 +173,9 @@ def explore(task: Task, config: DiagnoseConfig, progress: Progress) -> tuple[Arm
 
     quiet = _compared(examiner, stash, alone)
     _in_update(task, config, arm, arm.step.steps, quiet)
-    return arm, found if quiet.status == "clean" and found is not None else quiet, stash
+    if quiet.status != "clean" or found is None:
+        found = quiet
+    return Explored(arm, found, stash, examiner.wanted)
 
 
 def _in_update(task: Task, config: DiagnoseConfig, arm: Arm, steps: int, found: Diagnosis) -> None:

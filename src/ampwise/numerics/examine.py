@@ -45,10 +45,17 @@ _SETTLED = 4096.0
 
 
 class Examiner:
-    """Examines single windows of a step."""
+    """Examines single windows of a step.
+
+    Attributes
+    ----------
+    wanted
+        What the last one should have given that fixes were tried on; None before that.
+    """
 
     def __init__(self, step: Replayable, task: str, progress: Progress | None = None) -> None:
         self.step = step
+        self.wanted: Reference | None = None
         self._inquiry = Inquiry(step, task, progress or Silent())
 
     def skipped(self) -> Diagnosis:
@@ -84,7 +91,7 @@ class Examiner:
             trace = watch(self.step, stash)
         if trace.target:
             return self.failure(stash)
-        quiet.compare(self._inquiry, found, stash, trace, stagnant, begun)
+        self.wanted = quiet.compare(self._inquiry, found, stash, trace, stagnant, begun)
         return found
 
     # -- a step that was skipped -------------------------------------------------------------------
@@ -136,7 +143,7 @@ class Examiner:
         if why.cause != "BAD_PARAMETER":  # of which an update may turn out to be the cause
             progress.found(found)
         progress.stage("trying fixes on the step")
-        wanted = reference(step, stash)
+        wanted = self.wanted = reference(step, stash)
         assert found.origin is not None
         place = (why.made_by or root).place
         fault = Fault(step, stash, place, found.origin.dtype, found.origin.op, trace.spans)

@@ -25,13 +25,14 @@ from ampwise_lint.base.words import power
 def compare(
     inquiry: Inquiry, found: Diagnosis, stash: Stash, trace: Trace,
     stagnant: Stagnant | None, begun: StepRecord | None,
-) -> None:  # fmt: skip
-    """Fill in a diagnosis of a window that is finite throughout."""
+) -> Reference:  # fmt: skip
+    """Fill in a diagnosis of a window that is finite throughout; what it should have given."""
     step = inquiry.step
     lost, run, errors = silent_faults(step, stash, trace, begun)
     found.worst_ops = worst(run)
     found.notes.append(f"SQNR of the gradient against float64: {errors.sqnr_db:z.0f} dB")
-    mending = _Mending(inquiry, stash, reference(step, stash), trace.spans)
+    wanted = reference(step, stash)
+    mending = _Mending(inquiry, stash, wanted, trace.spans)
     severe = [each for each in lost if each.severe]
     found.notes += [each.explanation for each in lost if not each.severe]
     if stagnant is not None and stagnant.share:
@@ -44,6 +45,7 @@ def compare(
         _tell(found, severe.pop(0), mending)
     found.findings += [_finding(each, mending) for each in severe]
     found.findings += poisoned(trace.replayed.poisoned)
+    return wanted
 
 
 class _Mending:

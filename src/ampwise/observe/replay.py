@@ -134,6 +134,7 @@ class Observed:
         scale: float | None = None,
         change: Callable[[Any], Any] | None = None,
         backward: bool = True,
+        until_bad: bool = False,
     ) -> Replayed:
         """Run the step again; see `Replayable.replay`."""
         result = Replayed()
@@ -148,6 +149,8 @@ class Observed:
                         loss = _scalar_with_grad(each.run(self.models, batch))
                         result.forward_s += done_at(loss.device) - began
                         result.losses.append(loss.detach())
+                        if until_bad and not finite(loss):
+                            break
                         if backward:
                             loss.backward(torch.full_like(loss, scale))
             except Exception as error:  # noqa: BLE001 - the caller wants to know what it is

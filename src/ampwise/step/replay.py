@@ -39,6 +39,7 @@ from ampwise.step.modules import in_form, modules_of
 from ampwise.step.parallel import OneRank
 from ampwise.step.recorder import (
     MicroBatch,
+    NonFiniteLossError,
     RandomState,
     Recorder,
     Stash,
@@ -167,9 +168,10 @@ class Replay:
         scale: float | None = None,
         change: Callable[[Any], Any] | None = None,
         backward: bool = True,
+        until_bad: bool = False,
     ) -> Replayed:
         """Run a window again; see `Replayable.replay`."""
-        result, listener = Replayed(), _Listener(backward=backward)
+        result, listener = Replayed(), _Listener(backward=backward, until_bad=until_bad)
         scale = float(stash.scale) if scale is None else scale
         with (
             undisturbed(self),
@@ -184,6 +186,8 @@ class Replay:
                         batch = each.batch if change is None else change(each.batch)
                         with suppress(_ForwardDoneError):
                             each.run(rerun, batch)
+            except NonFiniteLossError:
+                backward = False  # `until_bad`: there are no norms either
             except Exception as error:  # noqa: BLE001 - the caller wants to know what it is
                 let_go(error)
                 result.error = error
@@ -414,11 +418,12 @@ class _Listener(Recorder):
         Whether backwards are wanted, too.
     """
 
-    def __init__(self, *, backward: bool) -> None:
+    def __init__(self, *, backward: bool, until_bad: bool) -> None:
         super().__init__()
         self.losses: list[Tensor] = []
         self.forward_s = 0.0
         self.backward = backward
+        self._until_bad = until_bad
         self._began = 0.0
 
     def resume(self) -> None:
@@ -438,6 +443,8 @@ class _Listener(Recorder):
         """It is done."""
         self.forward_s += done_at(loss.device) - self._began
         self.losses.append(loss)
+        if self._until_bad and not finite(loss):
+            raise NonFiniteLossError
 
 
 @contextmanager

@@ -132,6 +132,7 @@ class Replayable(Protocol):
         scale: float | None = None,
         change: Callable[[Any], Any] | None = None,
         backward: bool = True,
+        until_bad: bool = False,
     ) -> Replayed:
         """Run a window again, forward and backward; nothing about the step or the model changes.
 
@@ -147,6 +148,9 @@ class Replayable(Protocol):
             Applied to each batch first.
         backward
             False for the forwards alone.
+        until_bad
+            End at the first loss that is not finite, for who asks no more than whether all is:
+            where float16 is emulated, backward is most of a step.
         """
         ...
 

@@ -113,7 +113,7 @@ def make_hold(task: Task, policy: Policy, config: TuneConfig) -> Tried:
     """Islands under which a policy trains without a fault for the given steps."""
     tried = Tried(policy.text)
     for _ in range(_FAULTS):
-        arm, diagnosis, stash = explore(
+        arm, diagnosis, stash, _ = explore(
             task,
             DiagnoseConfig(policy, config.settings, config.steps, config.budget_s),
             Silent(),

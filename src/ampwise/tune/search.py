@@ -57,7 +57,8 @@ class Search:
         candidate = self._candidate(names)
         for window, wanted in zip(self.windows, self._wanted, strict=True):
             self.replays += 1
-            self.complaint = fix.complaint(self.step, window, candidate, wanted, self._least_db)
+            judged = fix.judged(self.step, window, candidate, wanted, self._least_db)
+            self.complaint = judged.complaint
             if self.complaint:
                 return False
         return True

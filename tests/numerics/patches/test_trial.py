@@ -20,6 +20,7 @@ from ampwise.numerics.diagnose import DiagnoseConfig, explore
 from ampwise.numerics.observe.reference import reference
 from ampwise.numerics.progress import Silent
 from ampwise.numerics.remedy import apply, handover, trial
+from ampwise.numerics.remedy.fresh import fresh
 from ampwise.numerics.remedy.handover import Failing, TaskSource
 from ampwise.numerics.remedy.verify import Outcome, Trials
 from ampwise.numerics.result import Diagnosis, Fix
@@ -68,12 +69,13 @@ def trials(gain, tmp_path):
     """Trials of the step of `GAIN` that fails."""
     source, settings = TaskSource("gain.py"), Settings(torch.device("cpu"))
     config = DiagnoseConfig(Policy.parse("fp16"), settings, steps=2)
-    arm, _, stash = explore(load_task("gain.py"), config, Silent())
+    arm, _, stash, _ = explore(load_task("gain.py"), config, Silent())
     folder = tmp_path / "trials"
     folder.mkdir()
     wanted = reference(Replay(arm.step), stash)
     handover.save(folder / "step.pt", Failing(source, arm, settings, stash), wanted)
-    return Trials(folder, gain)
+    with fresh(folder, settings.device) as processes:
+        yield Trials(folder, gain, processes)
 
 
 @pytest.mark.slow
@@ -118,7 +120,7 @@ def test_what_is_no_tensor_and_no_plain_value_is_said_to_be_in_the_way(gain, tmp
     gain.write_text(GAIN.replace("[batch] * 12", "[(batch, {1, 2})] * 12").replace(
         "model(batch)", "model(batch[0])"))  # fmt: skip
     config = DiagnoseConfig(Policy.parse("fp16"), steps=2)
-    arm, _, stash = explore(load_task("gain.py"), config, Silent())
+    arm, _, stash, _ = explore(load_task("gain.py"), config, Silent())
     stash.micro_batches[0].batch[1].add(open)
     wanted = reference(Replay(arm.step), stash)
     with pytest.raises(UsageError, match="cannot be handed over"):

@@ -11,7 +11,12 @@ import torch
 from torch import nn
 
 from ampwise.numerics.diagnose import diagnose
+from ampwise.numerics.observe.reference import reference
+from ampwise.numerics.remedy.candidate import AS_IT_IS
+from ampwise.numerics.remedy.fix import Judgement, judged
 from ampwise.numerics.result import Diagnosis, Fix
+from ampwise.step import TrainStep
+from ampwise.step.replay import Replay
 from tests.numerics.cases import CASES, Plain, data, square, task
 
 
@@ -189,6 +194,32 @@ def test_what_could_not_be_tried_says_so_and_why():
     assert fix(found, "line").cost == "could not be tried: TypeError: expected float16"
 
 
+# -- how often it is run ---------------------------------------------------------------------------
+
+
+def test_a_fix_is_judged_by_one_replay_and_without_backward_where_the_loss_is_not_finite():
+    model = nn.Linear(4, 4)
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), policy="fp32")
+    backwards: list[int] = []
+    model.weight.register_hook(lambda _: backwards.append(1))
+    replay = Replay(step)
+
+    def of(batch: torch.Tensor) -> Judgement:
+        stash = replay.rehearsal(
+            lambda again, x: again.micro_batch(lambda m, x: m(x).square().mean(), x), [batch]
+        )
+        wanted = reference(replay, stash)
+        backwards.clear()
+        return judged(replay, stash, AS_IT_IS, wanted)
+
+    right = of(torch.randn(2, 4))
+    assert not right.complaint
+    assert right.sqnr_db is not None
+    assert len(backwards) == 1
+    assert of(torch.full((2, 4), float("inf"))).complaint == "still not finite"
+    assert not backwards
+
+
 # -- costs -----------------------------------------------------------------------------------------
 
 
@@ -220,7 +251,32 @@ def test_a_step_that_does_not_read_as_itself_measures_nothing(monkeypatch):
 def test_a_step_that_takes_long_is_not_timed(monkeypatch):
     monkeypatch.setattr("ampwise.numerics.remedy.costs._time_s", lambda *_, backward: 3.0)
     found = diagnose(CASES["scores before scaling"].make(), "fp16", steps=2)
-    assert fix(found, "line").cost.startswith("time not measured: one pass takes 3.0 s")
+    assert fix(found, "line").cost.startswith("time not measured: one forward takes 3.0 s")
+
+
+def test_no_backward_is_timed_where_the_forwards_already_take_too_long(monkeypatch):
+    timed: list[bool] = []
+
+    def noting(step, stash, candidate, *, backward):
+        timed.append(backward)
+        return 3.0
+
+    monkeypatch.setattr("ampwise.numerics.remedy.costs._time_s", noting)
+    diagnose(CASES["scores before scaling"].make(), "fp16", steps=2)
+    assert timed == [False]
+
+
+def test_where_the_step_takes_too_long_forwards_take_turns(monkeypatch):
+    timed: list[bool] = []
+
+    def noting(step, stash, candidate, *, backward):
+        timed.append(backward)
+        return 3.0 if backward else 1e-3
+
+    monkeypatch.setattr("ampwise.numerics.remedy.costs._time_s", noting)
+    found = diagnose(CASES["scores before scaling"].make(), "fp16", steps=2)
+    assert timed.count(True) == 1
+    assert "the time of forward" in fix(found, "line").cost
 
 
 def test_arms_take_turns(monkeypatch):

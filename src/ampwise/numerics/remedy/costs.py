@@ -64,7 +64,12 @@ class Cost:
 
 
 def replayed(
-    step: Replayable, stash: Stash, candidate: Candidate, *, backward: bool = True
+    step: Replayable,
+    stash: Stash,
+    candidate: Candidate,
+    *,
+    backward: bool = True,
+    until_bad: bool = False,
 ) -> Replayed:
     """A window replayed with a fix."""
     return step.replay(
@@ -74,6 +79,7 @@ def replayed(
         scale=candidate.scale,
         change=candidate.change,
         backward=backward,
+        until_bad=until_bad,
     )
 
 
@@ -147,13 +153,13 @@ class _Race:
     noise: Interval
     rounds: int
     what: str
-    alone_s: float
+    forward_s: float
     raised: bool = False
 
     def in_words(self, ratio: Interval) -> tuple[str, Interval | None]:
         """A ratio in words, and itself where it says something."""
         if not self.rounds:
-            return f"time not measured: one pass takes {self.alone_s:.1f} s", None
+            return f"time not measured: one forward takes {self.forward_s:.1f} s", None
         if max(self.noise.median, 1 / self.noise.median) > NOISY:
             why = f"too noisy: the step against itself reads {self.noise}"
             return f"time not measured: the machine is {why}", None
@@ -169,22 +175,22 @@ def _raced(plain: Run, pairs: Sequence[Pair], known_s: float) -> _Race:
     if known_s * 3 > _LIMIT_S:  # backward takes about twice as long as forward
         return nothing
     arms = _arms(plain, pairs)
-    for backward, what in ((True, "the step"), (False, "forward")):
-        alone_s = _time_of(plain, backward=backward)
-        if alone_s is None:
-            return replace(nothing, raised=True)
-        nothing = replace(nothing, alone_s=max(alone_s, nothing.alone_s))
-        rounds = min(_ROUNDS, int(_LIMIT_S / (alone_s * len(arms))))
-        if rounds < _LEAST_ROUNDS:
-            continue
-        times = _turns(arms, rounds, backward=backward)
-        if times is None:
-            return replace(nothing, raised=True)
-        without = [times.get(f"without {i}", times["step"]) for i in range(len(pairs))]
-        ratios = [paired_speedup(times[f"fix {i}"], each) for i, each in enumerate(without)]
-        noise = paired_speedup(times["again"], times["step"])
-        return _Race(ratios, noise, rounds, what, alone_s)
-    return nothing
+    most_s = _LIMIT_S / (_LEAST_ROUNDS * len(arms))
+    forward_s = _time_of(plain, backward=False)
+    if forward_s is not None and forward_s > most_s:  # a backward would only take longer
+        return replace(nothing, forward_s=forward_s)
+    whole_s = _time_of(plain, backward=True)
+    if forward_s is None or whole_s is None:
+        return replace(nothing, raised=True)
+    backward = whole_s <= most_s
+    rounds = min(_ROUNDS, int(_LIMIT_S / ((whole_s if backward else forward_s) * len(arms))))
+    times = _turns(arms, rounds, backward=backward)
+    if times is None:
+        return replace(nothing, raised=True)
+    without = [times.get(f"without {i}", times["step"]) for i in range(len(pairs))]
+    ratios = [paired_speedup(times[f"fix {i}"], each) for i, each in enumerate(without)]
+    noise = paired_speedup(times["again"], times["step"])
+    return _Race(ratios, noise, rounds, "the step" if backward else "forward", forward_s)
 
 
 def _arms(plain: Run, pairs: Sequence[Pair]) -> dict[str, Run]:

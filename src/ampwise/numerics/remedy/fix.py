@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ampwise.errors import kind_and_words
@@ -74,34 +74,45 @@ def _lowered(stash: Stash, settled: Candidate) -> str:
     return f", under a loss scale of {power(settled.scale)}"
 
 
-def complaint(
-    step: Replayable, stash: Stash, candidate: Candidate, wanted: Reference, least_db: float
-) -> str:
-    """Why a step replayed with a candidate is not right; empty if it is.
+@dataclass(frozen=True)
+class Judgement:
+    """A step replayed with a candidate, held against its reference.
+
+    Attributes
+    ----------
+    complaint
+        Why it is not right; empty if it is.
+    sqnr_db
+        Of its gradients, under a loss scale that has settled; None where they are exact, or not
+        known.
+    """
+
+    complaint: str
+    sqnr_db: float | None = None
+
+
+def judged(
+    step: Replayable,
+    stash: Stash,
+    candidate: Candidate,
+    wanted: Reference,
+    least_db: float = -math.inf,
+) -> Judgement:
+    """Replay a step with a candidate: is it right?
 
     Parameters
     ----------
     least_db
         SQNR that the gradients must keep against the reference.
     """
-    settled, result = _with_settled_scale(step, stash, candidate, replayed(step, stash, candidate))
+    settled, result = _settled(step, stash, candidate)
     if wrong := _complaint(stash, settled, result, wanted):
-        return wrong
+        return Judgement(wrong)
     scale = float(stash.scale) if settled.scale is None else settled.scale
     kept = gradient_errors(result, wanted, scale).sqnr_db
-    return "" if kept >= least_db else f"its gradients keep {kept:.0f} dB, of {least_db:g} asked"
-
-
-def quality_db(
-    step: Replayable, stash: Stash, candidate: Candidate, wanted: Reference
-) -> float | None:
-    """SQNR of the gradients under a loss scale that has settled; None where exact, or unknown."""
-    settled, result = _with_settled_scale(step, stash, candidate, replayed(step, stash, candidate))
-    if not (wanted.finite and result.clean):
-        return None
-    scale = float(stash.scale) if settled.scale is None else settled.scale
-    sqnr_db = gradient_errors(result, wanted, scale).sqnr_db
-    return sqnr_db if math.isfinite(sqnr_db) else None
+    if not kept >= least_db:  # NaN is not
+        return Judgement(f"its gradients keep {kept:.0f} dB, of {least_db:g} asked")
+    return Judgement("", kept if wanted.finite and math.isfinite(kept) else None)
 
 
 def _try(
@@ -110,7 +121,7 @@ def _try(
     """A candidate under the scale that it needs, and why it does not count; empty if it does."""
     if candidate.change is not None and wanted is not None:
         wanted = _reference_of_changed(step, stash, candidate.change)
-    settled, result = _with_settled_scale(step, stash, candidate, replayed(step, stash, candidate))
+    settled, result = _settled(step, stash, candidate)
     if result.error is not None:
         said, plain = kind_and_words(result.error), step.replay(stash).error
         same = plain is not None and kind_and_words(plain) == said
@@ -130,10 +141,9 @@ def _reference_of_changed(
     return None
 
 
-def _with_settled_scale(
-    step: Replayable, stash: Stash, candidate: Candidate, result: Replayed
-) -> tuple[Candidate, Replayed]:
-    """The same candidate under the loss scale that training would come to."""
+def _settled(step: Replayable, stash: Stash, candidate: Candidate) -> tuple[Candidate, Replayed]:
+    """The same candidate under the loss scale that training would come to, and its replay."""
+    result = replayed(step, stash, candidate, until_bad=True)
     settles = step.scales_loss and candidate.scale is None
     scale = float(stash.scale)
     while settles and scale > 1 and not result.clean and result.error is None:
@@ -141,7 +151,7 @@ def _with_settled_scale(
             break
         scale = max(1.0, scale / 16)
         candidate = replace(candidate, scale=scale)
-        result = replayed(step, stash, candidate)
+        result = replayed(step, stash, candidate, until_bad=True)
     return candidate, result
 
 

@@ -45,6 +45,8 @@ class Failing:
     ----------
     after
         What float64 makes of the parameters, where it is the step's update that failed.
+    wanted
+        What the step should have given, where that is known already.
     """
 
     source: TaskSource
@@ -52,6 +54,7 @@ class Failing:
     settings: Settings
     stash: Stash
     after: Mapping[str, Tensor] = dataclasses.field(default_factory=dict[str, Tensor])
+    wanted: Reference | None = None
 
     @property
     def step(self) -> Replay:

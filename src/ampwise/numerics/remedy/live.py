@@ -8,7 +8,6 @@ replay does not run (a loss that is made again from its operations) can only be 
 from __future__ import annotations
 
 import gc
-import math
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -88,9 +87,10 @@ def _judged(
         whose = "the patched source in float64"
         with patched.in_place():
             wanted = reference(step, stash)
-    if wrong := fix.complaint(step, stash, candidate, wanted, -math.inf):
-        return Tried(proposal, f"suggestion: tried in place of the function: {wrong}")
-    sqnr_db = fix.quality_db(step, stash, candidate, wanted)
+    judged = fix.judged(step, stash, candidate, wanted)
+    if judged.complaint:
+        return Tried(proposal, f"suggestion: tried in place of the function: {judged.complaint}")
+    sqnr_db = judged.sqnr_db
     known = sqnr_db is not None and sqnr_db > 0  # not of a gradient that is 0
     near = f", its gradients {sqnr_db:.0f} dB from {whose}" if known else ""
     original = Run(step, stash)

@@ -1,5 +1,8 @@
 """A patched source tried: ``python -m ampwise.numerics.remedy.trial FOLDER NAME``.
 
+Without a name, each one that standard input asks for is tried in a fork of that process
+(`fresh.serve`).
+
 In a fresh process the task is loaded with the patched file in place of the one on disk, put back to
 where it was before the failing step, and asked:
 
@@ -17,7 +20,6 @@ patch costs that holds is measured at last (`patch_cost`).
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
@@ -33,6 +35,7 @@ from ampwise.errors import kind_and_words
 from ampwise.numerics.observe.reference import reference
 from ampwise.numerics.remedy import fix, handover
 from ampwise.numerics.remedy.candidate import AS_IT_IS
+from ampwise.numerics.remedy.fresh import serve
 from ampwise.numerics.remedy.overlay import Overlay
 from ampwise.numerics.remedy.patch_cost import cost_beside_original
 from ampwise.numerics.remedy.verify import CONTROL, NEXT_STEPS, Outcome
@@ -94,10 +97,10 @@ def _judged(arm: Arm, stash: Stash, content: Mapping[str, Any]) -> Outcome:
     step = Replay(arm.step)
     own = not content["wanted"]["finite"]
     wanted = reference(step, stash) if own else handover.reference(content)
-    complaint = fix.complaint(step, stash, AS_IT_IS, wanted, -math.inf)
-    if complaint:
-        return Outcome(complaint)
-    return Outcome("", own, fix.quality_db(step, stash, AS_IT_IS, wanted))
+    judged = fix.judged(step, stash, AS_IT_IS, wanted)
+    if judged.complaint:
+        return Outcome(judged.complaint)
+    return Outcome("", own, judged.sqnr_db)
 
 
 def _updated(arm: Arm, stash: Stash, wanted: Mapping[str, Tensor]) -> Outcome:
@@ -144,4 +147,7 @@ def _trained(arm: Arm, windows: Iterator[list[Any]]) -> tuple[int, str]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    if len(sys.argv) > 2:
+        main(Path(sys.argv[1]), sys.argv[2])
+    else:
+        serve(Path(sys.argv[1]), sys.stdin, main)

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import ampwise
 from ampwise.document import read
 from ampwise.numerics.remedy.costs import Cost
+from ampwise.numerics.remedy.fresh import LATE, Fresh, log_of
 from ampwise_lint.base.words import counted
 
 CONTROL = "control"
 NEXT_STEPS = 5
 TIMEOUT_S = 120.0
-"""Seconds for one trial; a step that takes longer is not tried in a fresh process."""
+"""Seconds for one trial; a step that takes longer is not tried."""
 NEARER_DB = 10.0
 """What a patch of a silent loss has to gain."""
 BUDGET_S = 300.0
@@ -93,13 +90,15 @@ class Trials:
 
     Parameters
     ----------
+    processes
+        What runs them.
     silent
         Whether the step is within the limits of `fix` as it is, and only less exact than it could
         be: then a patch has to bring it clearly nearer to float64.
     """
 
-    def __init__(self, folder: Path, file: Path, *, silent: bool = False) -> None:
-        self._folder, self._silent = folder, silent
+    def __init__(self, folder: Path, file: Path, processes: Fresh, *, silent: bool = False) -> None:
+        self._folder, self._processes, self._silent = folder, processes, silent
         self._least_db: float | None = None
         self._began = time.monotonic()
         (folder / "file.txt").write_text(str(file))
@@ -132,20 +131,19 @@ class Trials:
         return outcome
 
     def _run(self, name: str) -> Outcome:
-        command = [sys.executable, "-m", "ampwise.numerics.remedy.trial", str(self._folder), name]
-        home = str(Path(ampwise.__file__).parent.parent)
-        path = os.pathsep.join([home, *filter(None, [os.environ.get("PYTHONPATH", "")])])
-        try:
-            done = subprocess.run(  # noqa: S603 - our own module
-                command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, check=False,
-                stdin=subprocess.DEVNULL, timeout=TIMEOUT_S, text=True, errors="replace",
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            return self._told(name) or Outcome(f"no outcome after {TIMEOUT_S:.0f} s")
+        ended = self._processes.run(name, TIMEOUT_S)
         if (outcome := self._told(name)) is not None:
             return outcome
-        last = done.stderr.strip().rpartition("\n")[2]
-        return Outcome(f"no outcome: the process ended with {done.returncode}: {last}")
+        if ended == LATE:
+            return Outcome(f"no outcome after {TIMEOUT_S:.0f} s")
+        return Outcome(f"no outcome: the process ended with {ended}: {self._last_words(name)}")
+
+    def _last_words(self, name: str) -> str:
+        try:
+            said = log_of(self._folder, name).read_text(errors="replace")
+        except FileNotFoundError:  # it did not begin
+            return ""
+        return said.strip().rpartition("\n")[2]
 
     def _told(self, name: str) -> Outcome | None:
         """What a process has written, if it came so far."""
