@@ -311,8 +311,14 @@ def is_unscaled(event: Backward) -> bool:
     return event.scaled is None
 
 
+FAULT = re.compile(r"is_?nan|is_?inf(?!erence)|found_inf|has_nan", re.IGNORECASE)
+"""Conditions that hold when a step went wrong."""
+
+
 def accumulates(trace: Trace) -> Iterator[tuple[Backward, ScalerStep | OptimizerStep]]:
     """Each backward that runs more often than the step behind it, with that step."""
+    if any(taken and FAULT.search(key) for key, taken in trace.decided.items()):
+        return  # a step that went wrong is left out, which makes no window
     for index, event in enumerate(trace.events):
         if not isinstance(event, Backward) or not (event.context.loops or trace.root):
             continue  # a function that is walked by itself may be called once a micro-batch

@@ -98,6 +98,8 @@ def element(
             return Tensor(key=f"batch {where}", data=True)
         case Model() if modules := modules_in(over):
             return modules[min(state.micro_batch, len(modules) - 1)]
+        case Tensor() if _is_key(state, node, target):
+            return Unknown(f"key of {where}", loop=state.iteration)
         case Tensor() | Gradient():
             return over
         case Unknown(op="enumerate" | "zip" | "tqdm", operands=operands):
@@ -111,6 +113,19 @@ def element(
             return Const(_nth(state, known))
         case _:
             return Unknown(f"{dotted(target) or 'item'} of {where}", loop=state.iteration)
+
+
+def _is_key(state: State, node: Node, target: ast.expr) -> bool:
+    """Whether a loop takes its target for a key: ``for name in losses: losses[name]``."""
+    name = dotted(target)
+    if isinstance(node, ast.For | ast.AsyncFor):
+        over = state.here.unparsed(node.iter)
+    elif isinstance(node, ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp):
+        over = state.here.unparsed(node.generators[0].iter)
+    else:
+        return False
+    text = f"{over.removesuffix('.keys()')}[{name}]"
+    return bool(name) and text in state.here.unparsed(node)
 
 
 def _nth(state: State, items: dict[Any, Value]) -> Any:

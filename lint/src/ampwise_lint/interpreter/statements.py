@@ -74,8 +74,24 @@ def _expression(state: State, node: ast.Expr) -> Flow:
 
 def _assign(state: State, node: ast.Assign) -> None:
     value = state.evaluate(node.value)
+    if isinstance(value, Tensor) and value.divided and state.unsure and _begins_sum(state, node):
+        value = value.but(grown=True, divided=False)
     for target in node.targets:
         state.assign(target, value)
+
+
+def _begins_sum(state: State, node: ast.Assign) -> bool:
+    """``if key not in sums: sums[key] = part``, where the other branch adds to it."""
+    around = state.here.parents.get(id(node))
+    if not isinstance(around, ast.If):
+        return False
+    text = state.here.unparsed(node.targets[0])
+    return any(
+        isinstance(each, ast.AugAssign)
+        and isinstance(each.op, ast.Add)
+        and state.here.unparsed(each.target) == text
+        for each in (*around.body, *around.orelse)
+    )
 
 
 def _annotated(state: State, node: ast.AnnAssign) -> None:

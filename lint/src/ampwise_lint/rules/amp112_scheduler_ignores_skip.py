@@ -101,10 +101,11 @@ def _is_as_often(event: SchedulerStep, step: ScalerStep) -> bool:
 
 
 def _asks(event: SchedulerStep) -> bool:
-    """Whether it stands under a condition that looks at the scale."""
+    """Whether it stands under a condition that looks at the scale, in the loop of the steps."""
+    held = event.context.loops[0].held if event.context.loops else 0
     return any(
         "scale" in each.key or "skip" in each.key or "overflow" in each.key
-        for each in event.context.conditions
+        for each in event.context.conditions[held:]
     )
 
 

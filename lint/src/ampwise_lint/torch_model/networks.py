@@ -95,15 +95,20 @@ def _network_moved(
     if dtype in ("float16", "bfloat16"):
         return casts.halved(state, node, owner, dtype)
     if isinstance(owner, Model):
-        owner.cpu = casts.device_given(a) == "cpu"
+        owner.cpu = casts.device_given(a) == "cpu" and not _is_for_want(state)
     return owner
+
+
+def _is_for_want(state: State) -> bool:
+    """Whether the path stands in a branch of ``if torch.cuda.is_available()``."""
+    return any("available" in each.key for each in state.context.conditions)
 
 
 def _network_as_it_is(
     state: State, node: ast.Call, owner: Model | Instance, name: str, a: Arguments
 ) -> Value:
     if isinstance(owner, Model):
-        owner.cpu = name == "cpu"
+        owner.cpu = name == "cpu" and not _is_for_want(state)
     return owner
 
 
