@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 from ampwise_lint.interpreter.naming import as_role
 from ampwise_lint.path.state import State
@@ -116,8 +117,18 @@ def _is_placeholder(state: State, class_: Class, value: Value, attr: str, text: 
     if isinstance(value.value, bool | str) and SETTINGS.search(class_.node.name):
         return True
     used = value.value is None and bool(state.here.roles.methods.get(text))
-    assigned = class_.module.assigned_in(class_.node)
-    return (used and attr not in assigned.chosen) or attr in assigned.later
+    assigned = [each.module.assigned_in(each.node) for each in _own(class_)]
+    is_chosen = any(attr in each.chosen for each in assigned)
+    return (used and not is_chosen) or any(attr in each.later for each in assigned)
+
+
+def _own(class_: Class, seen: frozenset[int] = frozenset()) -> Iterator[Class]:
+    """A class, and those of the project that it derives from."""
+    if id(class_) not in seen:
+        yield class_
+        for base in class_.bases:
+            if isinstance(base, Class):
+                yield from _own(base, seen | {id(class_)})
 
 
 def _of_class(node: Node, owner: Class, attr: str) -> Value:

@@ -18,8 +18,10 @@ from ampwise_lint.values.abstract import (
     ListValue,
     Loader,
     Model,
+    Optimizer,
     Parameter,
     Parameters,
+    Scheduler,
     Tensor,
     Unknown,
     Value,
@@ -70,8 +72,15 @@ def set_item(
         state.emit(GradientRead, target, True)
     elif isinstance(owner, Tensor):
         state.emit(Op, target, "setitem", (owner, where, value), {}, owner)
+    elif isinstance(owner, DictValue) and _is_state(value):
+        owner.items[key_of(where)] = value
     elif isinstance(owner, DictValue):
         owner.open = True
+
+
+def _is_state(value: Value) -> bool:
+    """Whether it is the state of something in sight: a checkpoint holds that, by whatever key."""
+    return isinstance(value, Parameters) and isinstance(value.of, Optimizer | Scheduler | Model)
 
 
 def listed(state: State, node: Node, items: list[Value]) -> Value:

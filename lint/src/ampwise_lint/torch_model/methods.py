@@ -13,6 +13,7 @@ from ampwise_lint.source.roles import LOADER, LOSS, SCHEDULER
 from ampwise_lint.torch_model import casts, networks, steps, tensor_methods, tensors
 from ampwise_lint.values.abstract import (
     NONE,
+    Cast,
     Class,
     Const,
     DictValue,
@@ -33,6 +34,7 @@ from ampwise_lint.values.abstract import (
     Unknown,
     Value,
     Wrapper,
+    is_low,
     key_of,
 )
 from ampwise_lint.values.arguments import Arguments
@@ -307,6 +309,10 @@ def _const(state: State, node: ast.Call, owner: Const, name: str, a: Arguments) 
 
 
 def _parameter(state: State, node: ast.Call, owner: Parameter, name: str, a: Arguments) -> Value:
+    dtype = casts.HALVES.get(name) or (casts.dtype_given(a) if name in ("to", "type") else None)
+    if is_low(dtype):
+        assert dtype is not None
+        return Tensor(dtype=dtype, cast=Cast(node, state.here, dtype), of=owner)
     return Unknown(f"parameter.{name}()", of=owner)
 
 
