@@ -54,7 +54,8 @@ def check(code: Analysis) -> Iterator[Mistake]:
             if isinstance(scaler, Scaler) and scaler.path:
                 scalers[id(scaler.node)] = scaler
                 dtypes[id(scaler.node)] |= regions
-                if regions == {"bfloat16"} and _is_always_on(scaler, entered):
+                chooses = regions == {"bfloat16"} and all(e.device != "cpu" for e in entered)
+                if chooses and _is_always_on(scaler, entered):
                     chosen.add(id(scaler.node))
     for place, scaler in scalers.items():
         if dtypes[place] == {"bfloat16"} or _waits_for_bfloat16(scaler.node):
