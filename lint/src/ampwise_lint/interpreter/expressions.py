@@ -14,7 +14,7 @@ from ampwise_lint.interpreter.operators import binary, compare, negate
 from ampwise_lint.path.conditions import decide, is_known
 from ampwise_lint.path.state import State
 from ampwise_lint.source import library
-from ampwise_lint.source.roles import dotted
+from ampwise_lint.source.roles import SCHEDULER, dotted
 from ampwise_lint.torch_model import tensors
 from ampwise_lint.values.abstract import (
     FALSE,
@@ -84,6 +84,9 @@ def _subscript(state: State, node: ast.Subscript) -> Value:
             return next(iter(items))
         if items and all(isinstance(e, Ref) and library.is_optimizer(e.path) for e in items):
             return next(iter(items))
+    container = dotted(node.value)
+    if isinstance(owner, DictValue) and SCHEDULER.search(container.rpartition(".")[2]):
+        return Unknown(f"{container}[{key_of(index)}]", "given")
     return item(state, owner, key_of(index), dotted(node), node)
 
 

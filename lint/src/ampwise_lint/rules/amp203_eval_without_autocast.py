@@ -74,7 +74,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
             place = _place(event, covered)
             if place is not event:  # a helper calls all networks by one name
                 same = _network(event) in networks
-            if same and place is not None and _validates(event):
+            if same and place is not None and _validates(event) and not _casts(event, code.module):
                 yield Mistake(
                     place.node,
                     place.module,
@@ -83,6 +83,23 @@ def check(code: Analysis) -> Iterator[Mistake]:
                     "time and memory; run it under the same autocast",
                     mend=partial(_edits, event, trace, all_trained) if place is event else None,
                 )
+
+
+CASTS = re.compile(
+    r"^class (\w+)\b(?:(?!^class )[\s\S])*?^[ \t]+@[\w.]*autocast(?!\([^)\n]*False)[^\n]*\n"
+    r"(?:[ \t]+@[^\n]*\n)*[ \t]+def forward\b",
+    re.MULTILINE,
+)
+"""A class whose forward is decorated with autocast."""
+
+
+def _casts(event: Forward, module: Module) -> bool:
+    """Whether a network that is handed in may be one that runs in autocast wherever it is called."""
+    network = event.model
+    if isinstance(network, Model) and network.wrapped and network.inner is not None:
+        network = network.inner
+    is_given = isinstance(network, Model) and not network.path and "@" not in network.key
+    return is_given and module.project.made_beside(module, CASTS)
 
 
 def _beside(code: Analysis) -> set[tuple[int, bool]]:

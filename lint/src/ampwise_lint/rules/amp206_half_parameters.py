@@ -39,7 +39,7 @@ import re
 from collections.abc import Iterator
 
 from ampwise_lint.analysis import Analysis, Trace
-from ampwise_lint.queries import is_led, is_part, loses_eps, owners, receiver
+from ampwise_lint.queries import is_led, is_part, loses_eps, owners, receiver, site_in, stays_half
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.places import functions_of
 from ampwise_lint.source.roles import dotted
@@ -60,15 +60,18 @@ def check(code: Analysis) -> Iterator[Mistake]:
                 continue
             if event.module.source.ignores(event.node.lineno, "AMP206"):
                 continue
+            if not stays_half(trace, event):
+                continue
             for by, harm in _trained(trace, event, trainers):
                 within = functions_of(event.module, event.node)[:1]
                 cause = (id(event.module), *map(id, within), by, harm)
-                found.setdefault(cause, {}).setdefault(id(event.node), event)
+                found.setdefault(cause, {})[id(event.node)] = event
     told: set[int] = set()
     for (*_, harm), casts in found.items():
         if not told.issuperset(casts):
             told.update(casts)
-            yield _mistake(sorted(casts.values(), key=lambda each: each.node.lineno), str(harm))
+            in_order = sorted(casts.values(), key=lambda each: each.node.lineno)
+            yield _mistake(code, in_order, str(harm))
 
 
 HELPED = re.compile(r"lora|peft|adapter|requires_grad", re.IGNORECASE)
@@ -129,9 +132,11 @@ RAISES = "unscale_, and step unless fused, raise ValueError (Attempting to unsca
 DIVIDES = "Adam's eps of 1e-8 is 0 in float16, so updates divide by zero and become NaN"
 
 
-def _mistake(casts: list[CastDown], harm: str) -> Mistake:
-    first = casts[0]
-    lines = sorted({each.node.lineno for each in casts} - {first.node.lineno})
+def _mistake(code: Analysis, casts: list[CastDown], harm: str) -> Mistake:
+    first = site_in(casts[0], code.module)
+    if first.node is not casts[0].node:
+        casts = casts[:1]  # a function of another file is told to cast them
+    lines = sorted({each.node.lineno for each in casts} - {casts[0].node.lineno})
     also = f" (also in line{'s' * (len(lines) > 1)} {', '.join(map(str, lines))})" if lines else ""
     return Mistake(
         first.node,

@@ -310,6 +310,8 @@ def _const(state: State, node: ast.Call, owner: Const, name: str, a: Arguments) 
 
 def _parameter(state: State, node: ast.Call, owner: Parameter, name: str, a: Arguments) -> Value:
     dtype = casts.HALVES.get(name) or (casts.dtype_given(a) if name in ("to", "type") else None)
+    if name in ("float", "double"):
+        return Tensor(dtype="float32", of=owner)
     if is_low(dtype):
         assert dtype is not None
         return Tensor(dtype=dtype, cast=Cast(node, state.here, dtype), of=owner)
