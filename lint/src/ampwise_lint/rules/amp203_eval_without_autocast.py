@@ -41,7 +41,7 @@ from ampwise_lint.source.places import block_of, has_own_lines, has_torch, in_re
 from ampwise_lint.source.project import Module
 from ampwise_lint.source.roles import EVALUATION, LOSS, RUNS, dotted
 from ampwise_lint.triggers import AUTOCAST, SCALER
-from ampwise_lint.values.abstract import Instance, Model, Region, key_of
+from ampwise_lint.values.abstract import Function, Instance, Model, Region, key_of
 from ampwise_lint.values.events import Backward, CastDown, Condition, Forward, Loss, Site
 
 TRAINING = re.compile(r"^(is_|do_|self\.)?(train|training|is_train)$")
@@ -94,12 +94,20 @@ CASTS = re.compile(
 
 
 def _casts(event: Forward, module: Module) -> bool:
-    """Whether a network that is handed in may be one that runs in autocast wherever it is called."""
+    """Whether a network runs in autocast wherever it is called, or one that is handed in may."""
     network = event.model
-    if isinstance(network, Model) and network.wrapped and network.inner is not None:
+    while isinstance(network, Model) and network.wrapped and network.inner is not None:
         network = network.inner
+    if isinstance(network, Instance):
+        found = network.class_.lookup("forward")
+        return found is not None and isinstance(found[0], Function) and _is_decorated(found[0])
     is_given = isinstance(network, Model) and not network.path and "@" not in network.key
     return is_given and module.project.made_beside(module, CASTS)
+
+
+def _is_decorated(function: Function) -> bool:
+    texts = [ast.unparse(each) for each in getattr(function.node, "decorator_list", [])]
+    return any("autocast" in each and "False" not in each for each in texts)
 
 
 def _beside(code: Analysis) -> set[tuple[int, bool]]:

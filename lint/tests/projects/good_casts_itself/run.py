@@ -1,5 +1,7 @@
 import networks
 import torch
-from traintest import train
+from traintest import test, train
 
-train(networks.Net(), torch.load("data.pt"), torch.nn.functional.cross_entropy)
+network, data = networks.Net(), torch.load("data.pt")
+train(network, data, torch.nn.functional.cross_entropy)
+test(network, data)
