@@ -11,7 +11,7 @@ from ampwise_lint.interpreter.attributes import attribute
 from ampwise_lint.interpreter.items import element, item, listed
 from ampwise_lint.interpreter.naming import as_role
 from ampwise_lint.interpreter.operators import binary, compare, negate
-from ampwise_lint.path.conditions import decide, is_known
+from ampwise_lint.path.conditions import chosen, decide, is_known
 from ampwise_lint.path.state import State
 from ampwise_lint.source import library
 from ampwise_lint.source.roles import SCHEDULER, dotted
@@ -84,10 +84,18 @@ def _subscript(state: State, node: ast.Subscript) -> Value:
             return next(iter(items))
         if items and all(isinstance(e, Ref) and library.is_optimizer(e.path) for e in items):
             return next(iter(items))
+    if isinstance(owner, DictValue) and not owner.open and _are_dtypes(owner):
+        return chosen(state, owner.items, index)
     container = dotted(node.value)
     if isinstance(owner, DictValue) and SCHEDULER.search(container.rpartition(".")[2]):
         return Unknown(f"{container}[{key_of(index)}]", "given")
     return item(state, owner, key_of(index), dotted(node), node)
+
+
+def _are_dtypes(table: DictValue) -> bool:
+    """``{"fp16": torch.float16, "bf16": torch.bfloat16}``, which an option looks into."""
+    values = table.items.values()
+    return bool(values) and all(isinstance(e, Ref) and e.path in library.DTYPES for e in values)
 
 
 def _sequence(state: State, node: ast.Tuple | ast.List | ast.Set) -> Value:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import re
 from typing import Any
 
 from ampwise_lint.interpreter.naming import as_role, named
 from ampwise_lint.path.state import State
 from ampwise_lint.source.nodes import Node
 from ampwise_lint.source.roles import dotted
+from ampwise_lint.torch_model import tensors
 from ampwise_lint.torch_model.python_functions import is_loader
 from ampwise_lint.values.abstract import (
     MOST,
@@ -29,7 +31,7 @@ from ampwise_lint.values.abstract import (
     key_of,
 )
 from ampwise_lint.values.contents import modules_in
-from ampwise_lint.values.events import GradientRead, Op
+from ampwise_lint.values.events import GradientRead, Op, Report
 
 
 def item(state: State, owner: Value, index: Any, text: str, node: Node | None = None) -> Value:
@@ -72,10 +74,19 @@ def set_item(
         state.emit(GradientRead, target, True)
     elif isinstance(owner, Tensor):
         state.emit(Op, target, "setitem", (owner, where, value), {}, owner)
+    elif isinstance(value, Tensor) and value.host and FIGURES.search(state.here.unparsed(owner_node)):
+        statement = state.here.statement_of(target)
+        if isinstance(statement, ast.Assign):
+            given = statement.value
+            state.emit(Report, given, value, "", tensors.is_rescaled(given))
     elif isinstance(owner, DictValue) and _is_state(value):
         owner.items[key_of(where)] = value
     elif isinstance(owner, DictValue):
         owner.open = True
+
+
+FIGURES = re.compile(r"\.(loc|iloc|at|iat)$|hist(ory)?\b|(^|_)(metrics|stats|logs?|records?)\b")
+"""Tables of figures, by their names and how they are written to."""
 
 
 def _is_state(value: Value) -> bool:
