@@ -74,7 +74,7 @@ def set_item(
         state.emit(GradientRead, target, True)
     elif isinstance(owner, Tensor):
         state.emit(Op, target, "setitem", (owner, where, value), {}, owner)
-    elif isinstance(value, Tensor) and value.host and FIGURES.search(state.here.unparsed(owner_node)):
+    elif _is_figure(state, owner_node, value):
         statement = state.here.statement_of(target)
         if isinstance(statement, ast.Assign):
             given = statement.value
@@ -87,6 +87,11 @@ def set_item(
 
 FIGURES = re.compile(r"\.(loc|iloc|at|iat)$|hist(ory)?\b|(^|_)(metrics|stats|logs?|records?)\b")
 """Tables of figures, by their names and how they are written to."""
+
+
+def _is_figure(state: State, table: ast.expr, value: Value) -> bool:
+    is_number = isinstance(value, Tensor) and value.host
+    return is_number and bool(FIGURES.search(state.here.unparsed(table)))
 
 
 def _is_state(value: Value) -> bool:

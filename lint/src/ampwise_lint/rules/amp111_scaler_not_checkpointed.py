@@ -161,9 +161,7 @@ def _place(save: Save) -> object:
 
 def _is_torch_save(save: Save) -> bool:
     call = save.node
-    if not isinstance(call, ast.Call):
-        return False
-    return save.module.imports.full(call.func) == "torch.save" or dotted(call.func).endswith(".save")
+    return isinstance(call, ast.Call) and save.module.imports.full(call.func) == "torch.save"
 
 
 def _has_weights(mapping: DictValue) -> bool:

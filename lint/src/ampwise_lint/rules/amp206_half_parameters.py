@@ -109,9 +109,7 @@ def _is_in_place(cast: CastDown) -> bool:
             return False
 
 
-def _trained(
-    trace: Trace, cast: CastDown, trainers: list[Wrapper]
-) -> Iterator[tuple[object, str]]:
+def _trained(trace: Trace, cast: CastDown, trainers: list[Wrapper]) -> Iterator[tuple[object, str]]:
     """What trains the parameters that are cast, and what comes of that."""
     if any(e.network is not None and key_of(e.network) == key_of(cast.value) for e in trainers):
         yield "trainer", RAISES

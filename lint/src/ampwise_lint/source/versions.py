@@ -27,7 +27,7 @@ def is_for_versions(module: Module, node: ast.AST) -> bool:
 
 
 def has_newer(module: Module, node: ast.AST, new: re.Pattern[str]) -> bool:
-    """Whether a node stands in a branch for some versions, beside one for others with a new name."""
+    """Whether a node is in a branch for some versions, beside one for others with a new name."""
     return any(new.search(module.unparsed(each)) for each in _checks(module, node))
 
 
