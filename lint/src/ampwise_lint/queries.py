@@ -17,6 +17,7 @@ from ampwise_lint.source.roles import dotted, leaves
 from ampwise_lint.values.abstract import (
     Const,
     DictValue,
+    Instance,
     ListValue,
     Model,
     Optimizer,
@@ -34,6 +35,7 @@ from ampwise_lint.values.contents import flatten, modules_in, origins
 from ampwise_lint.values.events import (
     Backward,
     CastDown,
+    CastUp,
     Condition,
     Enter,
     Event,
@@ -222,6 +224,19 @@ def _is_once(branch: Node) -> bool:
     )
 
 
+def stays_half(trace: Trace, cast: CastDown) -> bool:
+    """Whether what is cast is not cast up again before the next step."""
+    key = key_of(cast.value)
+    for event in trace.events[trace.events.index(cast) :]:
+        if isinstance(event, ScalerStep | OptimizerStep):
+            return True
+        if isinstance(event, CastUp):
+            whole = key_of(event.value)
+            if key == whole or key.startswith(f"{whole}."):
+                return False
+    return True
+
+
 def owners(value: Value | None) -> set[str]:
     """Whose parameters something holds; empty where that is not known."""
     match value:
@@ -277,6 +292,8 @@ def is_part(network: Value, of: Value | None) -> bool:
         case Model() | Unknown():
             is_named = key_of(network).startswith((f"{of.key}.", f"{of.key}["))
             return is_named or any(each is network for each in modules_in(of))
+        case Instance():
+            return key_of(network).startswith(f"{key_of(of)}.")
         case _:
             return False
 
@@ -311,8 +328,14 @@ def is_unscaled(event: Backward) -> bool:
     return event.scaled is None
 
 
+FAULT = re.compile(r"is_?nan|is_?inf(?!erence)|found_inf|has_nan", re.IGNORECASE)
+"""Conditions that hold when a step went wrong."""
+
+
 def accumulates(trace: Trace) -> Iterator[tuple[Backward, ScalerStep | OptimizerStep]]:
     """Each backward that runs more often than the step behind it, with that step."""
+    if any(taken and FAULT.search(key) for key, taken in trace.decided.items()):
+        return  # a step that went wrong is left out, which makes no window
     for index, event in enumerate(trace.events):
         if not isinstance(event, Backward) or not (event.context.loops or trace.root):
             continue  # a function that is walked by itself may be called once a micro-batch

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 from ampwise_lint.interpreter.naming import as_role
-from ampwise_lint.path.state import State
+from ampwise_lint.path.state import Frame, State
 from ampwise_lint.source import library
 from ampwise_lint.source.nodes import Node
 from ampwise_lint.source.roles import LOSS, dotted
@@ -24,6 +25,7 @@ from ampwise_lint.values.abstract import (
     Parameters,
     Ref,
     Scaler,
+    Scope,
     Super,
     Tensor,
     Unknown,
@@ -101,23 +103,53 @@ def _of_instance(state: State, node: Node, owner: Instance, attr: str) -> Value:
         return _inherited(state, node, owner, found[0], text)
     if attr in NETWORK_METHODS and is_network(class_):
         return Bound(owner, attr, node)
+    if (made := _trainer_made_later(state, owner, attr)) is not None:
+        return made
     return as_role(state, Unknown(f"self.{attr}", "given", of=owner), text)
+
+
+def _trainer_made_later(state: State, owner: Instance, attr: str) -> Value | None:
+    """An Accelerator or Fabric that another method makes: it runs the steps, whoever calls that."""
+    for class_ in _own(owner.class_):
+        call = class_.module.assigned_in(class_.node).made.get(attr)
+        if call is None or not library.WRAPPERS.match(class_.module.imports.full(call.func)):
+            continue
+        scope = Scope(class_.module, class_.scope)
+        scope.names["self"] = owner
+        with state.in_frame(Frame(None, scope)):
+            made = state.evaluate(call, quiet=True)
+        owner.attributes[attr] = made
+        return made
+    return None
 
 
 ENUMS = ("Enum", "IntEnum", "StrEnum", "Flag")
 SETTINGS = re.compile(r"(config|cfg|options?|args|arguments|settings|hparams)$", re.IGNORECASE)
 """Classes of settings: what they are set to is what they are until somebody wants another."""
+OFF = (-1, 0, 1)
+"""Numbers that switch something off; what others are is what they are mostly left at."""
 
 
 def _is_placeholder(state: State, class_: Class, value: Value, attr: str, text: str) -> bool:
     """Whether an attribute is set to something else later: here, in a class derived, by a user."""
     if not isinstance(value, Const):
         return False
-    if isinstance(value.value, bool | str) and SETTINGS.search(class_.node.name):
+    is_choice = isinstance(value.value, bool | str) or value.value in OFF
+    if is_choice and SETTINGS.search(class_.node.name):
         return True
     used = value.value is None and bool(state.here.roles.methods.get(text))
-    assigned = class_.module.assigned_in(class_.node)
-    return (used and attr not in assigned.chosen) or attr in assigned.later
+    assigned = [each.module.assigned_in(each.node) for each in _own(class_)]
+    is_chosen = any(attr in each.chosen for each in assigned)
+    return (used and not is_chosen) or any(attr in each.later for each in assigned)
+
+
+def _own(class_: Class, seen: frozenset[int] = frozenset()) -> Iterator[Class]:
+    """A class, and those of the project that it derives from."""
+    if id(class_) not in seen:
+        yield class_
+        for base in class_.bases:
+            if isinstance(base, Class):
+                yield from _own(base, seen | {id(class_)})
 
 
 def _of_class(node: Node, owner: Class, attr: str) -> Value:

@@ -11,10 +11,10 @@ from ampwise_lint.interpreter.attributes import attribute
 from ampwise_lint.interpreter.items import element, item, listed
 from ampwise_lint.interpreter.naming import as_role
 from ampwise_lint.interpreter.operators import binary, compare, negate
-from ampwise_lint.path.conditions import decide, is_known
+from ampwise_lint.path.conditions import chosen, decide, is_known
 from ampwise_lint.path.state import State
 from ampwise_lint.source import library
-from ampwise_lint.source.roles import dotted
+from ampwise_lint.source.roles import SCHEDULER, dotted
 from ampwise_lint.torch_model import tensors
 from ampwise_lint.values.abstract import (
     FALSE,
@@ -84,7 +84,18 @@ def _subscript(state: State, node: ast.Subscript) -> Value:
             return next(iter(items))
         if items and all(isinstance(e, Ref) and library.is_optimizer(e.path) for e in items):
             return next(iter(items))
+    if isinstance(owner, DictValue) and not owner.open and _are_dtypes(owner):
+        return chosen(state, owner.items, index)
+    container = dotted(node.value)
+    if isinstance(owner, DictValue) and SCHEDULER.search(container.rpartition(".")[2]):
+        return Unknown(f"{container}[{key_of(index)}]", "given")
     return item(state, owner, key_of(index), dotted(node), node)
+
+
+def _are_dtypes(table: DictValue) -> bool:
+    """``{"fp16": torch.float16, "bf16": torch.bfloat16}``, which an option looks into."""
+    values = table.items.values()
+    return bool(values) and all(isinstance(e, Ref) and e.path in library.DTYPES for e in values)
 
 
 def _sequence(state: State, node: ast.Tuple | ast.List | ast.Set) -> Value:
@@ -252,7 +263,8 @@ def _yielded(state: State, node: Comprehension, wanted: ast.expr) -> Value:
 
 
 def _dict_comprehension(state: State, node: ast.DictComp) -> Value:
-    if (made := _for_each_name(state, node)) is not None:
+    made = _for_each_name(state, node) or _for_each_item(state, node)
+    if made is not None:
         return made
     value = _yielded(state, node, node.value)
     return value if isinstance(value, Tensor) else DictValue({"": value}, node, open=True)
@@ -274,6 +286,31 @@ def _for_each_name(state: State, node: ast.DictComp) -> Value | None:
         items[key.value if isinstance(key, Const) else key_of(key)] = state.evaluate(node.value)
     state.scope.names.clear()
     state.scope.names.update(names)
+    return DictValue(items, node)
+
+
+ITEMS = 8
+"""Entries of a dict that a comprehension over it is walked for."""
+
+
+def _for_each_item(state: State, node: ast.DictComp) -> Value | None:
+    """``{name: each.state_dict() for name, each in parts.items()}`` of what is in sight."""
+    (generator, *others), call = node.generators, node.generators[0].iter
+    if others or generator.ifs or not isinstance(call, ast.Call) or call.args:
+        return None
+    if not isinstance(call.func, ast.Attribute) or call.func.attr != "items":
+        return None
+    over = state.evaluate(call.func.value, quiet=True)
+    if not isinstance(over, DictValue) or over.open or not 1 < len(over.items) <= ITEMS:
+        return None
+    before = dict(state.scope.names)
+    items: dict[Any, Value] = {}
+    for key, value in over.items.items():
+        state.assign(generator.target, ListValue([Const(key), value]))
+        name = state.evaluate(node.key)
+        items[name.value if isinstance(name, Const) else key_of(name)] = state.evaluate(node.value)
+    state.scope.names.clear()
+    state.scope.names.update(before)
     return DictValue(items, node)
 
 

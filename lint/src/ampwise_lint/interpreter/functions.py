@@ -94,6 +94,8 @@ def _returned(state: State, frame: Frame, node: Node) -> Value:
     if value is None:
         value = next((each for each in frame.may_return if each is not NONE), NONE)
     truths = {e.value for e in cases if isinstance(e, Const) and isinstance(e.value, bool)}
+    if frame.returned is None:
+        truths.add(False)  # its end is reached, too: None
     if len(truths) > 1:
         return state.unknown(node, "called")
     if isinstance(value, Optimizer):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import re
 from typing import Any
 
 from ampwise_lint.interpreter.naming import as_role, named
 from ampwise_lint.path.state import State
 from ampwise_lint.source.nodes import Node
 from ampwise_lint.source.roles import dotted
+from ampwise_lint.torch_model import tensors
 from ampwise_lint.torch_model.python_functions import is_loader
 from ampwise_lint.values.abstract import (
     MOST,
@@ -18,8 +20,10 @@ from ampwise_lint.values.abstract import (
     ListValue,
     Loader,
     Model,
+    Optimizer,
     Parameter,
     Parameters,
+    Scheduler,
     Tensor,
     Unknown,
     Value,
@@ -27,7 +31,7 @@ from ampwise_lint.values.abstract import (
     key_of,
 )
 from ampwise_lint.values.contents import modules_in
-from ampwise_lint.values.events import GradientRead, Op
+from ampwise_lint.values.events import GradientRead, Op, Report
 
 
 def item(state: State, owner: Value, index: Any, text: str, node: Node | None = None) -> Value:
@@ -70,8 +74,29 @@ def set_item(
         state.emit(GradientRead, target, True)
     elif isinstance(owner, Tensor):
         state.emit(Op, target, "setitem", (owner, where, value), {}, owner)
+    elif _is_figure(state, owner_node, value):
+        statement = state.here.statement_of(target)
+        if isinstance(statement, ast.Assign):
+            given = statement.value
+            state.emit(Report, given, value, "", tensors.is_rescaled(given))
+    elif isinstance(owner, DictValue) and _is_state(value):
+        owner.items[key_of(where)] = value
     elif isinstance(owner, DictValue):
         owner.open = True
+
+
+FIGURES = re.compile(r"\.(loc|iloc|at|iat)$|hist(ory)?\b|(^|_)(metrics|stats|logs?|records?)\b")
+"""Tables of figures, by their names and how they are written to."""
+
+
+def _is_figure(state: State, table: ast.expr, value: Value) -> bool:
+    is_number = isinstance(value, Tensor) and value.host
+    return is_number and bool(FIGURES.search(state.here.unparsed(table)))
+
+
+def _is_state(value: Value) -> bool:
+    """Whether it is the state of something in sight: a checkpoint holds that, by whatever key."""
+    return isinstance(value, Parameters) and isinstance(value.of, Optimizer | Scheduler | Model)
 
 
 def listed(state: State, node: Node, items: list[Value]) -> Value:
@@ -98,6 +123,8 @@ def element(
             return Tensor(key=f"batch {where}", data=True)
         case Model() if modules := modules_in(over):
             return modules[min(state.micro_batch, len(modules) - 1)]
+        case Tensor() if _is_key(state, node, target):
+            return Unknown(f"key of {where}", loop=state.iteration)
         case Tensor() | Gradient():
             return over
         case Unknown(op="enumerate" | "zip" | "tqdm", operands=operands):
@@ -111,6 +138,19 @@ def element(
             return Const(_nth(state, known))
         case _:
             return Unknown(f"{dotted(target) or 'item'} of {where}", loop=state.iteration)
+
+
+def _is_key(state: State, node: Node, target: ast.expr) -> bool:
+    """Whether a loop takes its target for a key: ``for name in losses: losses[name]``."""
+    name = dotted(target)
+    if isinstance(node, ast.For | ast.AsyncFor):
+        over = state.here.unparsed(node.iter)
+    elif isinstance(node, ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp):
+        over = state.here.unparsed(node.generators[0].iter)
+    else:
+        return False
+    text = f"{over.removesuffix('.keys()')}[{name}]"
+    return bool(name) and text in state.here.unparsed(node)
 
 
 def _nth(state: State, items: dict[Any, Value]) -> Any:

@@ -33,6 +33,8 @@ from ampwise_lint.values.abstract import (
     ListValue,
     Loader,
     Manager,
+    Optimizer,
+    Scaler,
     Scope,
     Tensor,
     Unknown,
@@ -74,8 +76,24 @@ def _expression(state: State, node: ast.Expr) -> Flow:
 
 def _assign(state: State, node: ast.Assign) -> None:
     value = state.evaluate(node.value)
+    if isinstance(value, Tensor) and value.divided and state.unsure and _begins_sum(state, node):
+        value = value.but(grown=True, divided=False)
     for target in node.targets:
         state.assign(target, value)
+
+
+def _begins_sum(state: State, node: ast.Assign) -> bool:
+    """``if key not in sums: sums[key] = part``, where the other branch adds to it."""
+    around = state.here.parents.get(id(node))
+    if not isinstance(around, ast.If):
+        return False
+    text = state.here.unparsed(node.targets[0])
+    return any(
+        isinstance(each, ast.AugAssign)
+        and isinstance(each.op, ast.Add)
+        and state.here.unparsed(each.target) == text
+        for each in (*around.body, *around.orelse)
+    )
 
 
 def _annotated(state: State, node: ast.AnnAssign) -> None:
@@ -183,19 +201,39 @@ def _loop(
     over_data = _is_data(state.here, node, over)
     steps = len(state.trace)
     flow: Flow = ""
-    for iteration in (0, 1):
+    parts = _parts_with_state(over)
+    for iteration in range(max(2, parts)):
         with state.in_iteration(node, iteration, over_data=over_data):
             if target is not None:
                 state.assign(target, element(state, node, target, over, over_data))
             flow = state.execute(body)
         if flow in ("return", "raise", "break"):
             break
-        if flow != "continue" and not (_steps_in(state, node, steps) or _is_phases(over)):
+        again = parts or _steps_in(state, node, steps) or _is_phases(over)
+        if flow != "continue" and not again:
             break
     orelse: list[ast.stmt] = getattr(node, "orelse", [])
     if flow in ("return", "raise"):
         return flow if not state.unsure else ""
     return state.execute(orelse) if orelse and flow != "break" else ""
+
+
+MOST_PARTS = 8
+"""Parts of a training that a loop is walked for, each by itself."""
+
+
+def _parts_with_state(over: Value | None) -> int:
+    """How many parts a loop runs over that differ, an optimizer or a scaler among them."""
+    match over:
+        case Unknown(op="items", operands=(DictValue(items=known, open=False), *_)):
+            values = list(known.values())
+        case ListValue(items=values, repeats=False):
+            pass
+        case _:
+            return 0
+    kinds = {type(each) for each in values}
+    differ = len(kinds) > 1 and kinds & {Optimizer, Scaler}
+    return min(len(values), MOST_PARTS) if differ else 0
 
 
 def _steps_in(state: State, node: ast.stmt, since: int) -> bool:

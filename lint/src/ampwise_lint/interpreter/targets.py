@@ -20,14 +20,16 @@ from ampwise_lint.values.abstract import (
     Loader,
     Model,
     Optimizer,
+    Parameter,
     Scaler,
     Scheduler,
     Tensor,
     Unknown,
     Value,
+    is_low,
 )
 from ampwise_lint.values.contents import modules_in
-from ampwise_lint.values.events import GradientRead, ZeroGrad
+from ampwise_lint.values.events import CastDown, CastUp, GradientRead, ZeroGrad
 
 
 def assign(state: State, target: ast.expr, value: Value) -> None:
@@ -108,6 +110,11 @@ def _set_attribute(
     elif isinstance(owner, Gradient) and attr == "data":
         if isinstance(value, Gradient) and value.divisor is not None:
             state.emit(GradientRead, node, True, value.divisor)
+    elif isinstance(owner, Parameter) and attr == "data" and isinstance(value, Tensor):
+        if value.cast is not None and is_low(value.dtype):
+            state.emit(CastDown, value.cast.node, owner.of, value.cast.dtype)
+        elif value.dtype == "float32" and value.of is owner:
+            state.emit(CastUp, node, owner.of)
     elif isinstance(owner, Instance):
         before = owner.attributes.get(attr)
         owner.attributes[attr] = named(_kept(state, node, before, value), attr)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from ampwise_lint.path.state import State
 from ampwise_lint.values.abstract import (
     Const,
@@ -83,6 +86,16 @@ def _equals(state: State, value: Unknown, default: bool) -> bool:
     if holds:
         equal[subject] = repr(right.value)
     return holds
+
+
+def chosen(state: State, items: Mapping[Any, Value], index: Value) -> Value:
+    """What of some things an index that is not known picks on this path."""
+    *first, last = items
+    for name in first:
+        key = f"({key_of(index)} Eq {name!r})"
+        if decide(state, Unknown(key, op="Eq", operands=(index, Const(name)))):
+            return items[name]
+    return items[last]
 
 
 def exists(state: State, value: Scaler | Optimizer | Scheduler) -> None:

@@ -88,7 +88,8 @@ def _is_plain_sum(trace: Trace, backward: Backward, step: ScalerStep | Optimizer
             return False
         if repr(value) == _count(backward, step):
             return False
-    if _sees_whole_batch(_around(backward)):
+    around = _around(backward)
+    if _sees_whole_batch(around, _target(around)) or _calls_for_whole_batch(backward, around):
         return False
     # Gradients that are zeroed on each micro-batch do not add up.
     return not any(zeroed_with(trace, backward))
@@ -114,12 +115,35 @@ def _is_one(trace: Trace, backward: Backward, step: ScalerStep | OptimizerStep) 
     )
 
 
-def _sees_whole_batch(loop: Node) -> bool:
+def _target(loop: Node) -> str:
+    return dotted(loop.target) if isinstance(loop, ast.For) else ""
+
+
+def _calls_for_whole_batch(backward: Backward, loop: Node) -> bool:
+    """Whether the loss is that of all micro-batches in a function that is told which one is new."""
+    over = _target(loop)
+    defined = {
+        each.name: each
+        for each in backward.module.index.of(ast.FunctionDef)
+        if isinstance(each, ast.FunctionDef)
+    }
+    for call in ast.walk(loop):
+        function = defined.get(dotted(call.func)) if isinstance(call, ast.Call) else None
+        if not over or function is None or not isinstance(call, ast.Call):
+            continue
+        given = zip([each.arg for each in function.args.args], call.args, strict=False)
+        names = [name for name, value in given if dotted(value) == over]
+        names += [e.arg for e in call.keywords if e.arg is not None and dotted(e.value) == over]
+        if any(_sees_whole_batch(function, each) for each in names):
+            return True
+    return False
+
+
+def _sees_whole_batch(loop: Node, over: str) -> bool:
     """Whether each loss is that of all micro-batches: ``cat(kept[:i] + [new] + kept[i + 1:])``.
 
     So contrastive losses are accumulated: each backward adds what one micro-batch adds to it.
     """
-    over = dotted(loop.target) if isinstance(loop, ast.For) else ""
     cuts = [each.slice for each in ast.walk(loop) if isinstance(each, ast.Subscript)]
     uppers = {dotted(each.upper) for each in cuts if isinstance(each, ast.Slice) and each.upper}
     lowers = {

@@ -36,7 +36,7 @@ from ampwise_lint.findings import Edit
 from ampwise_lint.queries import edit
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.triggers import SCALER
-from ampwise_lint.values.abstract import Optimizer, Scaler
+from ampwise_lint.values.abstract import Optimizer, Scaler, Unknown
 from ampwise_lint.values.events import Made, ScalerStep
 
 
@@ -50,7 +50,11 @@ def check(code: Analysis) -> Iterator[Mistake]:
         }
         for step in trace.of(ScalerStep):
             event = made.get(id(step.scaler))
-            if event is None or not isinstance(step.optimizer, Optimizer):
+            if event is None:
+                continue
+            if isinstance(step.optimizer, Unknown) and _is_kept(step.optimizer, event):
+                yield _mistake(event)
+            if not isinstance(step.optimizer, Optimizer):
                 continue
             if not step.optimizer.path and "#" in step.optimizer.key:
                 continue  # made by a function nobody showed us, who knows how often
@@ -71,6 +75,13 @@ def _is_each_epoch(event: Made) -> bool:
     """Whether it is made in a function that somebody else calls for each epoch or step."""
     name = event.context.functions[-1].rpartition(".")[2] if event.context.functions else ""
     return bool(EPOCH.search(name)) and len(event.context.functions) == 1
+
+
+def _is_kept(optimizer: Unknown, event: Made) -> bool:
+    """Whether an optimizer, of a container, lives longer than the scaler of an epoch."""
+    names = [each.rpartition(".")[2] for each in event.context.functions[-1:]]
+    is_given = optimizer.made == "given" and "#" not in optimizer.key
+    return is_given and bool(event.context.loops) and any(map(EPOCH.search, names))
 
 
 def _mistake(event: Made) -> Mistake:

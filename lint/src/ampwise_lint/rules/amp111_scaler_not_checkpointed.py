@@ -3,7 +3,8 @@
 ## What it does
 Reports `torch.save` of a checkpoint with the optimizer's state and without the scaler's, functions
 not in sight that save and are given network and optimizer but no scaler, and
-`optimizer.load_state_dict` where the scaler's state is never loaded. Silent for weights alone.
+`optimizer.load_state_dict` where the scaler's state is never loaded; checkpoints of that kind where
+an Accelerator scales the losses, unless it saves itself. Silent for weights alone.
 
 ## Why is this bad
 `scaler.state_dict()` holds the scale and the growth tracker. Without it a resumed run starts
@@ -40,7 +41,7 @@ from functools import partial
 
 from ampwise_lint.analysis import Analysis
 from ampwise_lint.findings import Edit
-from ampwise_lint.queries import edit, is_real, receiver
+from ampwise_lint.queries import edit, is_real, is_scaled, receiver
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.nodes import Node
 from ampwise_lint.source.places import (
@@ -74,6 +75,7 @@ from ampwise_lint.values.events import Backward, Made, Save, ScalerStep, StateDi
 @rule("AMP111", "scaler-not-checkpointed", "warning", fix="unsafe", triggers=(SCALER,))
 def check(code: Analysis) -> Iterator[Mistake]:
     if not code.any(Backward, lambda e: is_real(e.scaled)) and not code.any(Made, _is_wrapper):
+        yield from _past_accelerator(code)
         return
     states = [each for each in code.of(StateDict) if isinstance(each.of, Scaler | Wrapper)]
     saved = any(not each.loads for each in states)
@@ -92,6 +94,25 @@ def check(code: Analysis) -> Iterator[Mistake]:
                 "the optimizer's state is loaded but not the scaler's: the run goes on at loss "
                 "scale 65,536 and skips steps until it fits; load the scaler's state too",
                 mend=partial(_load_edits, code, event),
+            )
+
+
+def _past_accelerator(code: Analysis) -> Iterator[Mistake]:
+    """Checkpoints of a training whose scaler an Accelerator holds."""
+    scaled = [e.scaled for t in code.traces for e in t.of(Backward) if is_scaled(e.scaled)]
+    trainers = [e for e in scaled if isinstance(e, Wrapper) and e.path.startswith("accelerate.")]
+    if not trainers or any("save_state" in used for used in code.module.roles.methods.values()):
+        return
+    when = "in float16 " if all(each.mixed == "any" for each in trainers) else ""
+    for save in _saves_without(code, saved=False):
+        if save.mapping is not None:
+            yield Mistake(
+                save.node,
+                save.module,
+                f"the checkpoint holds the optimizer's state, and {when}the Accelerator has a "
+                "scaler, whose state is not in it: a resumed run starts again at loss scale 65,536 "
+                "and skips steps until it fits; save accelerator.scaler.state_dict() too, or by "
+                "accelerator.save_state()",
             )
 
 

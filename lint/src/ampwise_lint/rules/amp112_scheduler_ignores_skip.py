@@ -50,7 +50,7 @@ from ampwise_lint.source.project import Module
 from ampwise_lint.source.roles import dotted
 from ampwise_lint.triggers import SCALER
 from ampwise_lint.values.abstract import Scheduler
-from ampwise_lint.values.events import ScalerStep, SchedulerStep, Update
+from ampwise_lint.values.events import ScalerStep, SchedulerStep, Site, Update
 
 
 @rule("AMP112", "scheduler-ignores-skip", "info", fix="unsafe", triggers=(SCALER,))
@@ -59,14 +59,16 @@ def check(code: Analysis) -> Iterator[Mistake]:
         for event in trace.of(SchedulerStep):
             if event.has_argument or _asks(event) or not isinstance(event.scheduler, Scheduler):
                 continue
-            if _is_beside_step(trace, event) and _is_of_learning_rate(event):
+            step = _step_beside(trace, event)
+            if step is not None and _is_of_learning_rate(event):
+                site = _site(event, step)
                 yield Mistake(
-                    event.node,
-                    event.module,
+                    site.node,
+                    site.module,
                     "the schedule moves on even when the scaler skipped the step: warm-up and "
                     "decay run ahead of the parameters; step it only if the scale did not fall "
                     "(before = scaler.get_scale(); ...; if scaler.get_scale() >= before)",
-                    mend=partial(_edits, event, trace),
+                    mend=partial(_edits, event, trace) if site.node is event.node else None,
                 )
 
 
@@ -86,9 +88,18 @@ def _is_of_learning_rate(event: SchedulerStep) -> bool:
     return known or "lr" in name or not OTHER.search(name)
 
 
-def _is_beside_step(trace: Trace, event: SchedulerStep) -> bool:
-    """Whether it runs as often as a scaler's step: in one loop, or in a function that makes one."""
-    return any(_is_as_often(event, each) for each in trace.of(ScalerStep))
+def _step_beside(trace: Trace, event: SchedulerStep) -> ScalerStep | None:
+    """A scaler's step that runs as often: in one loop, or in a function that makes one."""
+    return next((each for each in trace.of(ScalerStep) if _is_as_often(event, each)), None)
+
+
+def _site(event: SchedulerStep, step: ScalerStep) -> Site:
+    """Where a class in another file, which steps all its schedulers, is told to; else the step."""
+    own = {id(each.node) for each in step.context.sites}
+    apart = next((each for each in event.context.sites if id(each.node) not in own), None)
+    if apart is not None and apart.module is not event.module:
+        return apart
+    return Site(event.node, event.module, event.context.functions)
 
 
 def _is_as_often(event: SchedulerStep, step: ScalerStep) -> bool:
@@ -101,10 +112,11 @@ def _is_as_often(event: SchedulerStep, step: ScalerStep) -> bool:
 
 
 def _asks(event: SchedulerStep) -> bool:
-    """Whether it stands under a condition that looks at the scale."""
+    """Whether it stands under a condition that looks at the scale, in the loop of the steps."""
+    held = event.context.loops[0].held if event.context.loops else 0
     return any(
         "scale" in each.key or "skip" in each.key or "overflow" in each.key
-        for each in event.context.conditions
+        for each in event.context.conditions[held:]
     )
 
 

@@ -32,6 +32,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from functools import partial
+from itertools import takewhile
 
 from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.findings import Edit
@@ -168,11 +169,16 @@ def _starts_anew(event: Report | Accumulate, loop: Node) -> bool:
     if not isinstance(event.node, ast.AugAssign):
         return False
     name = dotted(event.node.target)
-    each_time = getattr(loop, "body", [])
+    each_time = list(takewhile(lambda each: not _skips(each), getattr(loop, "body", [])))
     return any(
         (_sets(each, name) and each not in each_time) or _is_multiplied(each, name)
         for each in ast.walk(loop)
     )
+
+
+def _skips(statement: ast.stmt) -> bool:
+    """``if (i + 1) % n: continue``: what stands behind it runs once a window."""
+    return isinstance(statement, ast.If) and isinstance(statement.body[-1], ast.Continue)
 
 
 def _sets(node: ast.AST, name: str) -> bool:

@@ -41,7 +41,7 @@ from ampwise_lint.source.places import block_of, has_own_lines, has_torch, in_re
 from ampwise_lint.source.project import Module
 from ampwise_lint.source.roles import EVALUATION, LOSS, RUNS, dotted
 from ampwise_lint.triggers import AUTOCAST, SCALER
-from ampwise_lint.values.abstract import Instance, Model, Region, key_of
+from ampwise_lint.values.abstract import Function, Instance, Model, Region, key_of
 from ampwise_lint.values.events import Backward, CastDown, Condition, Forward, Loss, Site
 
 TRAINING = re.compile(r"^(is_|do_|self\.)?(train|training|is_train)$")
@@ -74,7 +74,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
             place = _place(event, covered)
             if place is not event:  # a helper calls all networks by one name
                 same = _network(event) in networks
-            if same and place is not None and _validates(event):
+            if same and place is not None and _validates(event) and not _casts(event, code.module):
                 yield Mistake(
                     place.node,
                     place.module,
@@ -83,6 +83,31 @@ def check(code: Analysis) -> Iterator[Mistake]:
                     "time and memory; run it under the same autocast",
                     mend=partial(_edits, event, trace, all_trained) if place is event else None,
                 )
+
+
+CASTS = re.compile(
+    r"^class (\w+)\b(?:(?!^class )[\s\S])*?^[ \t]+@[\w.]*autocast(?!\([^)\n]*False)[^\n]*\n"
+    r"(?:[ \t]+@[^\n]*\n)*[ \t]+def forward\b",
+    re.MULTILINE,
+)
+"""A class whose forward is decorated with autocast."""
+
+
+def _casts(event: Forward, module: Module) -> bool:
+    """Whether a network runs in autocast wherever it is called, or one that is handed in may."""
+    network = event.model
+    while isinstance(network, Model) and network.wrapped and network.inner is not None:
+        network = network.inner
+    if isinstance(network, Instance):
+        found = network.class_.lookup("forward")
+        return found is not None and isinstance(found[0], Function) and _is_decorated(found[0])
+    is_given = isinstance(network, Model) and not network.path and "@" not in network.key
+    return is_given and module.project.made_beside(module, CASTS)
+
+
+def _is_decorated(function: Function) -> bool:
+    texts = [ast.unparse(each) for each in getattr(function.node, "decorator_list", [])]
+    return any("autocast" in each and "False" not in each for each in texts)
 
 
 def _beside(code: Analysis) -> set[tuple[int, bool]]:

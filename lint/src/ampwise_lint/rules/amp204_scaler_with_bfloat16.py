@@ -2,8 +2,8 @@
 
 ## What it does
 Reports an enabled `GradScaler(...)` that scales losses of a training whose autocast regions are
-all bfloat16, or that is enabled for bfloat16 only. Silent where the dtype is not known, or float16
-on another path.
+all bfloat16, or are where an option chooses that and leaves the scaler on, and one that is enabled
+for bfloat16 only. Silent where the dtype is not known.
 
 ## Why is this bad
 bfloat16 ends at 3.39e38, as float32 does, so gradients neither underflow nor overflow for want
@@ -37,7 +37,7 @@ from ampwise_lint.analysis import Analysis
 from ampwise_lint.queries import edit
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.triggers import SCALER
-from ampwise_lint.values.abstract import Scaler
+from ampwise_lint.values.abstract import Region, Scaler
 from ampwise_lint.values.events import Backward, Enter
 
 
@@ -45,13 +45,18 @@ from ampwise_lint.values.events import Backward, Enter
 def check(code: Analysis) -> Iterator[Mistake]:
     scalers: dict[int, Scaler] = {}
     dtypes: dict[int, set[str | None]] = defaultdict(set)
+    chosen: set[int] = set()
     for trace in code.traces:
-        regions = {each.region.dtype for each in trace.of(Enter)}
+        entered = [each.region for each in trace.of(Enter)]
+        regions = {each.dtype for each in entered}
         for event in trace.of(Backward):
             scaler = event.scaled
             if isinstance(scaler, Scaler) and scaler.path:
                 scalers[id(scaler.node)] = scaler
                 dtypes[id(scaler.node)] |= regions
+                chooses = regions == {"bfloat16"} and all(e.device != "cpu" for e in entered)
+                if chooses and _is_always_on(scaler, entered):
+                    chosen.add(id(scaler.node))
     for place, scaler in scalers.items():
         if dtypes[place] == {"bfloat16"} or _waits_for_bfloat16(scaler.node):
             yield Mistake(
@@ -61,12 +66,34 @@ def check(code: Analysis) -> Iterator[Mistake]:
                 "check and a host sync per step; use GradScaler(enabled=False), or none",
                 (edit("argument", scaler.node, "enabled=False"),),
             )
+        elif place in chosen:
+            yield Mistake(
+                scaler.node,
+                scaler.module,
+                "where bfloat16 is chosen for autocast the scaler is on, too: that has float32's "
+                "range, and loss scaling only costs a check and a host sync per step; enable the "
+                "scaler for float16 only",
+            )
+
+
+def _is_always_on(scaler: Scaler, entered: list[Region]) -> bool:
+    """Whether nothing switches a scaler off but what switches autocast off."""
+    switch = _enabled(scaler.node)
+    if switch is None or isinstance(switch, ast.Constant):
+        return not any(isinstance(each, ast.Starred) for each in getattr(scaler.node, "args", ()))
+    text = ast.unparse(switch)
+    own = [_enabled(each.node) for each in entered]
+    return any(each is not None and ast.unparse(each) == text for each in own)
+
+
+def _enabled(call: ast.AST) -> ast.expr | None:
+    given = call.keywords if isinstance(call, ast.Call) else []
+    return next((each.value for each in given if each.arg in ("enabled", None)), None)
 
 
 def _waits_for_bfloat16(call: ast.AST) -> bool:
     """``enabled=dtype == "bfloat16"``."""
-    given = call.keywords if isinstance(call, ast.Call) else []
-    match next((each.value for each in given if each.arg == "enabled"), None):
+    match _enabled(call):
         case ast.Compare(ops=[ast.Eq()], comparators=[ast.Constant(value=str(name))]):
             return name in ("bfloat16", "bf16", "torch.bfloat16")
         case ast.Compare(ops=[ast.Eq()], comparators=[ast.Attribute(attr="bfloat16")]):

@@ -35,7 +35,7 @@ from ampwise_lint.analysis import Analysis
 from ampwise_lint.queries import is_managed, is_unscaled
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.triggers import AUTOCAST, HALF
-from ampwise_lint.values.abstract import Scaler, Tensor
+from ampwise_lint.values.abstract import Const, Scaler, Tensor
 from ampwise_lint.values.events import Backward, Enter, Forward, Made, OptimizerStep, ScalerStep
 
 
@@ -71,8 +71,9 @@ def _is_in_forward(event: Enter) -> bool:
 
 
 def _has_factor(event: Backward) -> bool:
-    """Scaled by hand: AMP216's."""
-    return isinstance(event.tensor, Tensor) and event.tensor.factor is not None
+    """Scaled by hand: AMP216's. Times 0 a loss is switched off."""
+    factor = event.tensor.factor if isinstance(event.tensor, Tensor) else None
+    return factor is not None and not (isinstance(factor, Const) and factor.value == 0)
 
 
 def _mistake(event: Backward) -> Mistake:

@@ -3,7 +3,8 @@
 ## What it does
 Reports `model.half()` or `.to(torch.float16)` of a network, or of one of its modules, whose
 parameters are trained: through a scaler, by a trainer in float16 (`TrainingArguments(fp16=True)`),
-or by Adam, AdamW, NAdam or RAdam with an eps that is 0 in float16.
+or by Adam, AdamW, NAdam or RAdam with an eps that is 0 in float16; one finding for all casts of a
+function whose parameters one optimizer trains.
 
 ## Why is this bad
 `unscale_`, and `step` of an optimizer that is not fused, raise ValueError "Attempting to
@@ -38,8 +39,9 @@ import re
 from collections.abc import Iterator
 
 from ampwise_lint.analysis import Analysis, Trace
-from ampwise_lint.queries import is_led, is_part, loses_eps, owners, receiver
+from ampwise_lint.queries import is_led, is_part, loses_eps, owners, receiver, site_in, stays_half
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.source.places import functions_of
 from ampwise_lint.source.roles import dotted
 from ampwise_lint.triggers import HALF
 from ampwise_lint.values.abstract import Instance, Model, Optimizer, Wrapper, key_of
@@ -49,12 +51,27 @@ from ampwise_lint.values.events import Backward, CastDown, Managed, OptimizerSte
 @rule("AMP206", "half-parameters", "error", triggers=(HALF,))
 def check(code: Analysis) -> Iterator[Mistake]:
     helped = HELPED.search(code.module.source.text)
+    found: dict[tuple[object, ...], dict[int, CastDown]] = {}
     for trace in code.traces:
         is_managed = is_led(trace)
         for event in trace.of(CastDown):
             trainers = [] if helped else [*_scaling_behind(trace, event)]
-            if event.cast == "float16" and (trainers or not is_managed):
-                yield from _trained(trace, event, trainers)
+            if event.cast != "float16" or (is_managed and not trainers):
+                continue
+            if event.module.source.ignores(event.node.lineno, "AMP206"):
+                continue
+            if not stays_half(trace, event):
+                continue
+            for by, harm in _trained(trace, event, trainers):
+                within = functions_of(event.module, event.node)[:1]
+                cause = (id(event.module), *map(id, within), by, harm)
+                found.setdefault(cause, {})[id(event.node)] = event
+    told: set[int] = set()
+    for (*_, harm), casts in found.items():
+        if not told.issuperset(casts):
+            told.update(casts)
+            in_order = sorted(casts.values(), key=lambda each: each.node.lineno)
+            yield _mistake(code, in_order, str(harm))
 
 
 HELPED = re.compile(r"lora|peft|adapter|requires_grad", re.IGNORECASE)
@@ -92,9 +109,10 @@ def _is_in_place(cast: CastDown) -> bool:
             return False
 
 
-def _trained(trace: Trace, cast: CastDown, trainers: list[Wrapper]) -> Iterator[Mistake]:
+def _trained(trace: Trace, cast: CastDown, trainers: list[Wrapper]) -> Iterator[tuple[object, str]]:
+    """What trains the parameters that are cast, and what comes of that."""
     if any(e.network is not None and key_of(e.network) == key_of(cast.value) for e in trainers):
-        yield _mistake(cast, RAISES)
+        yield "trainer", RAISES
         return
     for step in trace.events:
         if not isinstance(step, ScalerStep | OptimizerStep):
@@ -103,21 +121,24 @@ def _trained(trace: Trace, cast: CastDown, trainers: list[Wrapper]) -> Iterator[
         if not isinstance(optimizer, Optimizer) or not _holds(optimizer, cast):
             continue
         if isinstance(step, ScalerStep) or trainers:
-            yield _mistake(cast, RAISES)
+            yield id(optimizer.node), RAISES
         elif loses_eps(optimizer):
-            yield _mistake(
-                cast,
-                "Adam's eps of 1e-8 is 0 in float16, so updates divide by zero and become NaN",
-            )
+            yield id(optimizer.node), DIVIDES
 
 
 RAISES = "unscale_, and step unless fused, raise ValueError (Attempting to unscale FP16 gradients)"
+DIVIDES = "Adam's eps of 1e-8 is 0 in float16, so updates divide by zero and become NaN"
 
 
-def _mistake(cast: CastDown, harm: str) -> Mistake:
+def _mistake(code: Analysis, casts: list[CastDown], harm: str) -> Mistake:
+    first = site_in(casts[0], code.module)
+    if first.node is not casts[0].node:
+        casts = casts[:1]  # a function of another file is told to cast them
+    lines = sorted({each.node.lineno for each in casts} - {casts[0].node.lineno})
+    also = f" (also in line{'s' * (len(lines) > 1)} {', '.join(map(str, lines))})" if lines else ""
     return Mistake(
-        cast.node,
-        cast.module,
-        f"the parameters themselves are float16: {harm}; keep parameters in float32 and run the "
-        "forward under autocast",
+        first.node,
+        first.module,
+        f"the parameters themselves are float16{also}: {harm}; keep parameters in float32 and run "
+        "the forward under autocast",
     )

@@ -2,7 +2,7 @@
 
 ## What it does
 Reports a constant beyond 65504, such as -1e9, that is filled into a float16 tensor: by
-`masked_fill`, `where`, `full_like` or assignment to a mask.
+`masked_fill`, `where`, `full_like`, assignment to a mask, or `+=` of a mask times the constant.
 
 ## Why is this bad
 `masked_fill` and `full_like` raise RuntimeError "value cannot be converted to type c10::Half
@@ -28,7 +28,7 @@ masked throughout the two constants give different weights.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from ampwise_lint.analysis import Analysis
 from ampwise_lint.findings import Edit
@@ -37,7 +37,7 @@ from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.places import has_torch
 from ampwise_lint.source.roles import dotted
 from ampwise_lint.triggers import AUTOCAST, HALF
-from ampwise_lint.values.abstract import Const, Tensor, Value
+from ampwise_lint.values.abstract import Const, Tensor, Unknown, Value
 from ampwise_lint.values.events import Op
 
 FLOAT16_MAX = 65504.0
@@ -48,7 +48,12 @@ FILLS = {"masked_fill": 2, "masked_fill_": 2, "where": 2, "setitem": 2, "full_li
 def check(code: Analysis) -> Iterator[Mistake]:
     for trace in code.traces:
         for event in trace.of(Op):
-            if event.path in FILLS and (value := _constant(event)) and _is_half(event):
+            if event.path in FILLS and (value := _constant(event.inputs, event.arguments)):
+                filled = _is_half(event)
+            else:
+                value = _added(event)
+                filled = value is not None
+            if filled and value is not None:
                 yield Mistake(
                     event.node,
                     event.module,
@@ -86,9 +91,25 @@ def _filled(event: Op) -> tuple[str, ast.expr | None]:
             return "", None
 
 
-def _constant(event: Op) -> float | None:
-    values: list[Value] = [*event.inputs, *event.arguments.values()]
-    for each in values:
+def _added(event: Op) -> float | None:
+    """The constant in ``scores += (1 - mask) * -1e9``: in place the sum stays float16."""
+    node = event.node
+    if not isinstance(node, ast.AugAssign) or event.path not in ("add", "sub"):
+        return None
+    first, other = event.inputs
+    if not isinstance(first, Tensor) or first.dtype != "float16":
+        return None
+    if "mask" not in event.module.unparsed(node.value).lower():
+        return None
+    match other:
+        case Tensor(op="mul", inputs=factors) | Unknown(op="mul", operands=factors):
+            return _constant(factors, {})
+        case _:
+            return None
+
+
+def _constant(inputs: Sequence[Value], arguments: Mapping[str, Value]) -> float | None:
+    for each in (*inputs, *arguments.values()):
         if isinstance(each, Const) and isinstance(each.value, int | float):
             size = abs(each.value)
             if FLOAT16_MAX < size < float("inf"):

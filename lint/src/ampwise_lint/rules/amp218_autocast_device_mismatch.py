@@ -2,7 +2,7 @@
 
 ## What it does
 Reports `autocast("cuda")` around a network that surely runs on the CPU, and a CUDA `GradScaler`
-for a step on the CPU. Silent where the device is not known.
+for a step on the CPU. Silent where the device is not known, or the CPU is for want of a GPU.
 
 ## Why is this bad
 Where CUDA is not available, both switch themselves off with no more than a warning ("CUDA is
@@ -73,11 +73,19 @@ def check(code: Analysis) -> Iterator[Mistake]:
 
 def _is_cpu(trace: Trace) -> bool:
     """Whether the path surely trains on the CPU, and not for want of a GPU."""
-    if any("available" in key or "cuda" in key or "cpu" in key for key in trace.decided):
+    if any(map(_asks, trace.decided)):
         return False
-    devices = {each.device for each in trace.of(Moved) if not each.context.no_grad}
-    models = [e.model for e in trace.of(Forward) if isinstance(e.model, Model)]
-    return (devices == {"cpu"}) or (bool(models) and all(each.cpu for each in models))
+    moved = [each for each in trace.of(Moved) if not each.context.no_grad]
+    if any(_asks(branch.key) for each in moved for branch in each.context.conditions):
+        return False
+    trained = [e.model for e in trace.of(Forward) if e.is_root and not e.context.no_grad]
+    is_cpu = bool(trained) and all(isinstance(each, Model) and each.cpu for each in trained)
+    return {each.device for each in moved} == {"cpu"} or is_cpu
+
+
+def _asks(condition: str) -> bool:
+    """Whether a condition asks for the device."""
+    return any(each in condition for each in ("available", "cuda", "cpu"))
 
 
 def _for_cuda(scaler: Scaler) -> bool:

@@ -36,7 +36,7 @@ import re
 from collections.abc import Iterator
 
 from ampwise_lint.analysis import Analysis, Trace
-from ampwise_lint.queries import is_led, is_scaled, loses_eps, owners
+from ampwise_lint.queries import is_led, is_scaled, loses_eps, owners, stays_half
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.triggers import AUTOCAST, HALF
 from ampwise_lint.values.abstract import Instance, Model, Optimizer, Wrapper, key_of
@@ -58,7 +58,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
             if not isinstance(event.value, Model | Instance):
                 continue
             given = key_of(event.value) in networks and event.cast == "bfloat16"
-            if given or (not led and _is_trained(trace, event)):
+            if (given or (not led and _is_trained(trace, event))) and stays_half(trace, event):
                 yield Mistake(
                     event.node,
                     event.module,

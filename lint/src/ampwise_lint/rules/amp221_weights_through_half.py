@@ -35,6 +35,7 @@ from ampwise_lint.source.places import assignments, scope_of
 from ampwise_lint.source.project import Module
 from ampwise_lint.source.roles import dotted
 from ampwise_lint.triggers import HALF
+from ampwise_lint.values.abstract import DictValue, Optimizer, Parameters, Tensor, is_low
 from ampwise_lint.values.events import Save
 
 HALVES = ("half", "bfloat16")
@@ -45,10 +46,13 @@ def check(code: Analysis) -> Iterator[Mistake]:
     yield from _through_half(code.module)
     for save in code.of(Save):
         made = save.mapping.node if save.mapping is not None else None
-        if isinstance(made, ast.Dict) and (half := _resumable_half(made)) is not None:
+        half = _resumable_half(made) if isinstance(made, ast.Dict) else None
+        place = None if half is None else (half, save.module)
+        if place is None and save.mapping is not None:
+            place = _half_state(save.mapping)
+        if place is not None:
             yield Mistake(
-                half,
-                save.module,
+                *place,
                 "a checkpoint that holds the optimizer's state is there to go on from, but its "
                 "weights are rounded to 16 bits: training resumes at other weights; save float32, "
                 "and halve what is handed out",
@@ -93,6 +97,16 @@ def _is_in_place(module: Module, call: ast.Call, names: tuple[str, ...]) -> bool
 def _is_copy(scope: ast.AST, name: str) -> bool:
     made = [each.value for each in assignments(scope, name) if each.value is not None]
     return any("copy" in ast.unparse(each) for each in made)
+
+
+def _half_state(mapping: DictValue) -> tuple[Node, Module] | None:
+    """The cast of weights that are saved with an optimizer's state: ``{k: v.half() for ...}``."""
+    states = [each.of for each in mapping.items.values() if isinstance(each, Parameters)]
+    if not any(isinstance(each, Optimizer) for each in states):
+        return None
+    tensors = [each for each in mapping.items.values() if isinstance(each, Tensor)]
+    casts = [each.cast for each in tensors if each.cast is not None and is_low(each.dtype)]
+    return (casts[0].node, casts[0].module) if casts else None
 
 
 def _resumable_half(made: ast.Dict) -> Node | None:

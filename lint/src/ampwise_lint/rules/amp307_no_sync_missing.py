@@ -2,7 +2,8 @@
 
 ## What it does
 Reports backward on the micro-batches of an accumulation window under DistributedDataParallel,
-in a file that nowhere uses `no_sync()` or `require_backward_grad_sync`.
+in a file that nowhere uses `no_sync()` or `require_backward_grad_sync`. Silent for a forward of
+`model.module`, which goes past the wrapper.
 
 ## Why is this bad
 DistributedDataParallel all-reduces gradients in every backward. Over a window of 8
@@ -34,6 +35,7 @@ be short.
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 
 from ampwise_lint.analysis import Analysis, Trace
@@ -45,7 +47,9 @@ from ampwise_lint.queries import (
     zeroed_with,
 )
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.source.places import assignments, scope_of
 from ampwise_lint.source.project import Module
+from ampwise_lint.source.roles import dotted
 from ampwise_lint.triggers import MIXED
 from ampwise_lint.values.abstract import Instance, Model
 from ampwise_lint.values.events import Event, Forward
@@ -56,11 +60,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
     if not uses_amp(code):
         return
     for trace in code.traces:
-        parallel = any(
-            isinstance(each.model, Model | Instance) and each.model.wrapped == "ddp"
-            for each in trace.of(Forward)
-        )
-        if not parallel:
+        if not any(map(_is_parallel, trace.of(Forward))):
             continue
         for event in _micro_batches(trace):
             if _is_handled(code.module) or _is_handled(event.module):
@@ -72,6 +72,22 @@ def check(code: Analysis) -> Iterator[Mistake]:
                 "of the window needs it: as many all-reduces as micro-batches; run the others "
                 "under model.no_sync()",
             )
+
+
+def _is_parallel(event: Forward) -> bool:
+    """Whether a forward goes through the wrapper, which only then reduces gradients."""
+    network = event.model
+    if not isinstance(network, Model | Instance) or network.wrapped != "ddp":
+        return False
+    name = dotted(getattr(event.node, "func", event.node))
+    made = assignments(scope_of(event.module, event.node), name)
+    return not name.endswith(".module") and not (made and all(map(_unwraps, made)))
+
+
+def _unwraps(made: ast.Assign | ast.AnnAssign | ast.AugAssign) -> bool:
+    """``inner = model.module``, perhaps only where it is wrapped."""
+    parts = ast.walk(made.value) if made.value is not None else ()
+    return any(isinstance(each, ast.Attribute) and each.attr == "module" for each in parts)
 
 
 def _micro_batches(trace: Trace) -> Iterator[Event]:

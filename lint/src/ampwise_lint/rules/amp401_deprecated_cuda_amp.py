@@ -2,6 +2,7 @@
 
 ## What it does
 Reports imports from `torch.cuda.amp` and `torch.cpu.amp`, and uses of these by their full path.
+Silent in a branch for other versions of torch, where the check has a branch with the new names.
 
 ## Why is this bad
 autocast, GradScaler, custom_fwd and custom_bwd of these modules issue a FutureWarning when they
@@ -26,14 +27,15 @@ cannot run on another.
 Safe: `--fix` changes import and calls and names the device. The old classes derive from the new
 ones, so behaviour stays the same. Left to the author, with the reason: imports that bring other
 names along, names that are handed on (`ctx = autocast if amp else nullcontext`: whoever calls that
-would have to name the device) or bound twice, and arguments by `*`. What stands in a branch for
-other versions of torch (`except ImportError`, a check of the version) is right there: it is
+would have to name the device) or bound twice, and arguments by `*`. What stands behind a check for
+other versions of torch (`try` with `except ImportError`, a comparison) that knows no new name is
 reported as info and never edited.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from ampwise_lint.analysis import Analysis
@@ -45,12 +47,16 @@ from ampwise_lint.source.nodes import Node
 from ampwise_lint.source.places import is_type, names_bound_by
 from ampwise_lint.source.project import Module
 from ampwise_lint.source.roles import dotted
-from ampwise_lint.source.versions import is_for_versions
+from ampwise_lint.source.versions import has_newer, is_for_versions
 from ampwise_lint.triggers import OLD_PACKAGES
 
 OLD = {"torch.cuda.amp": "cuda", "torch.cpu.amp": "cpu"}
 HOMES = (*OLD, *(f"{old}.{each}" for old in OLD for each in ("autocast_mode", "grad_scaler")))
 NAMES = ("autocast", "GradScaler", "custom_fwd", "custom_bwd")
+NEW = re.compile(
+    r"\btorch\.(amp|autocast|GradScaler)\b|from torch import [^\n]*\b(amp|autocast|GradScaler)\b"
+)
+"""What other versions of torch have instead."""
 ORDER = ("enabled", "dtype", "cache_enabled")
 """Arguments of the old autocast, by position."""
 
@@ -63,13 +69,13 @@ def check(code: Analysis) -> Iterator[Mistake]:
     module, found = code.module, code.module.imports
     for statement, names in found.statements:
         old = [each for each in names if _old_home(each)]
-        if old:
+        if old and not has_newer(module, statement, NEW):
             yield _mistake(statement, module, old[0], _import_edits(module, statement))
     for node, full in module.imports.uses(module.index):
         home = _old_home(full)
         if isinstance(node, ast.Name) or _from_alias(found, node):
             continue  # its import is reported
-        if home and full != home:
+        if home and full != home and not has_newer(module, node, NEW):
             yield _mistake(node, module, full, _path_edits(module, node, full))
 
 

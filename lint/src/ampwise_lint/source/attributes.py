@@ -16,22 +16,27 @@ class Assigned(NamedTuple):
     """In a method other than ``__init__``."""
     chosen: set[str]
     """In ``__init__``, to None in one case and to something in another."""
+    made: dict[str, ast.Call]
+    """In another method, to what a call returns."""
 
 
 def assigned(class_: ast.ClassDef) -> Assigned:
     """How methods set attributes of ``self``."""
     later, none, something = set[str](), set[str](), set[str]()
+    made: dict[str, ast.Call] = {}
     for method in class_.body:
         if isinstance(method, ast.FunctionDef):
             for name, value in _set_in(method):
                 if method.name != "__init__":
                     later.add(name)
+                    if isinstance(value, ast.Call):
+                        made[name] = value
                     continue
                 cases = [value.body, value.orelse] if isinstance(value, ast.IfExp) else [value]
                 for each in cases:
                     is_none = isinstance(each, ast.Constant) and each.value is None
                     (none if is_none else something).add(name)
-    return Assigned(later, none & something)
+    return Assigned(later, none & something, made)
 
 
 def _set_in(method: ast.FunctionDef) -> Iterator[tuple[str, ast.expr | None]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +14,7 @@ from ampwise_lint.source.imports import Imports, imports
 from ampwise_lint.source.nodes import Index, Node, span
 from ampwise_lint.source.outline import Outline
 from ampwise_lint.source.roles import Roles
-from ampwise_lint.source.text import Source, UnreadableError, read
+from ampwise_lint.source.text import Source, UnreadableError, read, read_text
 
 
 @dataclass(eq=False)
@@ -112,6 +113,7 @@ class Project:
         self._modules: dict[Path, Module | UnreadableError] = {}
         self.outlines: dict[Path, Outline] = {}
         """What the prefilter saw of files."""
+        self._texts: dict[Path, str] | None = None
         self._located: dict[tuple[Path, str, int], Path | None] = {}
 
     def module(self, path: Path) -> Module:
@@ -147,6 +149,33 @@ class Project:
         if key not in self._located:
             self._located[key] = self._locate(by.parent, name, level)
         return self._located[key]
+
+    def made_beside(self, module: Module, classes: re.Pattern[str]) -> bool:
+        """Whether a file that imports a module makes something of a class that the pattern finds.
+
+        By the texts of all files, for a question that is rarely asked.
+        """
+        texts = self._all_texts()
+        module.used.update(texts)
+        found = {match[1] for text in texts.values() for match in classes.finditer(text)}
+        if not found:
+            return False
+        makes = re.compile(rf"\b({'|'.join(found)})\(")
+        imports = re.compile(rf"import\b[^\n]*\b{module.path.stem}\b|\b{module.path.stem} import")
+        return any(
+            path != module.path and imports.search(text) and makes.search(text)
+            for path, text in texts.items()
+        )
+
+    def _all_texts(self) -> dict[Path, str]:
+        if self._texts is None:
+            self._texts = {}
+            for path in sorted(self.files):
+                try:
+                    self._texts[path] = read_text(path).text
+                except UnreadableError:
+                    continue
+        return self._texts
 
     def _locate(self, folder: Path, name: str, level: int) -> Path | None:
         parts = tuple(name.split(".")) if name else ()

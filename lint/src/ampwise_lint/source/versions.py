@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 
 from ampwise_lint.source.places import block_of
 from ampwise_lint.source.project import Module
@@ -22,16 +23,25 @@ ASKS = re.compile(
 
 def is_for_versions(module: Module, node: ast.AST) -> bool:
     """Whether a node stands in a branch for some versions: behind a failed import, or a check."""
+    return next(_checks(module, node), None) is not None
+
+
+def has_newer(module: Module, node: ast.AST, new: re.Pattern[str]) -> bool:
+    """Whether a node is in a branch for some versions, beside one for others with a new name."""
+    return any(new.search(module.unparsed(each)) for each in _checks(module, node))
+
+
+def _checks(module: Module, node: ast.AST) -> Iterator[ast.AST]:
+    """The checks for a version, and the attempts to import, that decide whether a node runs."""
     around = module.parents.get(id(node))
     while around is not None:
         if isinstance(around, ast.Try) and _falls_back(around, node):
-            return True
+            yield around
         if isinstance(around, ast.If | ast.IfExp) and ASKS.search(module.unparsed(around.test)):
-            return True
-        if isinstance(node, ast.stmt) and _is_left_over(module, node):
-            return True
+            yield around
+        if isinstance(node, ast.stmt):
+            yield from _left_for_others(module, node)
         node, around = around, module.parents.get(id(around))
-    return False
 
 
 def _falls_back(statement: ast.Try, inner: ast.AST) -> bool:
@@ -47,12 +57,10 @@ def _catches(handler: ast.ExceptHandler) -> bool:
     return any(each is not None and dotted(each) in MISSING for each in caught)
 
 
-def _is_left_over(module: Module, statement: ast.stmt) -> bool:
-    """Whether an earlier check of the version, in the same block, left for the other versions."""
+def _left_for_others(module: Module, statement: ast.stmt) -> Iterator[ast.If]:
+    """Earlier checks of the version, in the same block, that left for the other versions."""
     block = block_of(module, statement)
-    return any(
-        isinstance(each, ast.If)
-        and isinstance(each.body[-1], ast.Return | ast.Raise)
-        and ASKS.search(module.unparsed(each.test))
-        for each in block[: block.index(statement)]
-    )
+    for each in block[: block.index(statement)]:
+        leaves = isinstance(each, ast.If) and isinstance(each.body[-1], ast.Return | ast.Raise)
+        if isinstance(each, ast.If) and leaves and ASKS.search(module.unparsed(each.test)):
+            yield each

@@ -378,6 +378,15 @@ def _partial(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
     return Partial(a.positional[0], tuple(a.positional[1:]), a.named)
 
 
+def _chain(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
+    """``itertools.chain(a.parameters(), b.parameters())``: those of both."""
+    parts = flatten(a.positional)
+    owners: list[Value] = [each.of for each in parts if isinstance(each, Parameters)]
+    if a.open or not owners or len(owners) < len(parts):
+        return _other(state, node, path, a)
+    return Parameters(ListValue(owners), f"chain({', '.join(map(key_of, owners))})")
+
+
 def _available(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
     return Unknown(f"{path}()")
 
@@ -482,6 +491,8 @@ NAMES: dict[str, Handler] = {
     "apex.amp.scale_loss": _scale_loss,
     "deepspeed.initialize": _wrapper,
     "functools.partial": _partial,
+    "itertools.chain": _chain,
+    "itertools.chain.from_iterable": _chain,
     "ignite.distributed.auto_optim": _auto_optimizer,
 }
 """Functions and classes by their full names, as `library.canonical` has them: a row each."""

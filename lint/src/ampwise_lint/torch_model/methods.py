@@ -9,10 +9,11 @@ from typing import Any
 
 from ampwise_lint.path.state import State
 from ampwise_lint.source import library
-from ampwise_lint.source.roles import LOADER, LOSS, SCHEDULER
+from ampwise_lint.source.roles import LOADER, LOSS, SCHEDULER, dotted
 from ampwise_lint.torch_model import casts, networks, steps, tensor_methods, tensors
 from ampwise_lint.values.abstract import (
     NONE,
+    Cast,
     Class,
     Const,
     DictValue,
@@ -33,6 +34,7 @@ from ampwise_lint.values.abstract import (
     Unknown,
     Value,
     Wrapper,
+    is_low,
     key_of,
 )
 from ampwise_lint.values.arguments import Arguments
@@ -211,7 +213,7 @@ def _unknown(state: State, node: ast.Call, owner: Unknown, name: str, a: Argumen
         case _ if name in tensor_methods.READS and not a.positional:
             return tensors.read(state, node, owner, name)
         case "half" | "bfloat16" if not a.count:
-            return casts.halved(state, node, _as_made(owner), casts.HALVES[name])
+            return casts.halved(state, node, _as_made(state, node, owner), casts.HALVES[name])
         case "parameters" | "named_parameters":
             return Parameters(owner, f"{owner.key}.parameters")
         case "zero_grad":
@@ -272,13 +274,16 @@ def _passed(state: State, node: ast.Call, owner: Unknown, name: str, a: Argument
         return Tensor(key=owner.key, dtype="float32", of=owner)
     dtype = casts.dtype_given(a)
     if dtype in ("float16", "bfloat16"):
-        return casts.halved(state, node, _as_made(owner), dtype)
+        return casts.halved(state, node, _as_made(state, node, owner), dtype)
     return owner
 
 
-def _as_made(owner: Unknown) -> Value:
-    """What is halved: a network where what made it is called so."""
-    return Model(owner.key) if NETWORK_MADE.search(owner.key) else owner
+def _as_made(state: State, node: ast.Call, owner: Unknown) -> Value:
+    """What is halved: a network where what made it is called so, or what it is bound to."""
+    around = state.here.parents.get(id(node))
+    bound = dotted(around.targets[0]) if isinstance(around, ast.Assign) else ""
+    is_network = bool(bound) and state.here.roles.of(bound) == "network"
+    return Model(owner.key) if is_network or NETWORK_MADE.search(owner.key) else owner
 
 
 def _super(state: State, node: ast.Call, owner: Super, name: str, a: Arguments) -> Value:
@@ -307,6 +312,12 @@ def _const(state: State, node: ast.Call, owner: Const, name: str, a: Arguments) 
 
 
 def _parameter(state: State, node: ast.Call, owner: Parameter, name: str, a: Arguments) -> Value:
+    dtype = casts.HALVES.get(name) or (casts.dtype_given(a) if name in ("to", "type") else None)
+    if name in ("float", "double"):
+        return Tensor(dtype="float32", of=owner)
+    if is_low(dtype):
+        assert dtype is not None
+        return Tensor(dtype=dtype, cast=Cast(node, state.here, dtype), of=owner)
     return Unknown(f"parameter.{name}()", of=owner)
 
 

@@ -13,6 +13,7 @@ from ampwise_lint.torch_model import casts, steps, tensors, trainers
 from ampwise_lint.values.abstract import (
     FALSE,
     NONE,
+    Function,
     Instance,
     ListValue,
     Manager,
@@ -26,6 +27,7 @@ from ampwise_lint.values.arguments import Arguments
 from ampwise_lint.values.classes import is_network
 from ampwise_lint.values.contents import flatten, origins
 from ampwise_lint.values.events import (
+    CastUp,
     Clip,
     Forward,
     Managed,
@@ -95,15 +97,37 @@ def _network_moved(
     if dtype in ("float16", "bfloat16"):
         return casts.halved(state, node, owner, dtype)
     if isinstance(owner, Model):
-        owner.cpu = casts.device_given(a) == "cpu"
+        owner.cpu = casts.device_given(a) == "cpu" and not _is_for_want(state)
     return owner
+
+
+def _is_for_want(state: State) -> bool:
+    """Whether the path stands in a branch of ``if torch.cuda.is_available()``."""
+    return any("available" in each.key for each in state.context.conditions)
 
 
 def _network_as_it_is(
     state: State, node: ast.Call, owner: Model | Instance, name: str, a: Arguments
 ) -> Value:
     if isinstance(owner, Model):
-        owner.cpu = name == "cpu"
+        owner.cpu = name == "cpu" and not _is_for_want(state)
+    return owner
+
+
+def _network_cast_up(
+    state: State, node: ast.Call, owner: Model | Instance, name: str, a: Arguments
+) -> Value:
+    state.emit(CastUp, node, owner)
+    return owner
+
+
+def _applied(
+    state: State, node: ast.Call, owner: Model | Instance, name: str, a: Arguments
+) -> Value:
+    """``model.apply(function)``, where that makes modules half."""
+    function = a.first("fn")
+    if isinstance(function, Function) and id(function.node) in function.module.roles.core:
+        state.call(function, Arguments([Model(f"{key_of(owner)}.modules")]), node)
     return owner
 
 
@@ -172,14 +196,15 @@ OF_NETWORKS: dict[
     **dict.fromkeys(("parameters", "named_parameters"), _parameters_of),
     **dict.fromkeys(("train", "eval"), _mode),
     **dict.fromkeys(casts.HALVES, casts.halved_by_name),
-    **dict.fromkeys(("float", "double"), casts.same),
+    **dict.fromkeys(("float", "double"), _network_cast_up),
     **dict.fromkeys(("to", "type"), _network_moved),
     **dict.fromkeys(
-        ("cuda", "cpu", "requires_grad_", "apply", "compile", "xpu", "share_memory"),
+        ("cuda", "cpu", "requires_grad_", "compile", "xpu", "share_memory"),
         _network_as_it_is,
     ),
     **dict.fromkeys(("state_dict", "load_state_dict"), _state_of),
     **dict.fromkeys(("backward", "step"), _network_steps),
+    "apply": _applied,
     "zero_grad": _network_zeroed,
     "clip_grad_norm_": _network_clipped,
     "manual_backward": _manual_backward,

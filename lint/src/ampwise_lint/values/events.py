@@ -298,6 +298,13 @@ class CastDown(Event):
 
 
 @dataclass(eq=False, slots=True)
+class CastUp(Event):
+    """``.float()`` of a network, or of its parameters in place."""
+
+    value: Value
+
+
+@dataclass(eq=False, slots=True)
 class Accumulate(Event):
     """Something is added to a running sum."""
 
