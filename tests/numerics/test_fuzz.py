@@ -36,11 +36,11 @@ def quiet(seed: int, folder) -> bool:
 
 
 def test_planted_faults_are_located(tmp_path):
-    assert sum(located(seed, tmp_path) for seed in range(30)) >= 29
+    assert sum(located(seed, tmp_path) for seed in range(12)) >= 11
 
 
 def test_clean_networks_raise_no_alarm(tmp_path):
-    assert sum(quiet(seed, tmp_path) for seed in range(30)) == 30
+    assert sum(quiet(seed, tmp_path) for seed in range(12)) == 12
 
 
 @pytest.mark.parametrize("seed", [1195, 1278])

@@ -55,7 +55,7 @@ def test_no_trial_sees_another(processes, tmp_path):
 def test_one_that_takes_too_long_is_ended_and_the_next_begins(processes, tmp_path):
     write(tmp_path, "import os, time\nfrom pathlib import Path\n"
                     "Path('pid').write_text(str(os.getpid()))\ntime.sleep(600)\n")  # fmt: skip
-    assert processes.run(CONTROL, 10.0) == LATE
+    assert processes.run(CONTROL, 4.0) == LATE
     pid = tmp_path / "pid"
     if pid.exists():  # else it has not come so far
         with pytest.raises(ProcessLookupError):
