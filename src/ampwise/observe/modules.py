@@ -14,6 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from ampwise.observe.patches import Patches, unseen
@@ -55,9 +56,12 @@ class Modules:
     def install(self, patches: Patches) -> None:
         """Put it in place."""
         real, here, session = nn.Module.__call__, self._here, self._session
+        is_compiling = torch.compiler.is_compiling
 
         def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            if here.depth or session.in_backward or not session.active:
+            # The compiler is inside of a module; torch 2.11's takes a thread's own depth for 0.
+            inside = here.depth or session.in_backward or is_compiling()
+            if inside or not session.active:
                 if self.inner is None:
                     return real(module, *args, **kwargs)
                 return self._inside(real, module, args, kwargs)
