@@ -419,8 +419,11 @@ def _fails_alike(step: Observed, recorded: Recorded) -> bool:
 def _compiled_already() -> bool:
     """Whether something that is no module was given to ``torch.compile`` before."""
     # By type, not isinstance, which asks objects for their class, and some of them warn.
-    functions = (each for each in gc.get_objects() if type(each) is FunctionType)
-    return any("_is_torch_compile" in vars(each) for each in functions)
+    functions = (vars(each) for each in gc.get_objects() if type(each) is FunctionType)
+    return any(
+        "_torchdynamo_orig_callable" in each and not each.get("_torchdynamo_disable")
+        for each in functions
+    )
 
 
 def _broken(optimizer: Optimizer) -> bool:
