@@ -103,6 +103,10 @@ def _moved(state: State, node: ast.Call, owner: Tensor, name: str, a: Arguments)
     return owner if dtype is None else owner.but(dtype=dtype)
 
 
+COPIES = ("detach", "data", "view", "flatten", "clone", "reshape", "contiguous")
+"""Methods of gradients that give what they hold."""
+
+
 def gradient(state: State, node: ast.Call, owner: Gradient, name: str, a: Arguments) -> Value:
     """Call a method of a gradient."""
     if name in ("zero_", "detach_", "requires_grad_") or (name == "fill_" and a.count == 1):
@@ -117,10 +121,10 @@ def gradient(state: State, node: ast.Call, owner: Gradient, name: str, a: Argume
         if "clip" in text or "max_norm" in text or "clamp" in text:
             state.emit(Clip, node, owner.of, True)
         else:
-            state.emit(GradientRead, node, True, a.first("other"))
+            state.emit(GradientRead, node, True, a.first("other"), is_linear=True)
         return owner
-    if name in ("detach", "data", "view", "flatten", "clone"):
-        state.emit(GradientRead, node)
+    if name in COPIES:
+        state.emit(GradientRead, node, copies=True)
         return owner
     state.emit(GradientRead, node, name.endswith("_"))
     return Tensor(key=f"gradient {name}", op=f"grad.{name}", inputs=(owner,))
