@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 
 from ampwise_lint.path.conditions import exists
 from ampwise_lint.path.state import State
@@ -125,10 +126,25 @@ def optimizer(state: State, node: ast.Call, owner: Optimizer, name: str, a: Argu
     return state.unknown(node, "called")
 
 
+COUNT = re.compile(r"(step|iter|epoch|update|batch|idx|index|count)\w*$|^(it|i|n|num)$")
+FIGURE = re.compile(r"loss|metric|acc|score|val|best|mean|avg|error")
+
+
+def _counts(call: ast.Call) -> bool:
+    """``step(epoch)``, ``step(epoch + i / len(loader))``: a place in the schedule, no metric."""
+    given = [*call.args, *(each.value for each in call.keywords)]
+    parts = [part for each in given for part in ast.walk(each)]
+    names = [each.id for each in parts if isinstance(each, ast.Name)]
+    names += [each.attr for each in parts if isinstance(each, ast.Attribute)]
+    is_figure = any(FIGURE.search(each.lower()) for each in names)
+    return not is_figure and any(COUNT.search(each.lower()) for each in names)
+
+
 def scheduler(state: State, node: ast.Call, owner: Scheduler, name: str, a: Arguments) -> Value:
     """Call a method of a scheduler."""
     if name in ("step", "step_update", "step_batch"):
-        state.emit(SchedulerStep, node, owner, a.count > 0)
+        # By what it is given: of several schedulers that options choose from, one is known here.
+        state.emit(SchedulerStep, node, owner, a.count > 0 and not _counts(node))
     return state.unknown(node, "called")
 
 

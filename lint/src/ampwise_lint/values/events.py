@@ -219,7 +219,8 @@ class SchedulerStep(Event):
     """``scheduler.step()``."""
 
     scheduler: Value
-    has_argument: bool = False
+    has_metric: bool = False
+    """It is given something else than a count of epochs or steps."""
 
 
 @dataclass(eq=False, slots=True)
