@@ -84,18 +84,26 @@ def _subscript(state: State, node: ast.Subscript) -> Value:
             return next(iter(items))
         if items and all(isinstance(e, Ref) and library.is_optimizer(e.path) for e in items):
             return next(iter(items))
-    if isinstance(owner, DictValue) and not owner.open and _are_dtypes(owner):
-        return chosen(state, owner.items, index)
+    if isinstance(owner, DictValue) and not owner.open and (dtypes := _dtypes_of(owner)):
+        return chosen(state, dtypes, index)
     container = dotted(node.value)
     if isinstance(owner, DictValue) and SCHEDULER.search(container.rpartition(".")[2]):
         return Unknown(f"{container}[{key_of(index)}]", "given")
     return item(state, owner, key_of(index), dotted(node), node)
 
 
-def _are_dtypes(table: DictValue) -> bool:
-    """``{"fp16": torch.float16, "bf16": torch.bfloat16}``, which an option looks into."""
-    values = table.items.values()
-    return bool(values) and all(isinstance(e, Ref) and e.path in library.DTYPES for e in values)
+def _dtypes_of(table: DictValue) -> dict[Any, Value]:
+    """``{"fp16": torch.float16, "bf16": torch.bfloat16}``, which an option looks into.
+
+    Empty for a table of anything else; integers are no dtypes to train in.
+    """
+    items = table.items
+    if not all(isinstance(e, Ref) and e.path in DTYPES for e in items.values()):
+        return {}
+    return {k: e for k, e in items.items() if isinstance(e, Ref) and e.path in library.DTYPES}
+
+
+DTYPES = library.DTYPES.keys() | {f"torch.{each}" for each in library.TYPES}
 
 
 def _sequence(state: State, node: ast.Tuple | ast.List | ast.Set) -> Value:
