@@ -17,6 +17,7 @@ from ampwise_lint.source import library
 from ampwise_lint.source.roles import SCHEDULER, dotted
 from ampwise_lint.torch_model import tensors
 from ampwise_lint.values.abstract import (
+    LOW,
     FALSE,
     NONE,
     TRUE,
@@ -100,7 +101,12 @@ def _dtypes_of(table: DictValue) -> dict[Any, Value]:
     items = table.items
     if not all(isinstance(e, Ref) and e.path in DTYPES for e in items.values()):
         return {}
-    return {k: e for k, e in items.items() if isinstance(e, Ref) and e.path in library.DTYPES}
+    found = {k: e for k, e in items.items() if isinstance(e, Ref) and e.path in library.DTYPES}
+    first = next(iter(found), None)
+    # Next to the first those of 16 bits: what a path may choose is asked in this order.
+    return dict(
+        sorted(found.items(), key=lambda e: e[0] != first and library.DTYPES[e[1].path] not in LOW)
+    )
 
 
 DTYPES = library.DTYPES.keys() | {f"torch.{each}" for each in library.TYPES}
