@@ -134,7 +134,9 @@ SETTING = re.compile(
 )
 """What is switched on to look into a training, not to train."""
 
-COUNTER = re.compile(r"(^|[._])(steps?|it|iters?|iteration|idx|index|i|n|batch_?(idx|i|id)?|count)$")
+COUNTER = re.compile(
+    r"(^|[._])(steps?|it|iters?|iteration|idx|index|i|n|batch_?(idx|i|id)?|count)$"
+)
 """Names of what counts steps."""
 
 
@@ -376,7 +378,7 @@ def zeroed_with(trace: Trace, backward: Backward) -> Iterator[ZeroGrad]:
         if [each.serial for each in inner] != around or event.context.is_periodic:
             continue
         loop = inner[0].node if inner else None
-        rare = (_is_rare(each, loop) for each in event.context.branches)
+        rare = (_is_rare(each, loop, event.module) for each in event.context.branches)
         if not any(rare) and not _gives_up(event, backward):
             yield event
 

@@ -17,8 +17,8 @@ from ampwise_lint.source import library
 from ampwise_lint.source.roles import SCHEDULER, dotted
 from ampwise_lint.torch_model import tensors
 from ampwise_lint.values.abstract import (
-    LOW,
     FALSE,
+    LOW,
     NONE,
     TRUE,
     Const,
@@ -101,12 +101,11 @@ def _dtypes_of(table: DictValue) -> dict[Any, Value]:
     items = table.items
     if not all(isinstance(e, Ref) and e.path in DTYPES for e in items.values()):
         return {}
-    found = {k: e for k, e in items.items() if isinstance(e, Ref) and e.path in library.DTYPES}
-    first = next(iter(found), None)
+    paths = {k: e.path for k, e in items.items() if isinstance(e, Ref) and e.path in library.DTYPES}
+    first = next(iter(paths), None)
     # Next to the first those of 16 bits: what a path may choose is asked in this order.
-    return dict(
-        sorted(found.items(), key=lambda e: e[0] != first and library.DTYPES[e[1].path] not in LOW)
-    )
+    order = sorted(paths, key=lambda k: k != first and library.DTYPES[paths[k]] not in LOW)
+    return {key: items[key] for key in order}
 
 
 DTYPES = library.DTYPES.keys() | {f"torch.{each}" for each in library.TYPES}

@@ -45,7 +45,6 @@ from ampwise_lint.values.abstract import Tensor, Value
 from ampwise_lint.values.contents import flatten
 from ampwise_lint.values.events import Backward, Loss
 
-
 PROMOTE = {"mse_loss", "l1_loss", "smooth_l1_loss"}
 """Losses that run in the wider dtype of output and target."""
 

@@ -13,6 +13,7 @@ from ampwise_lint.values.abstract import (
     NONE,
     Const,
     DictValue,
+    Instance,
     ListValue,
     Manager,
     Optimizer,
@@ -46,7 +47,7 @@ RUNS_STEP = {"fit", "train", "step", "optimizer_step"}
 def scaler(state: State, node: ast.Call, scaler: Scaler, name: str, a: Arguments) -> Value:
     """Call a method of a scaler."""
     exists(state, scaler)
-    first = a.first("optimizer", "outputs")
+    first = _held(a.first("optimizer", "outputs"))
     result = Unknown(f"{scaler.key}.{name}()", scale=name == "get_scale", loop=state.iteration)
     if scaler.opaque:
         state.emit(Managed, node, scaler.key)
@@ -59,7 +60,8 @@ def scaler(state: State, node: ast.Call, scaler: Scaler, name: str, a: Arguments
             return _scaled(state, scaler, first, node) if is_on else first or NONE
         case "step":
             if is_on:
-                closure = next((each for each in a.values if each is not first), None)
+                given = a.first("optimizer", "outputs")
+                closure = next((each for each in a.values if each is not given), None)
                 state.emit(ScalerStep, node, scaler, first, closure)
             elif isinstance(first, Optimizer):
                 state.emit(OptimizerStep, node, first)
@@ -84,6 +86,14 @@ def scaler(state: State, node: ast.Call, scaler: Scaler, name: str, a: Arguments
             return result
         case _:
             return result
+
+
+def _held(value: Value | None) -> Value | None:
+    """The optimizer in an object of the project's own class that steps it."""
+    if not isinstance(value, Instance) or value.class_.lookup("step") is None:
+        return value
+    held = [each for each in value.attributes.values() if isinstance(each, Optimizer)]
+    return held[0] if len(held) == 1 else value
 
 
 def _scaled(state: State, scaler: Scaler, value: Value | None, node: Node) -> Value:
