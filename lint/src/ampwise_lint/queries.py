@@ -11,7 +11,7 @@ from itertools import takewhile
 from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.findings import Change, Edit
 from ampwise_lint.source.nodes import Node, span
-from ampwise_lint.source.places import in_reach, is_inside, names
+from ampwise_lint.source.places import in_reach, is_inside, names, scope_of
 from ampwise_lint.source.project import Module
 from ampwise_lint.source.roles import dotted, leaves
 from ampwise_lint.values.abstract import (
@@ -134,7 +134,9 @@ SETTING = re.compile(
 )
 """What is switched on to look into a training, not to train."""
 
-COUNTER = re.compile(r"(^|[._])(steps?|iters?|iteration|idx|index|i|n|batch_?(idx|i|id)?|count)$")
+COUNTER = re.compile(
+    r"(^|[._])(steps?|it|iters?|iteration|idx|index|i|n|batch_?(idx|i|id)?|count)$"
+)
 """Names of what counts steps."""
 
 
@@ -155,7 +157,7 @@ def is_hot(event: Event, steps: Steps, trace: Trace) -> bool:
         loop = around[0].node
         conditions = event.context.branches_in(around[0])
     return not any(
-        (each.periodic or SETTING.search(each.key) or _is_rare(each, loop))
+        (each.periodic or SETTING.search(each.key) or _is_rare(each, loop, event.module))
         and id(each.node) not in steps.windows
         for each in conditions
     )
@@ -167,14 +169,17 @@ def _is_of_step(event: Event, steps: Steps) -> bool:
     return any(is_inside(event.module, event.node, each) for each in inner)
 
 
-def _is_rare(branch: Condition, loop: Node | None) -> bool:
+def _is_rare(branch: Condition, loop: Node | None, module: Module) -> bool:
     """Whether a branch is taken once or so: it ends the loop, or waits for one step or a flag."""
     if not isinstance(branch.node, ast.If):
         return False
     body = branch.node.body if branch.taken else branch.node.orelse
     if _ends(body, branch.node, loop) or _is_once(branch.node):
         return True
-    return branch.taken and (_is_one_step(branch.node.test) or _is_fault(branch.node.test))
+    if not branch.taken:
+        return False
+    test = branch.node.test
+    return _is_one_step(test) or _is_fault(test) or _is_of_warnings(module, test)
 
 
 def _is_fault(test: ast.expr) -> bool:
@@ -183,13 +188,32 @@ def _is_fault(test: ast.expr) -> bool:
     return "isnan" in text or "isinf" in text or ("not " in text and "finite" in text)
 
 
+def _is_of_warnings(module: Module, test: ast.expr) -> bool:
+    """``if len(caught) > 0`` of ``with warnings.catch_warnings(record=True) as caught``."""
+    asked = {each.id for each in ast.walk(test) if isinstance(each, ast.Name)} - {"len", "any"}
+    if len(asked) != 1 or "warnings" not in module.imports.names.values():
+        return False
+    return any(
+        dotted(getattr(item.context_expr, "func", item)).endswith("catch_warnings")
+        and isinstance(item.optional_vars, ast.Name)
+        and item.optional_vars.id in asked
+        for each in ast.walk(scope_of(module, test))
+        if isinstance(each, ast.With)
+        for item in each.items
+    )
+
+
 def _is_one_step(test: ast.expr) -> bool:
-    """``step == 0``, also among other conditions."""
+    """``step == 0``, ``step in shown``, also among other conditions."""
     match test:
         case ast.Compare(left=left, ops=[ast.Eq()], comparators=[ast.Constant(value=int())]):
             return bool(COUNTER.search(dotted(left)))
+        case ast.Compare(left=left, ops=[ast.In()], comparators=[ast.Name() | ast.Attribute()]):
+            return bool(COUNTER.search(dotted(left)))
         case ast.BoolOp(op=ast.And(), values=values):
             return any(map(_is_one_step, values))
+        case ast.BoolOp(op=ast.Or(), values=values):
+            return all(map(_is_one_step, values))
         case _:
             return False
 
@@ -354,7 +378,7 @@ def zeroed_with(trace: Trace, backward: Backward) -> Iterator[ZeroGrad]:
         if [each.serial for each in inner] != around or event.context.is_periodic:
             continue
         loop = inner[0].node if inner else None
-        rare = (_is_rare(each, loop) for each in event.context.branches)
+        rare = (_is_rare(each, loop, event.module) for each in event.context.branches)
         if not any(rare) and not _gives_up(event, backward):
             yield event
 

@@ -110,7 +110,7 @@ def _augmented(state: State, node: ast.AugAssign) -> None:
         if clips:
             state.emit(Clip, node, before.of, True)
         else:
-            state.emit(GradientRead, node, True, added)
+            state.emit(GradientRead, node, True, added, is_linear=edit is not None)
         return
     if isinstance(node.op, ast.Add | ast.Sub):
         _running_sum(state, node, before, added)

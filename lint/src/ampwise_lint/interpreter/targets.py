@@ -106,10 +106,10 @@ def _set_attribute(
             state.emit(ZeroGrad, node, owner)
         else:
             divisor = value.divisor if isinstance(value, Gradient) else None
-            state.emit(GradientRead, node, True, divisor, value)
+            state.emit(GradientRead, node, True, divisor, value, is_linear=divisor is not None)
     elif isinstance(owner, Gradient) and attr == "data":
         if isinstance(value, Gradient) and value.divisor is not None:
-            state.emit(GradientRead, node, True, value.divisor)
+            state.emit(GradientRead, node, True, value.divisor, is_linear=True)
     elif isinstance(owner, Parameter) and attr == "data" and isinstance(value, Tensor):
         if value.cast is not None and is_low(value.dtype):
             state.emit(CastDown, value.cast.node, owner.of, value.cast.dtype)

@@ -3,7 +3,8 @@
 ## What it does
 Reports code that reads, logs or edits gradients (`p.grad`, norms, histograms) between a scaled
 backward and `scaler.step(optimizer)`, with no `unscale_` before it, or between a trainer's backward
-in float16 and its clipping. Setting a gradient to None is no reading.
+in float16 and its clipping. Setting a gradient to None is no reading. Silent where gradients are
+averaged over ranks, or multiplied or divided by anything: unscaling gives the same behind it.
 
 ## Why is this bad
 The values are the true gradients times the loss scale: 65536 times too large at first, and
@@ -30,6 +31,8 @@ function as the step. Constants that were tuned on scaled values have to be tune
 
 from __future__ import annotations
 
+import ast
+import re
 from collections.abc import Iterator
 
 from ampwise_lint.analysis import Analysis, Trace
@@ -43,6 +46,8 @@ from ampwise_lint.queries import (
 )
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.nodes import Node, lines_of
+from ampwise_lint.source.places import scope_of
+from ampwise_lint.source.roles import dotted
 from ampwise_lint.triggers import AUTOCAST, SCALER
 from ampwise_lint.values.abstract import Wrapper
 from ampwise_lint.values.events import (
@@ -69,7 +74,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
                     scaled = event if is_scaled(event.scaled) else None
                 case ZeroGrad():
                     scaled, read = None, []
-                case GradientRead() if scaled is not None:
+                case GradientRead() if scaled is not None and not _commutes(event):
                     read.append(event)
                 case Managed(unscales=True) | OptimizerStep():
                     trainer = scaled.scaled if scaled is not None else None
@@ -81,6 +86,20 @@ def check(code: Analysis) -> Iterator[Mistake]:
                     scaled, read = None, []
                 case _:
                     pass
+
+
+REDUCES = re.compile(r"\ball_?reduce|\breduce_scatter")
+
+
+def _commutes(read: GradientRead) -> bool:
+    """Whether it does to scaled gradients what it does to others: a factor, a mean over ranks."""
+    if read.is_linear or not read.copies:
+        return read.is_linear
+    around = scope_of(read.module, read.node)
+    return around is not read.module.tree and any(
+        isinstance(each, ast.Call) and REDUCES.search(dotted(each.func))
+        for each in ast.walk(around)
+    )
 
 
 def _by_trainer(read: GradientRead, trainer: Wrapper) -> Mistake:

@@ -39,7 +39,7 @@ import ast
 from collections.abc import Iterator
 from functools import partial
 
-from ampwise_lint.analysis import Analysis
+from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.findings import Edit
 from ampwise_lint.queries import edit, is_real, is_scaled, receiver
 from ampwise_lint.rule import Mistake, rule
@@ -132,7 +132,10 @@ def _is_wrapper(event: Made) -> bool:
 def _saves_without(code: Analysis, saved: bool) -> list[Save]:
     """Saves of an optimizer's state without a scaler's, on any path, each mistake once."""
     saves = [each for trace in code.traces for each in trace.of(Save)]
-    whole = {id(each.node) for each in saves if _holds(each.mapping, Scaler)}
+    complete = [each for each in saves if _holds(each.mapping, Scaler)]
+    whole = {id(each.node) for each in complete}
+    called = {_calls(each) for each in complete}
+    scaled = {id(e) for t in code.traces if _is_scaled(t) for e in t.of(Save)}
     found: dict[object, Save] = {}
     for save in saves:
         place = _place(save)
@@ -143,10 +146,22 @@ def _saves_without(code: Analysis, saved: bool) -> list[Save]:
         else:
             # A function nobody showed us may be given an optimizer to log its state.
             writes = _is_torch_save(save) or _has_weights(save.mapping)
-            lacks = writes and id(save.node) not in whole and _holds(save.mapping, Optimizer)
+            # One function may write both: each call of it counts where the training is scaled.
+            other = id(save) in scaled and _calls(save) not in called
+            lacks = writes and (id(save.node) not in whole or other)
+            lacks &= _holds(save.mapping, Optimizer)
         if lacks:
             found[place] = save
     return list(found.values())
+
+
+def _calls(save: Save) -> tuple[int, ...]:
+    """The save, and the calls that lead to it."""
+    return (id(save.node), *(id(each.node) for each in save.context.sites))
+
+
+def _is_scaled(trace: Trace) -> bool:
+    return any(is_real(each.scaled) for each in trace.of(Backward))
 
 
 def _place(save: Save) -> object:

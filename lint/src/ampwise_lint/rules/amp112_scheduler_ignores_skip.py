@@ -1,7 +1,8 @@
 """# scheduler-ignores-skip
 
 ## What it does
-Reports a per-step `scheduler.step()` beside `scaler.step`, with no regard to skipped steps.
+Reports a per-step `scheduler.step()` beside `scaler.step`, with no regard to skipped steps; also
+one that is given a count of epochs or steps.
 Silent for schedules per epoch, for those that are given a metric, under a condition on the
 scale, and for what is called a schedule of something else than the learning rate.
 
@@ -57,7 +58,7 @@ from ampwise_lint.values.events import ScalerStep, SchedulerStep, Site, Update
 def check(code: Analysis) -> Iterator[Mistake]:
     for trace in code.traces:
         for event in trace.of(SchedulerStep):
-            if event.has_argument or _asks(event) or not isinstance(event.scheduler, Scheduler):
+            if event.has_metric or _asks(event) or not isinstance(event.scheduler, Scheduler):
                 continue
             step = _step_beside(trace, event)
             if step is not None and _is_of_learning_rate(event):

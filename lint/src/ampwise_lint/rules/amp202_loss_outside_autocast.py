@@ -4,6 +4,7 @@
 Reports a loss computed outside autocast on the 16-bit output of a network that ran inside it,
 with no `.float()` in between; also one that is written by hand (the KL divergence of a VAE, `p *
 (p.log() - q.log())`), and inside `autocast(enabled=False)`, which by itself casts nothing up.
+Silent for `mse_loss`, `l1_loss` and `smooth_l1_loss` against a float32 target: they promote.
 
 ## Why is this bad
 Inside autocast losses run in float32; outside they take the dtype of their inputs. In float16,
@@ -40,9 +41,12 @@ from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.library import LOSS_FUNCTIONS
 from ampwise_lint.source.places import grouped
 from ampwise_lint.triggers import AUTOCAST
-from ampwise_lint.values.abstract import Value
+from ampwise_lint.values.abstract import Tensor, Value
 from ampwise_lint.values.contents import flatten
 from ampwise_lint.values.events import Backward, Loss
+
+PROMOTE = {"mse_loss", "l1_loss", "smooth_l1_loss"}
+"""Losses that run in the wider dtype of output and target."""
 
 
 @rule("AMP202", "loss-outside-autocast", "warning", fix="unsafe", triggers=(AUTOCAST,))
@@ -56,6 +60,8 @@ def check(code: Analysis) -> Iterator[Mistake]:
                 continue
             if event.context.regions and event.path not in LOSS_FUNCTIONS:
                 continue  # a function that is called with autocast switched off may cast by itself
+            if event.path in PROMOTE and any(map(_is_float32, flatten(event.inputs))):
+                continue
             half = next((each for each in flatten(event.inputs) if is_half_output(each)), None)
             if half is not None:
                 seen.add(id(event.module.statement_of(event.node)))
@@ -68,6 +74,10 @@ def check(code: Analysis) -> Iterator[Mistake]:
                     _edits(event, half),
                 )
         yield from _by_hand(trace, seen)
+
+
+def _is_float32(value: Value) -> bool:
+    return isinstance(value, Tensor) and value.dtype == "float32"
 
 
 def _by_hand(trace: Trace, seen: set[int]) -> Iterator[Mistake]:

@@ -108,10 +108,10 @@ def note_norm(state: State, node: ast.Call, name: str, a: Arguments) -> None:
         state.emit(GradientRead, node)
 
 
-def note_gradients(state: State, node: ast.Call, a: Arguments) -> None:
-    """Note that gradients are computed with, or shown."""
+def note_gradients(state: State, node: ast.Call, a: Arguments, *, copies: bool = False) -> None:
+    """Note that gradients are computed with, or shown; `copies`: or only put side by side."""
     if any(isinstance(each, Gradient) for each in flatten(a.values)):
-        state.emit(GradientRead, node)
+        state.emit(GradientRead, node, copies=copies)
 
 
 def given_away(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable
 
+from ampwise_lint.path.conditions import chosen
 from ampwise_lint.path.state import State
 from ampwise_lint.source import library
 from ampwise_lint.source.roles import LOADER
@@ -94,12 +96,19 @@ def _sum(state: State, node: ast.Call, name: str, a: Arguments) -> Value:
     return _other(state, node, name, a)
 
 
+PRECISION = re.compile(r"dtype|precision|amp", re.IGNORECASE)
+FLOATS: dict[str, Value] = {each: Ref(f"torch.{each}") for each in ("float16", "bfloat16")}
+"""What an option for the precision names, of the attributes of torch."""
+
+
 def _getattr(state: State, node: ast.Call, name: str, a: Arguments) -> Value:
     match a.positional:
         case [Ref(path=path), Const(value=str(attr)), *_]:
             return Ref(library.canonical(f"{path}.{attr}"))
         case [Instance(attributes=known), Const(value=str(attr)), *_] if attr in known:
             return known[attr]
+        case [Ref(path="torch"), Unknown() as option, *_] if PRECISION.search(option.key):
+            return chosen(state, FLOATS, option)
         case [owner, Const(value=attr), *_]:
             return Unknown(f"{key_of(owner)}.{attr}", "given")
         case _:

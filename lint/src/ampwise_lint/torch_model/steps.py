@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 
 from ampwise_lint.path.conditions import exists
 from ampwise_lint.path.state import State
@@ -12,6 +13,7 @@ from ampwise_lint.values.abstract import (
     NONE,
     Const,
     DictValue,
+    Instance,
     ListValue,
     Manager,
     Optimizer,
@@ -45,7 +47,7 @@ RUNS_STEP = {"fit", "train", "step", "optimizer_step"}
 def scaler(state: State, node: ast.Call, scaler: Scaler, name: str, a: Arguments) -> Value:
     """Call a method of a scaler."""
     exists(state, scaler)
-    first = a.first("optimizer", "outputs")
+    first = _held(a.first("optimizer", "outputs"))
     result = Unknown(f"{scaler.key}.{name}()", scale=name == "get_scale", loop=state.iteration)
     if scaler.opaque:
         state.emit(Managed, node, scaler.key)
@@ -58,7 +60,8 @@ def scaler(state: State, node: ast.Call, scaler: Scaler, name: str, a: Arguments
             return _scaled(state, scaler, first, node) if is_on else first or NONE
         case "step":
             if is_on:
-                closure = next((each for each in a.values if each is not first), None)
+                given = a.first("optimizer", "outputs")
+                closure = next((each for each in a.values if each is not given), None)
                 state.emit(ScalerStep, node, scaler, first, closure)
             elif isinstance(first, Optimizer):
                 state.emit(OptimizerStep, node, first)
@@ -83,6 +86,14 @@ def scaler(state: State, node: ast.Call, scaler: Scaler, name: str, a: Arguments
             return result
         case _:
             return result
+
+
+def _held(value: Value | None) -> Value | None:
+    """The optimizer in an object of the project's own class that steps it."""
+    if not isinstance(value, Instance) or value.class_.lookup("step") is None:
+        return value
+    held = [each for each in value.attributes.values() if isinstance(each, Optimizer)]
+    return held[0] if len(held) == 1 else value
 
 
 def _scaled(state: State, scaler: Scaler, value: Value | None, node: Node) -> Value:
@@ -125,10 +136,25 @@ def optimizer(state: State, node: ast.Call, owner: Optimizer, name: str, a: Argu
     return state.unknown(node, "called")
 
 
+COUNT = re.compile(r"(step|iter|epoch|update|batch|idx|index|count)\w*$|^(it|i|n|num)$")
+FIGURE = re.compile(r"loss|metric|acc|score|val|best|mean|avg|error")
+
+
+def _counts(call: ast.Call) -> bool:
+    """``step(epoch)``, ``step(epoch + i / len(loader))``: a place in the schedule, no metric."""
+    given = [*call.args, *(each.value for each in call.keywords)]
+    parts = [part for each in given for part in ast.walk(each)]
+    names = [each.id for each in parts if isinstance(each, ast.Name)]
+    names += [each.attr for each in parts if isinstance(each, ast.Attribute)]
+    is_figure = any(FIGURE.search(each.lower()) for each in names)
+    return not is_figure and any(COUNT.search(each.lower()) for each in names)
+
+
 def scheduler(state: State, node: ast.Call, owner: Scheduler, name: str, a: Arguments) -> Value:
     """Call a method of a scheduler."""
     if name in ("step", "step_update", "step_batch"):
-        state.emit(SchedulerStep, node, owner, a.count > 0)
+        # By what it is given: of several schedulers that options choose from, one is known here.
+        state.emit(SchedulerStep, node, owner, a.count > 0 and not _counts(node))
     return state.unknown(node, "called")
 
 

@@ -103,6 +103,11 @@ def _moved(state: State, node: ast.Call, owner: Tensor, name: str, a: Arguments)
     return owner if dtype is None else owner.but(dtype=dtype)
 
 
+EXTENTS = ("size", "dim", "numel", "ndimension", "get_device", "nelement")
+COPIES = ("detach", "data", "view", "flatten", "clone", "reshape", "contiguous")
+"""Methods of gradients that give what they hold."""
+
+
 def gradient(state: State, node: ast.Call, owner: Gradient, name: str, a: Arguments) -> Value:
     """Call a method of a gradient."""
     if name in ("zero_", "detach_", "requires_grad_") or (name == "fill_" and a.count == 1):
@@ -117,10 +122,12 @@ def gradient(state: State, node: ast.Call, owner: Gradient, name: str, a: Argume
         if "clip" in text or "max_norm" in text or "clamp" in text:
             state.emit(Clip, node, owner.of, True)
         else:
-            state.emit(GradientRead, node, True, a.first("other"))
+            state.emit(GradientRead, node, True, a.first("other"), is_linear=True)
         return owner
-    if name in ("detach", "data", "view", "flatten", "clone"):
-        state.emit(GradientRead, node)
+    if name in EXTENTS:
+        return state.unknown(node)
+    if name in COPIES:
+        state.emit(GradientRead, node, copies=True)
         return owner
     state.emit(GradientRead, node, name.endswith("_"))
     return Tensor(key=f"gradient {name}", op=f"grad.{name}", inputs=(owner,))
@@ -147,7 +154,7 @@ OF_TENSORS: dict[str, Callable[[State, ast.Call, Tensor, str, Arguments], Value]
     **dict.fromkeys(
         ("div_", "mul_", "div", "mul", "divide", "true_divide", "multiply"), _scaled_by
     ),
-    **dict.fromkeys(("size", "dim", "numel", "ndimension", "get_device", "nelement"), _extent),
+    **dict.fromkeys(EXTENTS, _extent),
     **dict.fromkeys(("values", "items", "keys"), _entries),
     "backward": _backward,
     "type_as": _as_other,

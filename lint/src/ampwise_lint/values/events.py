@@ -176,6 +176,10 @@ class GradientRead(Event):
     divisor: Value | None = None
     given: Value | None = None
     """What is put in its place."""
+    copies: bool = False
+    """It is read only to be put elsewhere, as it is."""
+    is_linear: bool = False
+    """It is multiplied or divided, which unscaling commutes with."""
 
 
 @dataclass(eq=False, slots=True)
@@ -215,7 +219,8 @@ class SchedulerStep(Event):
     """``scheduler.step()``."""
 
     scheduler: Value
-    has_argument: bool = False
+    has_metric: bool = False
+    """It is given something else than a count of epochs or steps."""
 
 
 @dataclass(eq=False, slots=True)
