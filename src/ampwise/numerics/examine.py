@@ -207,16 +207,16 @@ class Examiner:
     def _only_the_scale(
         self, stash: Stash, losses: Sequence[Tensor], ranks: HostGroup = ALONE
     ) -> bool:
-        """Whether the same window is clean, on all of some ranks, under a loss scale of 1 or more.
+        """Whether the same window is clean, on all of some ranks, under a lower loss scale.
 
-        They make the same replays at the same time.
+        As low as it comes to by itself. They make the same replays at the same time.
         """
         known = ranks.all(lambda: loss_of(list(losses)) is not None)
         if not self.step.scales_loss or not all(known):
             return False
-        scale = float(stash.scale)
-        while scale > 1.0:
-            scale = max(1.0, scale / 16)
+        scale, least = float(stash.scale), self.step.least_scale
+        while scale > least:
+            scale = max(least, scale / 16)
             if all(ranks.all(lambda scale=scale: self.step.replay(stash, scale=scale).clean)):
                 return True
         return False
@@ -276,6 +276,6 @@ def _beyond_fixes(fixes: Sequence[Fix], wanted: Reference, step: Replayable) -> 
 def _settled(step: Replayable, stash: Stash) -> Stash:
     """The same window under a loss scale that has settled."""
     scale = stash.scale.clone()
-    while float(scale) > 1 and not step.replay(stash, scale=float(scale)).clean:
+    while float(scale) > step.least_scale and not step.replay(stash, scale=float(scale)).clean:
         scale /= 2
     return Stash(stash.step, scale, stash.micro_batches)

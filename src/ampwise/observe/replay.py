@@ -28,6 +28,7 @@ from ampwise.observe.calls import Call, Pass
 from ampwise.observe.tape import Program, Values, run_call
 from ampwise.policy import PRESETS, Policy
 from ampwise.step.arguments import scalar
+from ampwise.step.loss_scale import FLOOR
 from ampwise.step.modules import as_one, held_by, modules_of
 from ampwise.step.recorder import MicroBatch, RandomState, Stash, finite
 from ampwise.step.replay import finite_buffers, gradients_of, let_go, undisturbed
@@ -91,6 +92,7 @@ class Observed:
         self.device = recorded.device
         self.policy = policy_of(recorded)
         self.scales_loss = recorded.scale is not None
+        self.least_scale = FLOOR  # torch's scaler has none, and comes to 0
         self.steps = recorded.step - 1
         self.open: Stash | None = None
         self.closed = self._stash(programs)

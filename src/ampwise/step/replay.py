@@ -104,6 +104,11 @@ class Replay:
         return self._step.loss_scale.enabled
 
     @property
+    def least_scale(self) -> float:
+        """The floor of its loss scale."""
+        return self._step.loss_scale.floor
+
+    @property
     def steps(self) -> int:
         """Completed steps; skipped ones count."""
         return self._step.steps

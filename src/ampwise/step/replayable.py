@@ -82,6 +82,11 @@ class Replayable(Protocol):
         ...
 
     @property
+    def least_scale(self) -> float:
+        """The lowest that a loss scale comes to by itself."""
+        ...
+
+    @property
     def steps(self) -> int:
         """Completed steps; skipped ones count."""
         ...

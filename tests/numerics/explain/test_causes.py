@@ -322,6 +322,48 @@ def test_counts_that_stop_are_said_to_stop():
     assert "Counts stop at 256 in bfloat16" in found.explanation
 
 
+class NearOne(nn.Module):
+    """A share of nearly all, rounded to 1 before what is left is needed."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(8, 8)
+        self.register_buffer("kept", torch.linspace(0.9, 0.9999, 8))
+
+    def forward(self, x):
+        return self.lin(x) * self.weight(self.kept)
+
+    def weight(self, kept):
+        kept = kept.half()
+        return kept / (1 - kept)  # <- here
+
+
+def test_float32_comes_before_float64_where_both_mend():
+    found = diagnose(task(NearOne, square, data(8, 8)), "fp16", steps=2)
+    assert found.cause == "CANCELLATION"
+    held = [each.what.split()[-1] for each in found.fixes if each.verified]
+    assert held.index("float32") < held.index("float64")
+
+
+class Slots(nn.Module):
+    """The place of each token among those before it, counted up in the format of a mask."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(8, 8)
+
+    def forward(self, x):
+        h = self.lin(x)
+        slot = torch.cumsum(torch.ones_like(h[:, :1]), dim=0)  # <- here
+        return h * torch.nn.functional.one_hot(slot.long().squeeze(1), 602)[:, 1:9]
+
+
+def test_a_sum_of_ones_in_16_bits_counts():
+    found = diagnose(task(Slots, apart, data(600, 8)), "bf16", steps=2)
+    assert (found.cause, origin_line(found)) == ("PRECISION_LOSS", line_of(Slots))
+    assert "counts to 256 and goes on in steps of 4" in found.explanation
+
+
 def test_positions_are_told_their_steps():
     found = diagnose(CASES["rounded positions"].make(), "bf16", steps=2)
     assert "counts to 256 and goes on in steps of 4. Neighbours become one" in found.explanation

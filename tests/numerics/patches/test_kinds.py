@@ -109,6 +109,13 @@ def test_a_constant_is_found_where_its_name_was_assigned():
     assert texts(code, cause="EPS_UNDERFLOW")[0] == code.replace("1e-8", "1e-4")
 
 
+def test_a_cast_to_a_format_that_was_given_is_undone_above_the_line():
+    code = "def f(table, n, dtype):\n    a = table[n].to(dtype)\n    return a / (1 - a)  # <-\n"
+    found = texts(code, "a", cause="CANCELLATION", op="rsub")
+    assert found[0] == code.replace("to(dtype)", "to(torch.float32)")
+    assert not any("to(torch.float32)" in each for each in texts(code, cause="CANCELLATION"))
+
+
 def test_the_format_of_another_tensor_is_kept_where_another_operation_fails():
     found = texts(line("return (n.to(x.dtype) * 1e5).sum()"), "x", cause="RANGE_OVERFLOW", op="mul")
     assert found

@@ -340,6 +340,25 @@ def test_a_library_is_never_edited():
     assert of("/elsewhere/x.py") is None
 
 
+def test_an_island_may_be_in_the_function_that_calls(monkeypatch):
+    from ampwise.numerics.remedy.own_source import own_source
+    from ampwise.numerics.result import Origin
+
+    monkeypatch.chdir(FAULTS)
+    config = DiagnoseConfig(Policy.parse("fp16"), Settings(torch.device("cpu")), steps=2)
+    arm, _, stash, _ = explore(load_task("squared_relu.py"), config, Silent())
+    file = FAULTS / "squared_relu.py"
+    line = next(i for i, each in enumerate(file.read_text().splitlines(), 1) if "# <-" in each)
+    origin = Origin("pow", "act", str(file), line, "", "float16")
+    found = Diagnosis("fault", "t", "fp16", "cpu", 1, origin=origin, cause="RANGE_OVERFLOW")
+    source = own_source(found, Replay(arm.step), stash, [FAULTS])
+    assert source is not None
+    last = source.with_caller[-1]
+    assert last.what.startswith("the calling function, line ")
+    assert "            return self.down(self.act(self.up(x)))" in last.data.decode()
+    assert last not in source.proposals
+
+
 @pytest.mark.slow
 def test_what_a_patch_costs_is_its_step_beside_the_original(trials):
     wide = GAIN.replace("self.project(x) *", "self.project(x).float() *")

@@ -85,6 +85,42 @@ def test_a_scale_is_promised_only_if_the_step_is_right_under_it():
     assert not any(each.what.startswith("a loss scale of") for each in found.fixes)
 
 
+class Exponential(nn.Module):
+    """Its result is beyond float16, and its gradient, but for a loss scale below 1."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(8, 8)
+
+    def forward(self, x):
+        h = self.lin(x)
+        return torch.exp(h + 14)  # <- here
+
+
+def mean_times(factor: float):
+    return lambda model, batch: factor * model(batch).float().mean()
+
+
+def test_a_fix_may_need_a_loss_scale_below_1():
+    found = diagnose(task(Exponential, mean_times(8), data(8, 8)), "fp16", steps=2)
+    assert found.cause == "RANGE_OVERFLOW"
+    mended = fix(found, "line ")
+    assert mended.verified, mended.cost
+    assert mended.cost.endswith("under a loss scale of 2^-8")
+
+
+def test_a_scale_that_settles_below_1_is_no_fault():
+    found = diagnose(task(lambda: Plain(8), mean_times(1e7), data(8, 8)), "fp16", steps=1)
+    assert (found.status, found.cause) in {("benign", "SCALE_TOO_HIGH"), ("clean", None)}
+    assert found.findings == []
+
+
+def test_a_fix_under_which_only_backward_fails_says_so():
+    found = diagnose(task(Exponential, mean_times(1e12), data(8, 8)), "fp16", steps=2)
+    complaint = fix(found, "line ").cost
+    assert "still not finite: forward is, and gradients are not" in complaint
+
+
 class Reciprocal(nn.Module):
     def __init__(self):
         super().__init__()

@@ -66,14 +66,17 @@ def _remedies(fault: Fault) -> list[Candidate]:
     place = fault.place
     scope = Scope(place.file, place.line, function=True)
     wide = change.Raised(fault.step.device.type, torch.float64)
-    first = Candidate(
+    doubled = Candidate(
         f"the function around line {place.line} in float64",
         ".double() on its inputs, and .float() on what it returns. Cheaper, but not tried: "
         f"take the difference on line {place.line} before anything is rounded or squared, as "
         "torch.var does, or sigmoid(-x) for 1 - sigmoid(x)",
         on(scope, wide, change.lowered),
     )
-    return [first, *fault.in_another_precision()]
+    others = fault.in_another_precision()
+    # Float32 is cheaper, where it does; several functions in it are not.
+    first = [each for each in others if not each.otherwise and each.policy is None]
+    return [*first, doubled, *(each for each in others if each not in first)]
 
 
 CAUSE = Cause("CANCELLATION", _remedies, by_argument=_by_argument, of_precision=True)

@@ -18,7 +18,7 @@ def in_words(scale: float) -> str:
 def _remedies(fault: Fault) -> list[Candidate]:
     """The largest power of two below the scale at which the step is clean."""
     scale = float(fault.stash.scale)
-    while scale > 1.0:
+    while scale > fault.step.least_scale:
         scale /= 2
         if fault.step.replay(fault.stash, scale=scale).clean:
             break

@@ -30,7 +30,7 @@ RIGHT_DB, WRONG_DB = 20.0, 15.0
 _LOW_DB = 20.0
 """Below this an operation is looked at more closely."""
 _FLOAT32_BYTES = 4
-_COUNTS = frozenset(["add", "add_"])
+_COUNTS = frozenset(["add", "add_", "cumsum", "cumsum_"])
 """Operations that count, where all that they are given are integers."""
 _FROM_INTEGERS = frozenset(["arange", "_to_copy", "cumsum"])
 """Operations that turn integers into floating point: positions, counters."""

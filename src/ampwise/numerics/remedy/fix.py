@@ -146,10 +146,11 @@ def _settled(step: Replayable, stash: Stash, candidate: Candidate) -> tuple[Cand
     result = replayed(step, stash, candidate, until_bad=True)
     settles = step.scales_loss and candidate.scale is None
     scale = float(stash.scale)
-    while settles and scale > 1 and not result.clean and result.error is None:
+    least = step.least_scale
+    while settles and scale > least and not result.clean and result.error is None:
         if not all(map(finite, result.losses)):
             break
-        scale = max(1.0, scale / 16)
+        scale = max(least, scale / 16)
         candidate = replace(candidate, scale=scale)
         result = replayed(step, stash, candidate, until_bad=True)
     return candidate, result
@@ -162,7 +163,11 @@ def _complaint(
     if result.error is not None:
         return f"raises {kind_and_words(result.error)}"
     if not result.clean:
-        return "still not finite"
+        if not result.losses or not all(map(finite, result.losses)):
+            return "still not finite"
+        scale = stash.scale if candidate.scale is None else candidate.scale
+        under = f", under a loss scale of {power(float(scale))}" if float(scale) != 1 else ""
+        return f"still not finite: forward is, and gradients are not{under}"
     if wanted is None or not wanted.finite:
         return ""
     errors = gradient_errors(

@@ -10,10 +10,10 @@ from pathlib import Path
 import ampwise
 from ampwise.numerics.explain.causes import CAUSES
 from ampwise.numerics.remedy.costs import Cost
-from ampwise.numerics.remedy.patches import Proposal, proposals
+from ampwise.numerics.remedy.patches import Proposal, islands_around, proposals
 from ampwise.numerics.remedy.patches.site import Site
 from ampwise.numerics.remedy.patches.source import UNREADABLE, SourceFile, dotted, unified
-from ampwise.numerics.remedy.probe import formats_at
+from ampwise.numerics.remedy.probe import called_from, formats_at
 from ampwise.numerics.result import Diagnosis, Fix
 from ampwise.places import kind_of
 from ampwise.step.recorder import Stash
@@ -31,11 +31,19 @@ class OwnSource:
     ----------
     name
         The path in a diff.
+    caller
+        Where the same file calls the function of the fault.
     """
 
     file: Path
     name: str
     site: Site
+    caller: Site | None = None
+
+    @property
+    def with_caller(self) -> list[Proposal]:
+        """`proposals`, and at last an island in the function that calls the one of the fault."""
+        return self.proposals + ([] if self.caller is None else islands_around(self.caller))
 
     @property
     def proposals(self) -> list[Proposal]:
@@ -90,8 +98,13 @@ def own_source(
     if file is None:
         return None
     root = next(each for each in roots if file.is_relative_to(each))
-    site = _site(found, file, step, stash)
-    return None if site is None else OwnSource(file, file.relative_to(root).as_posix(), site)
+    assert found.origin is not None
+    site = _site(found, file, found.origin.line, step, stash)
+    if site is None:
+        return None
+    line = called_from(step, stash, found.origin.file, found.origin.line)
+    caller = None if line is None else _site(found, file, line, step, stash)
+    return OwnSource(file, file.relative_to(root).as_posix(), site, caller)
 
 
 def own_file(found: Diagnosis, roots: Sequence[Path]) -> Path | None:
@@ -107,16 +120,14 @@ def own_file(found: Diagnosis, roots: Sequence[Path]) -> Path | None:
     return file if any(file.is_relative_to(each) for each in roots) else None
 
 
-def _site(found: Diagnosis, file: Path, step: Replayable, stash: Stash) -> Site | None:
-    """The place of the fault in its source; None where that cannot be read."""
+def _site(found: Diagnosis, file: Path, line: int, step: Replayable, stash: Stash) -> Site | None:
+    """The fault's file at a line; None where that cannot be read."""
     assert found.origin is not None
     origin = found.origin
     try:
-        source = SourceFile.of(file, file.read_bytes(), origin.line)
+        source = SourceFile.of(file, file.read_bytes(), line)
     except (OSError, *UNREADABLE):
         return None
-    site = Site(
-        source, origin.line, origin.op, found.cause or "", origin.dtype, step.policy.compute_dtype
-    )
+    site = Site(source, line, origin.op, found.cause or "", origin.dtype, step.policy.compute_dtype)
     names = {dotted(each) for each in site.roots} - {""}
-    return replace(site, dtypes=formats_at(step, stash, origin.file, origin.line, names))
+    return replace(site, dtypes=formats_at(step, stash, origin.file, line, names))

@@ -41,7 +41,7 @@ def add_patches(found: Diagnosis, failing: Failing, progress: Progress) -> None:
         source = own_source(found, failing.step, failing.stash, roots)
         if source is not None:
             trials = partial(_trials, Path(folder), source.file, processes, failing)
-            tried = _tried(source.proposals, trials, failing.stash.step, progress)
+            tried = _tried(source.with_caller, trials, failing.stash.step, progress)
             add_to(found, source, tried)
 
 

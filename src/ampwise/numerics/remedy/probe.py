@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Generator
+from collections.abc import Callable, Collection, Generator
 from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any
@@ -35,6 +35,24 @@ def formats_at(
     return seen
 
 
+def called_from(step: Replayable, stash: Stash, file: str, line: int) -> int | None:
+    """The line of the same file that calls the function around a line; None where none does."""
+    found: list[int] = []
+
+    def enter(frame: FrameType, event: str, _: Any) -> None:
+        if event != "call" or found or not _holds(frame.f_code, file, line):
+            return
+        above = frame.f_back
+        while above is not None and above.f_code.co_filename != file:
+            above = above.f_back
+        if above is not None:
+            found.append(above.f_lineno)
+
+    with eager(step.models):
+        step.replay(stash, around=lambda: _traced(enter), backward=False)
+    return found[0] if found else None
+
+
 @contextmanager
 def _watched(file: str, line: int, names: Collection[str], seen: Seen) -> Generator[None]:
     def look(frame: FrameType, event: str, _: Any) -> Any:
@@ -53,6 +71,12 @@ def _watched(file: str, line: int, names: Collection[str], seen: Seen) -> Genera
             return None
         return look
 
+    with _traced(enter):
+        yield
+
+
+@contextmanager
+def _traced(enter: Callable[[FrameType, str, Any], Any]) -> Generator[None]:
     before = sys.gettrace()
     sys.settrace(enter)
     try:

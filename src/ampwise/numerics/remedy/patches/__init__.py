@@ -76,6 +76,13 @@ def proposals(site: Site) -> list[Proposal]:
     return [each for each in found if by_text.get(each.data) is each]
 
 
+def islands_around(caller: Site) -> list[Proposal]:
+    """The function that calls the one of a fault in float32, where that alone does not do."""
+    made = _made(caller, island.function)
+    return [replace(each, what=f"the calling function, line {caller.line}, in float32, outside of "
+                    "autocast") for each in made]  # fmt: skip
+
+
 def _made(site: Site, kind: Kind) -> Iterator[Proposal]:
     for edit in kind(site):
         try:

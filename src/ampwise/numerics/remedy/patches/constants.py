@@ -32,18 +32,24 @@ def edits(site: Site) -> Iterator[Edit]:
 
 def terms(site: Site) -> list[Term]:
     """Operations at the line, then those that its names stand for, the nearest first."""
-    found = [site.term(each) for each in site.expressions]
+    found = list(site.expressions)
+    for _, value in assigned(site):
+        found += walk(value, cst.BaseExpression)
+    return [term for term in map(site.term, found) if term.op]
+
+
+def assigned(site: Site) -> Iterator[tuple[cst.Name, cst.BaseExpression]]:
+    """Names that the line depends on, at a use, and what they stand for, the nearest first."""
     seen: set[cst.CSTNode] = set(site.expressions)
     queue = [each for each in site.expressions if isinstance(each, cst.Name)]
     while queue:
-        binding = site.definition(queue.pop(0))
+        name = queue.pop(0)
+        binding = site.definition(name)
         if binding is None or binding.value is None or binding.value in seen:
             continue
-        below = list(walk(binding.value, cst.BaseExpression))
-        seen.update(below)
-        found += map(site.term, below)
-        queue += [each for each in below if isinstance(each, cst.Name)]
-    return [each for each in found if each.op]
+        yield name, binding.value
+        seen.update(walk(binding.value, cst.BaseExpression))
+        queue += walk(binding.value, cst.Name)
 
 
 # -- masks ----------------------------------------------------------------------------------------

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import libcst as cst
 
-from ampwise.numerics.remedy.patches.constants import terms
+from ampwise.numerics.remedy.patches.constants import assigned, terms
 from ampwise.numerics.remedy.patches.edit import Edit, enclosed, method
 from ampwise.numerics.remedy.patches.site import HALF, Site
 from ampwise.numerics.remedy.patches.source import Change, code_of, dotted, walk
@@ -84,24 +84,27 @@ def _uncast(site: Site) -> Iterator[Edit]:
     """
     if site.statement is None:
         return
-    here = {**wide(site, site.statement), **_taken_over(site)}
+    here = {**wide(site, site.statement)}
+    if site.op in _MAKES and site.dtype in HALF:
+        here |= _taken_over(site, site.expressions)
     behind = {node: each for term in terms(site) for node, each in wide(site, term.node).items()}
+    for name, value in assigned(site):
+        if site.is_half(name):
+            behind |= _taken_over(site, list(walk(value, cst.BaseExpression)))
     everywhere = {} if site.function is None else wide(site, site.function)
     for changes in (here, behind, everywhere):
         if changes:
             yield Edit("a cast to float32 in place of 16 bits", _FLOAT32, changes)
 
 
-def _taken_over(site: Site) -> dict[cst.CSTNode, Change]:
-    """Changes of a format that the line takes over from another tensor, such as ``x.dtype``.
+def _taken_over(site: Site, expressions: Iterable[cst.BaseExpression]) -> dict[cst.CSTNode, Change]:
+    """Changes of a format that is given as a name, or that of another tensor: ``x.dtype``.
 
-    Only where the operation makes a tensor in that format: then it is a 16-bit one.
+    Only for expressions that make a tensor in that format, where this is a 16-bit one.
     """
     changes: dict[cst.CSTNode, Change] = {}
-    if site.op not in _MAKES or site.dtype not in HALF:
-        return changes
     float32 = cst.parse_expression(site.source.spelled("torch.float32"))
-    for node in site.expressions:
+    for node in expressions:
         if not isinstance(node, cst.Call):
             continue
         name = node.func.attr.value if isinstance(node.func, cst.Attribute) else ""
