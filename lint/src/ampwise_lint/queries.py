@@ -342,6 +342,11 @@ def is_scaled(value: Value | None) -> bool:
     return is_real(value) or (isinstance(value, Wrapper) and value.scales)
 
 
+def in_float16(*trainers: Wrapper) -> str:
+    """How a message begins where trainers scale in float16 only, and their precision is open."""
+    return "in float16 " if all(each.mixed == "any" for each in trainers) else ""
+
+
 def is_real(value: Value | None) -> bool:
     """Whether a backward was scaled by a scaler in sight."""
     return isinstance(value, Scaler) and not value.opaque

@@ -40,6 +40,7 @@ from ampwise_lint.findings import Edit
 from ampwise_lint.queries import (
     edit,
     first_argument,
+    in_float16,
     is_real,
     is_simple,
     receiver,
@@ -92,10 +93,10 @@ def _past_trainer(trace: Trace) -> Iterator[Mistake]:
 
 def _told(trainer: Wrapper) -> str:
     way = "accelerator.clip_grad_norm_" if "accelerate" in trainer.path else "clip_gradients"
-    when = "in float16 " if trainer.mixed == "any" else ""
     return (
-        f"{when}the trainer scales the loss, and gradients are clipped before it unscales them: "
-        f"the limit is the loss scale too strict, so updates shrink by as much; call its own {way}"
+        f"{in_float16(trainer)}the trainer scales the loss, and gradients are clipped before it "
+        f"unscales them: the limit is the loss scale too strict, so updates shrink by as "
+        f"much; call its own {way}"
     )
 
 

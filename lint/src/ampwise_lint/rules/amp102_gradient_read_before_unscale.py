@@ -38,6 +38,7 @@ from collections.abc import Iterator
 from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.queries import (
     first_argument,
+    in_float16,
     is_scaled,
     is_simple,
     receiver,
@@ -103,12 +104,12 @@ def _commutes(read: GradientRead) -> bool:
 
 
 def _by_trainer(read: GradientRead, trainer: Wrapper) -> Mistake:
-    when = "in float16 " if trainer.mixed == "any" else ""
     return Mistake(
         read.node,
         read.module,
-        f"{when}the trainer scales the loss, and gradients are {_done(read)} before it unscales "
-        "them: values are up to 65,536 times too large; read them behind its clipping",
+        f"{in_float16(trainer)}the trainer scales the loss, and gradients are {_done(read)} "
+        "before it unscales them: values are up to 65,536 times too large; read them "
+        "behind its clipping",
     )
 
 

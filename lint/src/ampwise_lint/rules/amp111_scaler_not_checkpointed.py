@@ -41,7 +41,7 @@ from functools import partial
 
 from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.findings import Edit
-from ampwise_lint.queries import edit, is_real, is_scaled, receiver
+from ampwise_lint.queries import edit, in_float16, is_real, is_scaled, receiver
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.nodes import Node
 from ampwise_lint.source.places import (
@@ -103,7 +103,7 @@ def _past_accelerator(code: Analysis) -> Iterator[Mistake]:
     trainers = [e for e in scaled if isinstance(e, Wrapper) and e.path.startswith("accelerate.")]
     if not trainers or any("save_state" in used for used in code.module.roles.methods.values()):
         return
-    when = "in float16 " if all(each.mixed == "any" for each in trainers) else ""
+    when = in_float16(*trainers)
     for save in _saves_without(code, saved=False):
         if save.mapping is not None:
             yield Mistake(
