@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TypeVar, cast
 
-from ampwise_lint.drivers import derived, drivers, may_derive
+from ampwise_lint.drivers import derived, drivers, may_derive, setups
 from ampwise_lint.interpreter import calls
 from ampwise_lint.interpreter.handlers import HANDLERS
 from ampwise_lint.interpreter.imports import run_module
@@ -21,7 +21,16 @@ from ampwise_lint.prefilter import Prefilter
 from ampwise_lint.source.project import Module
 from ampwise_lint.source.roles import dotted
 from ampwise_lint.triggers import STEP
-from ampwise_lint.values.abstract import Class, Function, Instance, Scaler, Scope, Unknown, Value
+from ampwise_lint.values.abstract import (
+    Class,
+    Const,
+    Function,
+    Instance,
+    Scaler,
+    Scope,
+    Unknown,
+    Value,
+)
 from ampwise_lint.values.arguments import Arguments
 from ampwise_lint.values.classes import is_step_wrapper
 from ampwise_lint.values.events import Backward, Enter, Event, ScalerStep
@@ -187,6 +196,7 @@ def _start(state: State, module: Module, root: _Root) -> None:
             owner = Instance(value)
             if name != "__init__":
                 calls.initialise(state, owner, Arguments(open=True), root.node)
+                _set_up(state, owner, root)
             found = value.lookup(name)
             value = found[0] if found is not None else None
         if not isinstance(value, Function) or value.node is not root.node:
@@ -203,6 +213,24 @@ def _start(state: State, module: Module, root: _Root) -> None:
         state.call(bound, Arguments(open=True), root.class_ or root.node)
         if root.then and owner is not None:
             state.call(_method(owner, root.then), Arguments(open=True), root.node)
+
+
+def _set_up(state: State, owner: Instance, root: _Root) -> None:
+    """Let the other methods run that set an object's optimizer, scaler or schedule.
+
+    Whoever owns it calls them before the step. What happens in them is told where they are walked
+    themselves.
+    """
+    walked = set(state.walked)
+    with state.silent():
+        for name, sets in setups(owner.class_, root.path[-1]).items():
+            if any(_is_empty(owner.attributes.get(each)) for each in sets):
+                state.call(_method(owner, name), Arguments(open=True), root.node)
+    state.walked = walked
+
+
+def _is_empty(value: Value | None) -> bool:
+    return value is None or (isinstance(value, Const) and value.value is None)
 
 
 def _method(owner: Instance, name: str) -> Function:

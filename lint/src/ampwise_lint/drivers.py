@@ -1,7 +1,8 @@
 """Methods of base classes that run what a class derived from them defines.
 
 A trainer's base often has the loop, autocast and the scaler, and leaves the loss, the clipping or
-the validation to classes in other files. What these define is walked from there.
+the validation to classes in other files. What these define is walked from there. And methods that
+set an object up for its steps, which whoever owns it calls before them.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import ast
 import builtins
 from collections.abc import Iterator
 
+from ampwise_lint.source import library
 from ampwise_lint.source.project import Module
 from ampwise_lint.source.roles import dotted
 from ampwise_lint.values.abstract import Class, Function, Scope
@@ -45,6 +47,49 @@ def drivers(class_: Class) -> list[Function]:
         found |= more
     inner = {each for name in found for each in calls[name] if each != name}
     return [inherited[name] for name in sorted(found, key=lambda each: (each in inner, each))]
+
+
+def setups(class_: Class, before: str) -> dict[str, set[str]]:
+    """Methods that set part of a step, and what of it, other than those that lead to `before`."""
+    found: dict[str, set[str]] = {}
+    for each in reversed([*class_.lineage()]):
+        for name, attributes in each.module.assigned_in(each.node).by_method.items():
+            sets = {attr for attr in attributes if _is_of_step(each, attr)}
+            if sets and name != before and not _leads_to(class_, name, before):
+                found[name] = sets
+    return found
+
+
+def _is_of_step(class_: Class, attr: str) -> bool:
+    """Whether an attribute is a scaler, an optimizer or a schedule, by its use or what makes it."""
+    module = class_.module
+    if module.roles.of(f"self.{attr}") in ("scaler", "optimizer", "scheduler"):
+        return True
+    made = module.assigned_in(class_.node).made.get(attr)
+    full = module.imports.full(made.func) if made is not None else ""
+    return library.is_optimizer(full) or library.is_scheduler(full) or full in library.SCALERS
+
+
+def _leads_to(class_: Class, name: str, target: str) -> bool:
+    """Whether a method makes steps, or calls one that does, or calls the target."""
+    waiting, seen = [name], set[str]()
+    while waiting:
+        name = waiting.pop()
+        found = class_.lookup(name)
+        if name in seen or found is None or not isinstance(found[0], Function):
+            continue
+        seen.add(name)
+        called = _own_calls(found[0].node)
+        steps = any(
+            isinstance(e, ast.Attribute) and e.attr in STEPS for e in ast.walk(found[0].node)
+        )
+        if target in called or steps:
+            return True
+        waiting += called
+    return False
+
+
+STEPS = ("backward", "step")
 
 
 def may_derive(module: Module) -> bool:

@@ -301,7 +301,12 @@ def same_owner(first: Value | None, second: Value | None) -> bool | None:
     one, other = owners(first), owners(second)
     if not one or not other:
         return None
-    return bool(one & other)
+    return any(_shares(mine, its) for mine in one for its in other)
+
+
+def _shares(one: str, other: str) -> bool:
+    """Whether two names are of one network, or of one and its part."""
+    return one == other or one.startswith(f"{other}.") or other.startswith(f"{one}.")
 
 
 def is_part(network: Value, of: Value | None) -> bool:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 from ampwise_lint.interpreter.naming import as_role
 from ampwise_lint.path.state import Frame, State
 from ampwise_lint.source import library
 from ampwise_lint.source.nodes import Node
-from ampwise_lint.source.roles import LOSS, dotted
+from ampwise_lint.source.roles import LOSS, OPTIMIZER, dotted
 from ampwise_lint.values.abstract import (
     Bound,
     Class,
@@ -79,6 +78,8 @@ def attribute(state: State, node: Node, owner: Value, attr: str) -> Value:
             return owner
         case Optimizer() if attr == "param_groups":
             return Parameters(owner, f"{owner.key}.param_groups")
+        case Optimizer() if OPTIMIZER.search(attr) and id(node) not in state.called:
+            return owner  # of a class of the project's own that holds torch's
         case Model(inner=inner) if attr == "module" and inner is not None:
             return inner
         case Model(key=key) if id(node) not in state.called and attr not in NETWORK_METHODS:
@@ -110,7 +111,7 @@ def _of_instance(state: State, node: Node, owner: Instance, attr: str) -> Value:
 
 def _trainer_made_later(state: State, owner: Instance, attr: str) -> Value | None:
     """An Accelerator or Fabric that another method makes: it runs the steps, whoever calls that."""
-    for class_ in _own(owner.class_):
+    for class_ in owner.class_.lineage():
         call = class_.module.assigned_in(class_.node).made.get(attr)
         if call is None or not library.WRAPPERS.match(class_.module.imports.full(call.func)):
             continue
@@ -138,18 +139,9 @@ def _is_placeholder(state: State, class_: Class, value: Value, attr: str, text: 
     if is_choice and SETTINGS.search(class_.node.name):
         return True
     used = value.value is None and bool(state.here.roles.methods.get(text))
-    assigned = [each.module.assigned_in(each.node) for each in _own(class_)]
+    assigned = [each.module.assigned_in(each.node) for each in class_.lineage()]
     is_chosen = any(attr in each.chosen for each in assigned)
     return (used and not is_chosen) or any(attr in each.later for each in assigned)
-
-
-def _own(class_: Class, seen: frozenset[int] = frozenset()) -> Iterator[Class]:
-    """A class, and those of the project that it derives from."""
-    if id(class_) not in seen:
-        yield class_
-        for base in class_.bases:
-            if isinstance(base, Class):
-                yield from _own(base, seen | {id(class_)})
 
 
 def _of_class(node: Node, owner: Class, attr: str) -> Value:

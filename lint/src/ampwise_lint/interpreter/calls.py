@@ -12,7 +12,7 @@ from ampwise_lint.path.state import State
 from ampwise_lint.source import library
 from ampwise_lint.source.nodes import Node
 from ampwise_lint.source.roles import HANDLES, LOSS, NETWORK, RUNS, SCALER, dotted
-from ampwise_lint.torch_model import functions, methods, networks, tensors
+from ampwise_lint.torch_model import functions, methods, networks, steps, tensors
 from ampwise_lint.values.abstract import (
     NONE,
     Bound,
@@ -24,6 +24,7 @@ from ampwise_lint.values.abstract import (
     Model,
     Partial,
     Ref,
+    Scheduler,
     Super,
     Tensor,
     Unknown,
@@ -33,7 +34,7 @@ from ampwise_lint.values.abstract import (
     key_of,
 )
 from ampwise_lint.values.arguments import Arguments
-from ampwise_lint.values.classes import is_network, is_step_wrapper
+from ampwise_lint.values.classes import is_network, is_schedule, is_step_wrapper
 from ampwise_lint.values.contents import flatten
 from ampwise_lint.values.events import (
     Loss,
@@ -167,6 +168,9 @@ def _function(state: State, node: ast.Call, function: Function, a: Arguments) ->
         return generator_manager(state, node, function, a)
     if function.class_ is not None and METER.search(function.class_.node.name):
         return _metered(state, node, function, a)
+    owner = function.owner if name in steps.OF_SCHEDULES else None
+    if isinstance(owner, Instance) and is_schedule(owner.class_):
+        steps.scheduler(state, node, Scheduler(owner.class_.node.name), name, a)
     value = state.call(function, a, node)
     if LOSS.search(name) and not HANDLES.match(name):
         if isinstance(value, Unknown | Tensor):

@@ -35,6 +35,7 @@ from ampwise_lint.values.abstract import (
     Parameters,
     Ref,
     Scaler,
+    Scheduler,
     Tensor,
     Unknown,
     Value,
@@ -81,7 +82,7 @@ def _subscript(state: State, node: ast.Subscript) -> Value:
         items = owner.items.values() if isinstance(owner, DictValue) else owner.items
         kinds = {type(each) for each in items}
         # nets[i] of known networks: any of them stands for all
-        if len(kinds) == 1 and kinds <= {Optimizer, Scaler, Model, Instance, Loader}:
+        if len(kinds) == 1 and kinds <= {Optimizer, Scaler, Scheduler, Model, Instance, Loader}:
             return next(iter(items))
         if items and all(isinstance(e, Ref) and library.is_optimizer(e.path) for e in items):
             return next(iter(items))
@@ -249,13 +250,16 @@ def _comprehension(state: State, node: ast.ListComp | ast.GeneratorExp | ast.Set
             return Parameters(value.of, key_of(value.of))
         case Gradient() | Parameters() | Tensor():
             return value
-        case Optimizer() | Model() | Instance() | Scaler() | Loader():
+        case _ if isinstance(value, LISTED):
             return ListValue([value], repeats=True)
-        case ListValue(items=[Optimizer() | Model() | Instance() | Scaler() | Loader(), *_]):
+        case ListValue(items=[first, *_]) if isinstance(first, LISTED):
             return ListValue([value], repeats=True)
         case _:
             return state.unknown(node)
 
+
+LISTED = Optimizer | Scheduler | Model | Instance | Scaler | Loader
+"""What a comprehension lists, known by one of its kind."""
 
 Comprehension = ast.ListComp | ast.GeneratorExp | ast.SetComp | ast.DictComp
 

@@ -287,6 +287,11 @@ def _holds(value: Value | None, kind: type[Value]) -> bool:
     return any(_names(each, kind) for each in _mappings(value))
 
 
+def _may_scale(value: Value) -> bool:
+    """Whether it is a trainer whose state may be a scaler's; ignite's engines have none."""
+    return isinstance(value, Wrapper) and not value.path.startswith("ignite.")
+
+
 def _mappings(outer: DictValue) -> Iterator[DictValue]:
     """A mapping and those inside, each once however often it is there."""
     seen: set[int] = set()
@@ -307,9 +312,7 @@ def _names(mapping: DictValue, kind: type[Value]) -> bool:
         states += [
             e for each in states if isinstance(each, Instance) for e in each.attributes.values()
         ]
-    if any(
-        isinstance(each, kind) or (kind is Scaler and isinstance(each, Wrapper)) for each in states
-    ):
+    if any(isinstance(each, kind) or (kind is Scaler and _may_scale(each)) for each in states):
         return True
     keys = [key.lower() for key in mapping.items if isinstance(key, str)]
     return kind is Scaler and any("scaler" in key or key == "amp" for key in keys)

@@ -43,7 +43,7 @@ from functools import partial
 
 from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.findings import Edit
-from ampwise_lint.queries import edit, is_simple, receiver
+from ampwise_lint.queries import edit, is_of_each, is_simple, receiver
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source import library
 from ampwise_lint.source.places import alone, block_of, names, scope_of, with_comment, wrap
@@ -105,11 +105,13 @@ def _site(event: SchedulerStep, step: ScalerStep) -> Site:
 
 def _is_as_often(event: SchedulerStep, step: ScalerStep) -> bool:
     mine, around = event.context.loops, step.context.loops
+    if is_of_each(step):
+        around = around[:-1]
     same = [e.serial for e in mine[: len(around)]] == [e.serial for e in around]
     # Between them a loop over schedulers may stand, but none over batches.
     within = same and not any(each.over_data for each in mine[len(around) :])
-    names = event.context.functions[-1:]
-    return within and (bool(around) or (bool(names) and names == step.context.functions[-1:]))
+    names = event.context.functions[:1]  # a function that makes one step, and what it calls
+    return within and (bool(around) or (bool(names) and names == step.context.functions[:1]))
 
 
 def _asks(event: SchedulerStep) -> bool:

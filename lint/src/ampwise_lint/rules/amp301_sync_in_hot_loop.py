@@ -56,7 +56,8 @@ def check(code: Analysis) -> Iterator[Mistake]:
         return
     loops = step_loops(code)
     schedules = [each for trace in code.traces for each in trace.of(SchedulerStep)]
-    waits = {each.context.functions for each in schedules if _asks_scale(each)}
+    chains = [each.context.functions for each in schedules if _asks_scale(each)]
+    waits = {each[:count] for each in chains for count in range(len(each) + 1)}
     found: dict[tuple[object, ...], dict[int, _Place]] = {}
     edits: dict[int, tuple[Edit, ...]] = {}
     for trace in code.traces:

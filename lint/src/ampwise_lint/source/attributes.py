@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -18,17 +19,21 @@ class Assigned(NamedTuple):
     """In ``__init__``, to None in one case and to something in another."""
     made: dict[str, ast.Call]
     """In another method, to what a call returns."""
+    by_method: dict[str, set[str]]
+    """Of each other method, what it sets."""
 
 
 def assigned(class_: ast.ClassDef) -> Assigned:
     """How methods set attributes of ``self``."""
     later, none, something = set[str](), set[str](), set[str]()
     made: dict[str, ast.Call] = {}
+    by_method: dict[str, set[str]] = defaultdict(set)
     for method in class_.body:
         if isinstance(method, ast.FunctionDef):
             for name, value in _set_in(method):
                 if method.name != "__init__":
                     later.add(name)
+                    by_method[method.name].add(name)
                     if isinstance(value, ast.Call):
                         made[name] = value
                     continue
@@ -36,7 +41,7 @@ def assigned(class_: ast.ClassDef) -> Assigned:
                 for each in cases:
                     is_none = isinstance(each, ast.Constant) and each.value is None
                     (none if is_none else something).add(name)
-    return Assigned(later, none & something, made)
+    return Assigned(later, none & something, made, by_method)
 
 
 def _set_in(method: ast.FunctionDef) -> Iterator[tuple[str, ast.expr | None]]:

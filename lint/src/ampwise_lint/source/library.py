@@ -178,6 +178,7 @@ def operation(path: str) -> str:
 
 NO_OPERATIONS = (
     "torch.cuda.", "torch.distributed.", "torch.backends.", "torch.utils.", "torch.optim.",
+    "torch.hub.",
 )  # fmt: skip
 
 

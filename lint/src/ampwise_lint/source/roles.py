@@ -202,9 +202,9 @@ class Roles:
 
     def is_scheduler(self, text: str) -> bool:
         """Whether a path is used as a learning-rate scheduler is."""
-        return bool(SCHEDULER.search(text.rpartition(".")[2])) and "step" in self.methods.get(
-            text, set()
-        )
+        used = self.methods.get(text, set())
+        is_named = bool(SCHEDULER.search(text.rpartition(".")[2])) and "step" in used
+        return is_named or "step_update" in used  # which nothing else has
 
     def is_network(self, text: str) -> bool:
         """Whether a path is used as a network is."""

@@ -225,6 +225,14 @@ def _save(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
     return NONE
 
 
+def _checkpoint(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
+    """A handler of ignite's that saves what it is told whenever it is called."""
+    what = a.first("to_save")
+    if isinstance(what, DictValue):
+        state.emit(Save, node, what, what)
+    return _wrapper(state, node, path, a)
+
+
 def _synchronize(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
     state.emit(Synchronize, node, path)
     return NONE
@@ -494,6 +502,8 @@ NAMES: dict[str, Handler] = {
     "itertools.chain": _chain,
     "itertools.chain.from_iterable": _chain,
     "ignite.distributed.auto_optim": _auto_optimizer,
+    "ignite.handlers.Checkpoint": _checkpoint,
+    "ignite.handlers.checkpoint.Checkpoint": _checkpoint,
 }
 """Functions and classes by their full names, as `library.canonical` has them: a row each."""
 

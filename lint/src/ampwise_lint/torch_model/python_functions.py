@@ -101,6 +101,13 @@ FLOATS: dict[str, Value] = {each: Ref(f"torch.{each}") for each in ("float16", "
 """What an option for the precision names, of the attributes of torch."""
 
 
+CHOSEN_OF = {
+    "torch.optim": "torch.optim.Optimizer",
+    "torch.optim.lr_scheduler": "torch.optim.lr_scheduler.LRScheduler",
+}
+"""What an option names of a module: one of the classes derived from this one."""
+
+
 def _getattr(state: State, node: ast.Call, name: str, a: Arguments) -> Value:
     match a.positional:
         case [Ref(path=path), Const(value=str(attr)), *_]:
@@ -109,6 +116,8 @@ def _getattr(state: State, node: ast.Call, name: str, a: Arguments) -> Value:
             return known[attr]
         case [Ref(path="torch"), Unknown() as option, *_] if PRECISION.search(option.key):
             return chosen(state, FLOATS, option)
+        case [Ref(path=path), *_] if path in CHOSEN_OF:
+            return Ref(CHOSEN_OF[path])
         case [owner, Const(value=attr), *_]:
             return Unknown(f"{key_of(owner)}.{attr}", "given")
         case _:

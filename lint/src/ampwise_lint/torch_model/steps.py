@@ -141,20 +141,36 @@ FIGURE = re.compile(r"loss|metric|acc|score|val|best|mean|avg|error")
 
 
 def _counts(call: ast.Call) -> bool:
-    """``step(epoch)``, ``step(epoch + i / len(loader))``: a place in the schedule, no metric."""
-    given = [*call.args, *(each.value for each in call.keywords)]
-    parts = [part for each in given for part in ast.walk(each)]
+    """``step(epoch)``, ``step(epoch + i / len(loader))``: a place in the schedule, no metric.
+
+    Where a schedule is given both, it is a metric that most pass by.
+    """
+    return any(map(_is_count, call.args[:1])) or any(
+        COUNT.search(each.arg.lower()) or _is_count(each.value)
+        for each in call.keywords
+        if each.arg is not None and not FIGURE.search(each.arg.lower())
+    )
+
+
+def _is_count(given: ast.expr) -> bool:
+    """Whether an argument is a count, by the names in it."""
+    parts = list(ast.walk(given))
     names = [each.id for each in parts if isinstance(each, ast.Name)]
     names += [each.attr for each in parts if isinstance(each, ast.Attribute)]
     is_figure = any(FIGURE.search(each.lower()) for each in names)
     return not is_figure and any(COUNT.search(each.lower()) for each in names)
 
 
+OF_SCHEDULES = ("step", "step_update", "step_batch")
+"""Methods of schedules that move them on."""
+
+
 def scheduler(state: State, node: ast.Call, owner: Scheduler, name: str, a: Arguments) -> Value:
     """Call a method of a scheduler."""
-    if name in ("step", "step_update", "step_batch"):
+    if name in OF_SCHEDULES:
         # By what it is given: of several schedulers that options choose from, one is known here.
-        state.emit(SchedulerStep, node, owner, a.count > 0 and not _counts(node))
+        has_metric = a.count > 0 and name != "step_update" and not _counts(node)
+        state.emit(SchedulerStep, node, owner, has_metric)
     return state.unknown(node, "called")
 
 
@@ -178,6 +194,8 @@ def wrapper(state: State, node: ast.Call, owner: Wrapper, name: str, a: Argument
             return trainers.prepared(state, node, owner, name, a)
         case "unwrap_model":
             return a.first("model") or state.unknown(node, "called")
+        case "get_state_dict":
+            return Parameters(model := a.first("model") or NONE, f"{key_of(model)}.state_dict")
         case "autocast":
             region = trainers.region_of(state, node, owner)
             region.enabled = True
@@ -187,6 +205,10 @@ def wrapper(state: State, node: ast.Call, owner: Wrapper, name: str, a: Argument
         case "save":
             what = a.first("obj") or NONE
             state.emit(Save, node, what, what if isinstance(what, DictValue) else None)
+        case "add_event_handler":  # of ignite's: what a ModelCheckpoint is called with
+            for each in a.values:
+                if isinstance(each, DictValue):
+                    state.emit(Save, node, each, each)
         case "log" | "print":
             tensors.shown_all(state, node, a.values, waits=False)
         case "state_dict" | "load_state_dict" if owner.has_state:

@@ -10,7 +10,7 @@ the value was handed to.
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2s
 from pathlib import Path
@@ -166,6 +166,16 @@ class Class(Value):
             if isinstance(base, Class) and base is not self and (found := base.lookup(name)):
                 return found
         return None
+
+    def lineage(self) -> Iterator[Class]:
+        """It, and the classes of the code that it derives from."""
+        waiting, seen = [self], set[int]()
+        while waiting:
+            class_ = waiting.pop(0)
+            if id(class_) not in seen:
+                seen.add(id(class_))
+                yield class_
+                waiting += [each for each in class_.bases if isinstance(each, Class)]
 
     def ancestors(self, seen: frozenset[int] = frozenset()) -> list[str]:
         """Names of all classes it derives from, outside ones by their full name."""

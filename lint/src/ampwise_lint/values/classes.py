@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from ampwise_lint.source.roles import SCALER
 from ampwise_lint.values.abstract import Class
 
@@ -25,6 +27,16 @@ def is_autograd_function(class_: Class) -> bool:
         or each.endswith("autograd.Function")
         for each in class_.ancestors()
     )
+
+
+SETS_RATE = re.compile(r"\['lr'\] [*/+-]?= ")
+STEPS = re.compile(r"(?i:opt|optim|optimi[sz]er)\w*\.step\(|scaler\.")
+
+
+def is_schedule(class_: Class) -> bool:
+    """Whether objects of a class set the learning rate of an optimizer that others step."""
+    texts = [each.module.unparsed(each.node) for each in class_.lineage()]
+    return any(map(SETS_RATE.search, texts)) and not any(map(STEPS.search, texts))
 
 
 def is_step_wrapper(class_: Class) -> bool:
