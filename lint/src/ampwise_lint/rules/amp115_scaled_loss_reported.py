@@ -2,8 +2,8 @@
 
 ## What it does
 Reports a loss that is printed, logged or summed after it was multiplied by the loss scale, or
-after it was divided by the accumulation window. Silent for a sum over one window, and where it
-is multiplied back.
+after it was divided by the accumulation window. Silent for a sum over one window, for one
+that the number of updates divides, and where it is multiplied back.
 
 ## Why is this bad
 The figure is 65536 times too large and halves or doubles with the scale, or it is too small by
@@ -161,7 +161,39 @@ def _is_window_sum(event: Report | Accumulate, inner: set[int]) -> bool:
     if isinstance(event, Report) and not event.into:
         return False
     loop = event.context.loops[-1].node
-    return id(loop) in inner or _starts_anew(event, loop)
+    return id(loop) in inner or _starts_anew(event, loop) or _is_mean_of_windows(event, loop)
+
+
+def _is_mean_of_windows(event: Report | Accumulate, loop: Node) -> bool:
+    """Whether the sum is divided by a number of windows: ``total / updates``, ``total / every``."""
+    if not isinstance(event.node, ast.AugAssign):
+        return False
+    name, scope = dotted(event.node.target), scope_of(event.module, event.node)
+    counted = _counted(loop)
+    counts = {
+        dotted(each.right)
+        for each in ast.walk(loop)
+        if isinstance(each, ast.BinOp)
+        and isinstance(each.op, ast.Mod)
+        and dotted(each.left) in counted
+    }
+    divisors = {
+        dotted(each.right)
+        for each in ast.walk(scope)
+        if isinstance(each, ast.BinOp)
+        and isinstance(each.op, ast.Div)
+        and name in map(dotted, ast.walk(each.left))
+    }
+    return bool(divisors) and divisors <= counted | counts
+
+
+def _counted(loop: Node) -> set[str]:
+    """What is counted under a condition only, as updates are: not each micro-batch."""
+    always = {id(each) for each in getattr(loop, "body", [])}
+    adds = [each for each in ast.walk(loop) if isinstance(each, ast.AugAssign)]
+    counts = [e for e in adds if isinstance(e.value, ast.Constant) and isinstance(e.op, ast.Add)]
+    often = {dotted(each.target) for each in counts if id(each) in always}
+    return {dotted(each.target) for each in counts} - often
 
 
 def _starts_anew(event: Report | Accumulate, loop: Node) -> bool:

@@ -2,7 +2,8 @@
 
 ## What it does
 Reports backward of an unscaled loss whose forward ran in float16 autocast, when an optimizer
-steps on it and the file has no scaler. `autocast("cuda")` without a dtype is float16.
+steps on it and the file has no scaler, or one that is only made and saved. `autocast("cuda")`
+without a dtype is float16.
 
 ## Why is this bad
 The smallest float16 is 6e-8, and what is below half of it becomes 0. Where gradients of
@@ -29,11 +30,14 @@ other way out.
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 
 from ampwise_lint.analysis import Analysis
 from ampwise_lint.queries import is_managed, is_unscaled
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.source.project import Module
+from ampwise_lint.source.roles import dotted
 from ampwise_lint.triggers import AUTOCAST, HALF
 from ampwise_lint.values.abstract import Const, Scaler, Tensor
 from ampwise_lint.values.events import Backward, Enter, Forward, Made, OptimizerStep, ScalerStep
@@ -41,7 +45,7 @@ from ampwise_lint.values.events import Backward, Enter, Forward, Made, Optimizer
 
 @rule("AMP205", "fp16-without-scaler", "error", triggers=(AUTOCAST, HALF))
 def check(code: Analysis) -> Iterator[Mistake]:
-    if code.any(ScalerStep) or code.any(Made, lambda e: isinstance(e.value, Scaler)):
+    if code.any(ScalerStep) or code.any(Made, _makes_scaler):
         return
     for trace in code.traces:
         if is_managed(trace):
@@ -62,6 +66,28 @@ def check(code: Analysis) -> Iterator[Mistake]:
                     waiting = []
                 case _:
                     pass
+
+
+def _makes_scaler(event: Made) -> bool:
+    """Whether a scaler is made there that anything but a checkpoint uses."""
+    if not isinstance(event.value, Scaler):
+        return False
+    around = event.module.parents[id(event.node)]
+    name = dotted(around.targets[0]) if isinstance(around, ast.Assign) else ""
+    return not name or any(
+        dotted(each) == name and not _is_stored(event.module, each)
+        for each in (*event.module.index.of(ast.Name), *event.module.index.of(ast.Attribute))
+    )
+
+
+def _is_stored(module: Module, name: ast.Name | ast.Attribute) -> bool:
+    """Whether it is only bound there, or its state is saved or loaded."""
+    around = module.parents[id(name)]
+    is_state = isinstance(around, ast.Attribute) and around.attr in (
+        "state_dict",
+        "load_state_dict",
+    )
+    return is_state or isinstance(name.ctx, ast.Store)
 
 
 def _is_in_forward(event: Enter) -> bool:
