@@ -50,13 +50,19 @@ def drivers(class_: Class) -> list[Function]:
 
 
 def setups(class_: Class, before: str) -> dict[str, set[str]]:
-    """Methods that set part of a step, and what of it, other than those that lead to `before`."""
+    """Methods that set part of a step, and what of it, other than those `before` runs or is run by.
+
+    Methods that make steps themselves are none.
+    """
     found: dict[str, set[str]] = {}
+    own = _reached(class_, before)
     for each in reversed([*class_.lineage()]):
         for name, attributes in each.module.assigned_in(each.node).by_method.items():
             sets = {attr for attr in attributes if _is_of_step(each, attr)}
-            if sets and name != before and not _leads_to(class_, name, before):
-                found[name] = sets
+            if sets and name not in own:
+                reached = _reached(class_, name)
+                if before not in reached and not any(map(_steps, reached.values())):
+                    found[name] = sets
     return found
 
 
@@ -70,23 +76,23 @@ def _is_of_step(class_: Class, attr: str) -> bool:
     return library.is_optimizer(full) or library.is_scheduler(full) or full in library.SCALERS
 
 
-def _leads_to(class_: Class, name: str, target: str) -> bool:
-    """Whether a method makes steps, or calls one that does, or calls the target."""
-    waiting, seen = [name], set[str]()
+def _reached(class_: Class, name: str) -> dict[str, Function]:
+    """A method and those of its object that it leads to."""
+    found: dict[str, Function] = {}
+    waiting = [name]
     while waiting:
         name = waiting.pop()
-        found = class_.lookup(name)
-        if name in seen or found is None or not isinstance(found[0], Function):
-            continue
-        seen.add(name)
-        called = _own_calls(found[0].node)
-        steps = any(
-            isinstance(e, ast.Attribute) and e.attr in STEPS for e in ast.walk(found[0].node)
-        )
-        if target in called or steps:
-            return True
-        waiting += called
-    return False
+        value = class_.lookup(name)
+        if name not in found and value is not None and isinstance(value[0], Function):
+            found[name] = value[0]
+            waiting += _own_calls(value[0].node)
+    return found
+
+
+def _steps(method: Function) -> bool:
+    return any(
+        isinstance(each, ast.Attribute) and each.attr in STEPS for each in ast.walk(method.node)
+    )
 
 
 STEPS = ("backward", "step")

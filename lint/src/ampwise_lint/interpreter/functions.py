@@ -15,6 +15,7 @@ from ampwise_lint.values.abstract import (
     Const,
     DictValue,
     Function,
+    Imported,
     ListValue,
     Manager,
     Optimizer,
@@ -66,6 +67,57 @@ def _method(call: ast.Call) -> str:
 
 def walk(state: State, function: Function, arguments: Arguments, node: Node) -> Value:
     """Walk a function of the project where it is called; what it returns."""
+    if arguments.positional and _is_mapped(state, function):
+        return _walk_each(state, function, arguments, node)
+    return _walk(state, function, arguments, node)
+
+
+MAPPED = 8
+"""Items of a container that a function is walked for."""
+
+
+def _walk_each(state: State, function: Function, a: Arguments, node: Node) -> Value:
+    """Walk a function for each item of the container it is given."""
+    over, *others = a.positional
+
+    def of(value: Value) -> Value:
+        return _walk_each(state, function, Arguments([value, *others], a.named, a.open), node)
+
+    match over:
+        case DictValue(items=items):
+            made = {key: of(value) for key, value in list(items.items())[:MAPPED]}
+            return DictValue(made, node, over.open or len(items) > MAPPED)
+        case ListValue(items=items, repeats=repeats):
+            return ListValue([of(each) for each in items[:MAPPED]], repeats)
+        case _:
+            return _walk(state, function, a, node)
+
+
+def _is_mapped(state: State, function: Function) -> bool:
+    """Whether a decorator of the project calls a function for each item, however deep it is."""
+    for each in getattr(function.node, "decorator_list", []):
+        found = function.scope.get(each.id) if isinstance(each, ast.Name) else None
+        if isinstance(found, Imported):
+            found = state.resolve(found)
+        if isinstance(found, Function) and _calls_itself_inside(found.node):
+            return True
+    return False
+
+
+def _calls_itself_inside(decorator: ast.AST) -> bool:
+    """Whether a function defined in another one is recursive, as what opens lists and dicts is."""
+    return any(
+        isinstance(inner, ast.FunctionDef)
+        and inner is not decorator
+        and any(
+            isinstance(each, ast.Call) and dotted(each.func) == inner.name
+            for each in ast.walk(inner)
+        )
+        for inner in ast.walk(decorator)
+    )
+
+
+def _walk(state: State, function: Function, arguments: Arguments, node: Node) -> Value:
     active = sum(
         frame.function is not None and frame.function.node is function.node
         for frame in state.frames

@@ -68,6 +68,7 @@ from ampwise_lint.values.abstract import (
     Value,
     Wrapper,
 )
+from ampwise_lint.values.classes import is_network
 from ampwise_lint.values.contents import flatten
 from ampwise_lint.values.events import Backward, Made, Save, ScalerStep, StateDict
 
@@ -309,9 +310,9 @@ def _names(mapping: DictValue, kind: type[Value]) -> bool:
     held = flatten([*mapping.items.values()])
     states = [each.of if isinstance(each, Parameters) else each for each in held]
     if kind is Scaler:
-        states += [
-            e for each in states if isinstance(each, Instance) for e in each.attributes.values()
-        ]
+        # A network's state is that of its parameters, whatever else it holds.
+        objects = [e for e in states if isinstance(e, Instance) and not is_network(e.class_)]
+        states += [value for each in objects for value in each.attributes.values()]
     if any(isinstance(each, kind) or (kind is Scaler and _may_scale(each)) for each in states):
         return True
     keys = [key.lower() for key in mapping.items if isinstance(key, str)]

@@ -118,6 +118,10 @@ def given_away(
     state: State, node: ast.Call, name: str, a: Arguments, owner: Unknown | None = None
 ) -> None:
     """Note what a function nobody showed us is given: a checkpoint to save, a scaler to step."""
+    to_save = a.named.get("to_save")
+    if isinstance(to_save, DictValue):  # ignite's word for it
+        state.emit(Save, node, to_save, to_save)
+        return
     if SAVES.search(name):
         mappings = [each for each in a.values if isinstance(each, DictValue)]
         is_foreign = _is_made_elsewhere(owner) if owner else state.here.imports.full(node.func)

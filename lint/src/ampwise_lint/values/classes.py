@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from ampwise_lint.source import library
 from ampwise_lint.source.roles import SCALER
 from ampwise_lint.values.abstract import Class
 
@@ -34,9 +35,14 @@ STEPS = re.compile(r"(?i:opt|optim|optimi[sz]er)\w*\.step\(|scaler\.")
 
 
 def is_schedule(class_: Class) -> bool:
-    """Whether objects of a class set the learning rate of an optimizer that others step."""
+    """Whether objects of a class set the learning rate of an optimizer that others step.
+
+    By themselves, or, where its name says so, by functions that they hand the optimizer to.
+    """
     texts = [each.module.unparsed(each.node) for each in class_.lineage()]
-    return any(map(SETS_RATE.search, texts)) and not any(map(STEPS.search, texts))
+    is_named = library.is_scheduler(class_.node.name) and "optimizer" in " ".join(texts)
+    sets = is_named or any(map(SETS_RATE.search, texts))
+    return sets and not any(map(STEPS.search, texts))
 
 
 def is_step_wrapper(class_: Class) -> bool:
