@@ -33,6 +33,7 @@ from ampwise_lint.values.abstract import (
     Optimizer,
     Parameter,
     Parameters,
+    Partial,
     Ref,
     Scaler,
     Scheduler,
@@ -79,19 +80,35 @@ def _subscript(state: State, node: ast.Subscript) -> Value:
     if isinstance(owner, Tensor):
         return owner.but(op="index", inputs=(owner,))
     if isinstance(owner, DictValue | ListValue):
-        items = owner.items.values() if isinstance(owner, DictValue) else owner.items
+        items = [*owner.items.values()] if isinstance(owner, DictValue) else owner.items
         kinds = {type(each) for each in items}
+        if kinds == {Optimizer}:
+            return _any_of([each for each in items if isinstance(each, Optimizer)])
         # nets[i] of known networks: any of them stands for all
         if len(kinds) == 1 and kinds <= {Optimizer, Scaler, Scheduler, Model, Instance, Loader}:
-            return next(iter(items))
-        if items and all(isinstance(e, Ref) and library.is_optimizer(e.path) for e in items):
-            return next(iter(items))
+            return items[0]
+        if items and all(map(_makes_optimizer, items)):
+            return items[0]
     if isinstance(owner, DictValue) and not owner.open and (dtypes := _dtypes_of(owner)):
         return chosen(state, dtypes, index)
     container = dotted(node.value)
     if isinstance(owner, DictValue) and SCHEDULER.search(container.rpartition(".")[2]):
         return Unknown(f"{container}[{key_of(index)}]", "given")
     return item(state, owner, key_of(index), dotted(node), node)
+
+
+def _any_of(optimizers: list[Optimizer]) -> Optimizer:
+    """``{"adam": Adam(...), "sgd": SGD(...)}[name]``: one of them."""
+    first, *rest = optimizers
+    known = {id(first), *map(id, first.others)}
+    first.others = (*first.others, *(each for each in rest if id(each) not in known))
+    return first
+
+
+def _makes_optimizer(value: Value) -> bool:
+    """A class of optimizers, also with some of its arguments."""
+    made = value.function if isinstance(value, Partial) else value
+    return isinstance(made, Ref) and library.is_optimizer(made.path)
 
 
 def _dtypes_of(table: DictValue) -> dict[Any, Value]:

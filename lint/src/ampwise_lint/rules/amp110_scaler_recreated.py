@@ -68,7 +68,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
                 yield _mistake(event)
 
 
-EPOCH = re.compile(r"epoch|(^|_)(train|training)_step$")
+EPOCH = re.compile(r"epoch(?!s)|(^|_)(train|training)_step$")
 
 
 def _is_each_epoch(event: Made) -> bool:

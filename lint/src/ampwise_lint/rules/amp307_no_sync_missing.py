@@ -43,6 +43,7 @@ from ampwise_lint.queries import (
     accumulates,
     given_in_parts,
     is_managed,
+    site_in,
     uses_amp,
     zeroed_with,
 )
@@ -65,9 +66,10 @@ def check(code: Analysis) -> Iterator[Mistake]:
         for event in _micro_batches(trace):
             if _is_handled(code.module) or _is_handled(event.module):
                 continue
+            site = site_in(event, code.module)
             yield Mistake(
-                event.node,
-                event.module,
+                site.node,
+                site.module,
                 "every micro-batch averages gradients over all processes, though only the last one "
                 "of the window needs it: as many all-reduces as micro-batches; run the others "
                 "under model.no_sync()",

@@ -157,6 +157,7 @@ def _is_count(given: ast.expr) -> bool:
     parts = list(ast.walk(given))
     names = [each.id for each in parts if isinstance(each, ast.Name)]
     names += [each.attr for each in parts if isinstance(each, ast.Attribute)]
+    names += [e.value for e in parts if isinstance(e, ast.Constant) and isinstance(e.value, str)]
     is_figure = any(FIGURE.search(each.lower()) for each in names)
     return not is_figure and any(COUNT.search(each.lower()) for each in names)
 
