@@ -182,6 +182,14 @@ def _is_rare(branch: Condition, loop: Node | None, module: Module) -> bool:
     return _is_one_step(test) or _is_fault(test) or _is_of_warnings(module, test)
 
 
+def is_of_fault(event: Event) -> bool:
+    """Whether it stands in the branch for a step that went wrong."""
+    return any(
+        each.taken and isinstance(each.node, ast.If) and _is_fault(each.node.test)
+        for each in event.context.conditions
+    )
+
+
 def _is_fault(test: ast.expr) -> bool:
     """``if torch.isnan(loss)``, ``if not is_finite``: what is taken when training goes wrong."""
     text = ast.unparse(test).lower()

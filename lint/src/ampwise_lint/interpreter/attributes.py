@@ -57,6 +57,8 @@ def attribute(state: State, node: Node, owner: Value, attr: str) -> Value:
             if isinstance(value, Imported):
                 value = items[attr] = state.resolve(value)
             return as_role(state, value, text)
+        case DictValue(is_object=True):
+            return as_role(state, Unknown(f"{key_of(owner)}.{attr}", "given", of=owner), text)
         case Const(value=str(device)) if attr == "type":
             return Const(device.partition(":")[0])
         case _ if attr == "grad" and isinstance(owner, Parameter | Unknown | Tensor | Model):

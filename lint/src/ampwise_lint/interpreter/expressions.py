@@ -261,6 +261,8 @@ def _joined(state: State, node: ast.JoinedStr) -> Value:
 
 
 def _comprehension(state: State, node: ast.ListComp | ast.GeneratorExp | ast.SetComp) -> Value:
+    if (parts := _for_each_part(state, node)) is not None:
+        return parts
     value = _yielded(state, node, node.elt)
     match value:
         case Parameter():
@@ -273,6 +275,30 @@ def _comprehension(state: State, node: ast.ListComp | ast.GeneratorExp | ast.Set
             return ListValue([value], repeats=True)
         case _:
             return state.unknown(node)
+
+
+def _for_each_part(
+    state: State, node: ast.ListComp | ast.GeneratorExp | ast.SetComp
+) -> Value | None:
+    """``[each.state_dict() for each in (model, optimizer)]``: of parts that differ, all."""
+    (generator, *others) = node.generators
+    named = isinstance(generator.iter, ast.Name | ast.Attribute | ast.List | ast.Tuple)
+    if others or generator.ifs or not named or not isinstance(node.elt, ast.Call):
+        return None
+    over = state.evaluate(generator.iter, quiet=True)
+    if not isinstance(over, ListValue) or over.repeats:
+        return None
+    kinds = {type(each) for each in over.items}
+    if len(kinds) < 2 or not kinds & {Optimizer, Scaler} or len(over.items) > ITEMS:
+        return None
+    before = dict(state.scope.names)
+    made: list[Value] = []
+    for each in over.items:
+        state.assign(generator.target, each)
+        made.append(state.evaluate(node.elt))
+    state.scope.names.clear()
+    state.scope.names.update(before)
+    return ListValue(made)
 
 
 LISTED = Optimizer | Scheduler | Model | Instance | Scaler | Loader

@@ -14,6 +14,7 @@ from ampwise_lint.values.abstract import (
     NONE,
     Class,
     Const,
+    DictValue,
     Gradient,
     Instance,
     ListValue,
@@ -120,6 +121,8 @@ def _set_attribute(
         owner.attributes[attr] = named(_kept(state, node, before, value), attr)
     elif isinstance(owner, Class):
         owner.attributes[attr] = value
+    elif isinstance(owner, DictValue) and owner.is_object:
+        owner.items[attr] = named(_kept(state, node, owner.items.get(attr), value), attr)
     elif isinstance(owner, Tensor) and (owner.data or owner.forward):
         state.converted[f"attribute {owner.key}.{attr}"] = value
     elif isinstance(owner, Unknown):

@@ -36,7 +36,15 @@ from itertools import takewhile
 
 from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.findings import Edit
-from ampwise_lint.queries import accumulates, edit, given_in_parts, receiver, step_loops, uses_amp
+from ampwise_lint.queries import (
+    accumulates,
+    edit,
+    given_in_parts,
+    is_of_fault,
+    receiver,
+    step_loops,
+    uses_amp,
+)
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.nodes import Node
 from ampwise_lint.source.places import (
@@ -64,6 +72,8 @@ def check(code: Analysis) -> Iterator[Mistake]:
         windows = _windows(trace)
         for event in trace.events:
             if any(id(each.node) in loops.nodes for each in event.context.loops):
+                if is_of_fault(event):
+                    continue  # what is inf or nan is that in any scale
                 if isinstance(event, Report):
                     yield from _mistakes(event, event.tensor, windows)
                 elif (

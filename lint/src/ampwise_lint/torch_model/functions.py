@@ -395,6 +395,11 @@ def _chain(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
     return Parameters(ListValue(owners), f"chain({', '.join(map(key_of, owners))})")
 
 
+def _namespace(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
+    """An object with the attributes that it is given."""
+    return DictValue(dict(a.named), node, open=True, is_object=True)
+
+
 def _available(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
     return Unknown(f"{path}()")
 
@@ -499,6 +504,7 @@ NAMES: dict[str, Handler] = {
     "apex.amp.scale_loss": _scale_loss,
     "deepspeed.initialize": _wrapper,
     "functools.partial": _partial,
+    "types.SimpleNamespace": _namespace,
     "itertools.chain": _chain,
     "itertools.chain.from_iterable": _chain,
     "ignite.distributed.auto_optim": _auto_optimizer,

@@ -222,6 +222,8 @@ class DictValue(Value):
     items: dict[Any, Value]
     node: ast.AST
     open: bool = False
+    is_object: bool = False
+    """A namespace, whose attributes these are."""
 
 
 @dataclass(eq=False, slots=True)
