@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ampwise_lint.interpreter.attributes import attribute
-from ampwise_lint.interpreter.items import element, item, listed
+from ampwise_lint.interpreter.items import element, entry, item, listed
 from ampwise_lint.interpreter.naming import as_role
 from ampwise_lint.interpreter.operators import binary, compare, negate
 from ampwise_lint.path.conditions import chosen, decide, is_known
@@ -78,7 +78,7 @@ def _subscript(state: State, node: ast.Subscript) -> Value:
     if isinstance(index, Const):
         return item(state, owner, index.value, dotted(node), node)
     if isinstance(owner, Tensor):
-        return owner.but(op="index", inputs=(owner,))
+        return entry(state, owner, index)
     if isinstance(owner, DictValue | ListValue):
         items = [*owner.items.values()] if isinstance(owner, DictValue) else owner.items
         kinds = {type(each) for each in items}

@@ -34,6 +34,19 @@ from ampwise_lint.values.contents import modules_in
 from ampwise_lint.values.events import GradientRead, Op, Report
 
 
+ENTRY = "entry of "
+
+
+def entry(state: State, owner: Tensor, index: Value) -> Tensor:
+    """``losses[name]`` in a loop over the names: the entry that was divided is among them."""
+    if isinstance(index, Unknown) and index.key.startswith(f"key of {owner.key}#"):
+        known = [v for k, v in state.converted.items() if k.startswith(f"{ENTRY}{owner.key}[")]
+        divided = [each for each in known if isinstance(each, Tensor) and each.divided]
+        if divided:
+            return divided[0]
+    return owner.but(op="index", inputs=(owner,))
+
+
 def item(state: State, owner: Value, index: Any, text: str, node: Node | None = None) -> Value:
     """``owner[index]``."""
     match owner:
@@ -45,8 +58,13 @@ def item(state: State, owner: Value, index: Any, text: str, node: Node | None = 
             return items[index]
         case Parameters():
             return owner
+        case Tensor() if owner.data or owner.forward:
+            return owner
+        case Tensor() if isinstance(index, str):  # no tensor, but a mapping of some: each is one
+            part = owner.but(op="index", inputs=(owner,))
+            return state.converted.setdefault(f"{ENTRY}{owner.key}[{index}]", part)
         case Tensor():
-            return owner if owner.data or owner.forward else owner.but(op="index", inputs=(owner,))
+            return owner.but(op="index", inputs=(owner,))
         case Model() if modules := modules_in(owner):
             inside = isinstance(index, int) and -len(modules) <= index < len(modules)
             return modules[index if inside else 0]
