@@ -33,7 +33,6 @@ from ampwise_lint.values.abstract import (
 from ampwise_lint.values.contents import modules_in
 from ampwise_lint.values.events import GradientRead, Op, Report
 
-
 ENTRY = "entry of "
 
 
