@@ -44,7 +44,8 @@ from ampwise_lint.source.places import assignments, loads, names, scope_of
 from ampwise_lint.source.project import Module
 from ampwise_lint.source.roles import EVALUATION, dotted
 from ampwise_lint.triggers import MIXED
-from ampwise_lint.values.abstract import Const, Loader, Tensor
+from ampwise_lint.values.abstract import Const, Instance, ListValue, Loader, Tensor, Value
+from ampwise_lint.values.contents import flatten
 from ampwise_lint.values.events import Made, Moved
 
 
@@ -153,6 +154,9 @@ def _takes_one(module: Module, use: ast.expr) -> bool:
 
 def _is_on_device(event: Made) -> bool:
     """Whether what it loads is on the device already: ``TensorDataset(x.cuda(), y.cuda())``."""
+    assert isinstance(event.value, Loader)
+    if _is_kept_on_device(event.value.arguments.get("dataset")):
+        return True
     first = event.node.args[:1] if isinstance(event.node, ast.Call) else []
     if not first:
         return False
@@ -161,12 +165,27 @@ def _is_on_device(event: Made) -> bool:
     for _ in range(2):  # a data set, and the tensors it is made of
         read = {name for each in parts for name in names(each)}
         parts += [e.value for name in read for e in assignments(scope, name) if e.value is not None]
+    return any(map(_moves, parts))
+
+
+def _is_kept_on_device(dataset: Value | None) -> bool:
+    """Whether a data set is a list of what networks returned, or of a class that moves its data."""
+    match dataset:
+        case ListValue(items=[_, *_] as items):
+            return all(isinstance(e, Tensor) and e.forward and not e.host for e in flatten(items))
+        case Instance(class_=class_):
+            return any(_moves(each.node) for each in class_.lineage())
+        case _:
+            return False
+
+
+def _moves(code: ast.AST) -> bool:
+    """Whether something in it is copied to the device."""
     return any(
         isinstance(each, ast.Call)
         and isinstance(each.func, ast.Attribute)
         and (each.func.attr == "cuda" or (each.func.attr == "to" and _names_device(each)))
-        for part in parts
-        for each in ast.walk(part)
+        for each in ast.walk(code)
     )
 
 

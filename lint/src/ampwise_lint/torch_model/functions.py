@@ -178,7 +178,7 @@ def make_scheduler(state: State, node: ast.Call, path: str, a: Arguments) -> Val
 
 def _loader(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
     arguments = dict(a.named)
-    for index, name in ((5, "num_workers"), (7, "pin_memory")):
+    for index, name in ((0, "dataset"), (5, "num_workers"), (7, "pin_memory")):
         if index < len(a.positional):
             arguments[name] = a.positional[index]
     loader = Loader(node, state.here, arguments, opaque=a.open)
