@@ -54,7 +54,7 @@ from ampwise_lint.source.places import (
 )
 from ampwise_lint.source.project import Module
 from ampwise_lint.source.roles import dotted
-from ampwise_lint.triggers import SCALER
+from ampwise_lint.triggers import AUTOCAST, SCALER
 from ampwise_lint.values.abstract import (
     DictValue,
     Instance,
@@ -73,7 +73,7 @@ from ampwise_lint.values.contents import flatten
 from ampwise_lint.values.events import Backward, Made, Save, ScalerStep, StateDict
 
 
-@rule("AMP111", "scaler-not-checkpointed", "warning", fix="unsafe", triggers=(SCALER,))
+@rule("AMP111", "scaler-not-checkpointed", "warning", fix="unsafe", triggers=(SCALER, AUTOCAST))
 def check(code: Analysis) -> Iterator[Mistake]:
     if not code.any(Backward, lambda e: is_real(e.scaled)) and not code.any(Made, _is_wrapper):
         yield from _past_accelerator(code)
