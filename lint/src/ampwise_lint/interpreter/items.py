@@ -38,12 +38,15 @@ ENTRY = "entry of "
 
 def entry(state: State, owner: Tensor, index: Value) -> Tensor:
     """``losses[name]`` in a loop over the names: the entry that was divided is among them."""
-    if isinstance(index, Unknown) and index.key.startswith(f"key of {owner.key}#"):
-        known = [v for k, v in state.converted.items() if k.startswith(f"{ENTRY}{owner.key}[")]
-        divided = [each for each in known if isinstance(each, Tensor) and each.divided]
-        if divided:
-            return divided[0]
-    return owner.but(op="index", inputs=(owner,))
+    is_any = isinstance(index, Unknown) and index.key.startswith(f"key of {owner.key}#")
+    divided = _divided_entry(state, owner) if is_any else None
+    return divided or owner.but(op="index", inputs=(owner,))
+
+
+def _divided_entry(state: State, owner: Tensor) -> Tensor | None:
+    """The entry of a mapping of losses that was divided, if one was."""
+    known = [v for k, v in state.converted.items() if k.startswith(f"{ENTRY}{owner.key}[")]
+    return next((each for each in known if isinstance(each, Tensor) and each.divided), None)
 
 
 def item(state: State, owner: Value, index: Any, text: str, node: Node | None = None) -> Value:
@@ -91,6 +94,8 @@ def set_item(
         state.emit(GradientRead, target, True)
     elif isinstance(owner, Tensor):
         state.emit(Op, target, "setitem", (owner, where, value), {}, owner)
+        if isinstance(where, Const) and isinstance(where.value, str):
+            state.converted[f"{ENTRY}{owner.key}[{where.value}]"] = value
     elif _is_figure(state, owner_node, value):
         statement = state.here.statement_of(target)
         if isinstance(statement, ast.Assign):
@@ -140,6 +145,10 @@ def element(
             return Tensor(key=f"batch {where}", data=True)
         case Model() if modules := modules_in(over):
             return modules[min(state.micro_batch, len(modules) - 1)]
+        case Tensor(op="items") if isinstance(target, ast.Tuple) and (
+            divided := _divided_entry(state, over)
+        ):
+            return ListValue([Unknown(f"key of {where}", loop=state.iteration), divided])
         case Tensor() if _is_key(state, node, target):
             return Unknown(f"key of {where}", loop=state.iteration)
         case Tensor() | Gradient():

@@ -14,6 +14,7 @@ from ampwise_lint.torch_model import tensors
 from ampwise_lint.values.abstract import (
     FALSE,
     NONE,
+    TRUE,
     Const,
     DictValue,
     Gradient,
@@ -25,6 +26,7 @@ from ampwise_lint.values.abstract import (
     Tensor,
     Unknown,
     Value,
+    Wrapper,
     key_of,
 )
 from ampwise_lint.values.arguments import Arguments
@@ -138,7 +140,14 @@ def _isinstance(state: State, node: ast.Call, name: str, a: Arguments) -> Value:
     value, class_ = a.positional[0], a.positional[-1]
     if _is_no_tensor(value, class_):
         return FALSE
+    if isinstance(value, Wrapper) and isinstance(class_, Ref) and _last(class_) == _last(value):
+        return TRUE
     return Unknown(f"isinstance({key_of(value)}, {key_of(class_)})")
+
+
+def _last(value: Ref | Wrapper) -> str:
+    """The name of a class, which is imported from more places than one."""
+    return value.path.rpartition(".")[2]
 
 
 def _is_no_tensor(value: Value, class_: Value) -> bool:
