@@ -43,17 +43,16 @@ from ampwise_lint.queries import (
     accumulates,
     given_in_parts,
     is_managed,
-    site_in,
     uses_amp,
     zeroed_with,
 )
 from ampwise_lint.rule import Mistake, rule
-from ampwise_lint.source.places import assignments, scope_of
+from ampwise_lint.source.places import assignments, is_inside, scope_of
 from ampwise_lint.source.project import Module
 from ampwise_lint.source.roles import dotted
 from ampwise_lint.triggers import MIXED
 from ampwise_lint.values.abstract import Instance, Model
-from ampwise_lint.values.events import Event, Forward
+from ampwise_lint.values.events import Event, Forward, Site
 
 
 @rule("AMP307", "no-sync-missing", "info", triggers=MIXED)
@@ -66,7 +65,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
         for event in _micro_batches(trace):
             if _is_handled(code.module) or _is_handled(event.module):
                 continue
-            site = site_in(event, code.module)
+            site = _in_its_loop(event)
             yield Mistake(
                 site.node,
                 site.module,
@@ -74,6 +73,16 @@ def check(code: Analysis) -> Iterator[Mistake]:
                 "of the window needs it: as many all-reduces as micro-batches; run the others "
                 "under model.no_sync()",
             )
+
+
+def _in_its_loop(event: Event) -> Site:
+    """Where the loop over micro-batches runs backward, or calls what does."""
+    own = Site(event.node, event.module, event.context.functions)
+    loops = event.context.loops[-1:]
+    for each in (*event.context.sites, own):
+        if any(is_inside(each.module, each.node, loop.node) for loop in loops):
+            return each
+    return own
 
 
 def _is_parallel(event: Forward) -> bool:
