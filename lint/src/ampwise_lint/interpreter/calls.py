@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 from ampwise_lint.interpreter.attributes import attribute
 from ampwise_lint.interpreter.functions import generator_manager, is_context_manager
@@ -129,6 +130,9 @@ def _method_of_unknown(state: State, node: ast.Call, owner: Unknown, a: Argument
     name = node.func.attr
     if LOSS.search(name) and owner.made == "given" and a.count:
         return _loss(state, node, name, a)
+    if (network := networks.given_back(name, a)) is not None:
+        methods.given_away(state, node, name, a, owner)
+        return network
     return methods.call(state, node, owner, name, a)
 
 
@@ -298,11 +302,8 @@ def _forward(
 ) -> Value:
     with _prepared(state, instance):
         networks.run(state, node, instance, a)
-        state.in_forward += 1
-        try:
+        with state.in_network(instance):
             value = state.call(bound, a, node)
-        finally:
-            state.in_forward -= 1
     return _as_returned(state, instance, _output(state, node, value))
 
 
@@ -325,14 +326,19 @@ def _output(state: State, node: ast.Call, value: Value) -> Value:
             return value.but(forward=True, region=value.region or state.region)
         case ListValue(items=items):
             return ListValue([_output(state, node, each) for each in items])
-        case DictValue():
-            return value
+        case DictValue(items=items):
+            return replace(value, items={k: _part(state, node, e) for k, e in items.items()})
         case _:
             region = state.region
             dtype = None if region is None else tensors.low(region)
             return Tensor(
                 key=key_of(value), dtype=dtype, guessed=True, region=region, forward=True, node=node
             )
+
+
+def _part(state: State, node: ast.Call, value: Value) -> Value:
+    """What a dict that a network returns holds: tensors are outputs, other things are not."""
+    return _output(state, node, value) if isinstance(value, Tensor | ListValue) else value
 
 
 def _model(state: State, node: ast.Call, model: Model, a: Arguments) -> Value:
@@ -366,7 +372,10 @@ def _unknown(state: State, node: ast.Call, function: Value, a: Arguments) -> Val
     if LOSS.search(name):
         networks.run_given(state, node, a)
         return _loss(state, node, name, a)
-    if any(isinstance(each, Tensor) for each in flatten(a.values)):
+    if (network := networks.given_back(name, a)) is not None:
+        return network
+    is_class = name[:1].isupper()  # what it makes may hold tensors, and is none
+    if not is_class and any(isinstance(each, Tensor) for each in flatten(a.values)):
         return functions.unknown_of_tensors(state, node, name, a)
     if (returned := methods.walk_callbacks(state, node, a)) is not None:
         return returned

@@ -41,7 +41,17 @@ from ampwise_lint.source.places import block_of, has_own_lines, has_torch, in_re
 from ampwise_lint.source.project import Module
 from ampwise_lint.source.roles import EVALUATION, LOSS, RUNS, dotted
 from ampwise_lint.triggers import AUTOCAST, SCALER
-from ampwise_lint.values.abstract import Function, Instance, Model, Region, key_of
+from ampwise_lint.values.abstract import (
+    Const,
+    Function,
+    Instance,
+    Model,
+    Region,
+    Tensor,
+    Value,
+    key_of,
+)
+from ampwise_lint.values.contents import flatten
 from ampwise_lint.values.events import Backward, CastDown, Condition, Forward, Loss, Site
 
 TRAINING = re.compile(r"^(is_|do_|self\.)?(train|training|is_train)$")
@@ -66,6 +76,8 @@ def check(code: Analysis) -> Iterator[Mistake]:
     for trace in code.traces:
         models = {_network(each) for each in _trained(trace)}
         for event in trace.of(Forward):
+            if _is_teacher(event, trace):
+                continue
             same = (_network(event) in models and _is_reached(trace, event)) or (
                 _name(event) in trained and not _is_another(event, trained, plain)
             )
@@ -155,11 +167,21 @@ def _place(event: Forward, covered: Calls) -> Forward | Site | None:
 
 
 def _network(event: Forward) -> str:
-    """Tells networks apart: ``model.module`` is the one that a wrapper of torch holds."""
+    """Tells networks apart: a wrapper of torch and a copy are the one they hold or come from."""
     network = event.model
-    if isinstance(network, Model) and network.wrapped and network.inner is not None:
-        network = network.inner
+    for _ in range(COPIES):
+        match network:
+            case Model(wrapped=wrapped, inner=Value() as inner) if wrapped:
+                network = inner
+            case Model(copy_of=Value() as original) | Instance(copy_of=Value() as original):
+                network = original
+            case _:
+                break
     return key_of(network)
+
+
+COPIES = 4
+"""Copies of copies that are followed."""
 
 
 def _trained(trace: Trace) -> list[Forward]:
@@ -186,6 +208,14 @@ def _trained_without(trace: Trace) -> list[Forward]:
         and not each.context.no_grad
         and each.training is not False
     ]
+
+
+def _is_teacher(event: Forward, trace: Trace) -> bool:
+    """Whether a copy runs beside the training step, whose loss may need what it returns."""
+    if getattr(event.model, "copy_of", None) is None or not event.context.loops:
+        return False
+    loop = event.context.loops[-1].serial
+    return any(e.context.loops and e.context.loops[-1].serial == loop for e in trace.of(Backward))
 
 
 def _is_reached(trace: Trace, event: Forward) -> bool:
@@ -238,6 +268,8 @@ def _validates(event: Forward) -> bool:
         return False
     if not event.is_root or not event.context.loops or _is_fallback(event):
         return False
+    if _is_given_nothing(event):
+        return False
     if _is_discarded(event.module, event.node):
         return False  # a warm-up, a measurement of speed
     if not event.context.no_grad and event.training is not False:
@@ -250,6 +282,13 @@ def _validates(event: Forward) -> bool:
         names += [each.id for each in ast.walk(loop.iter) if isinstance(each, ast.Name)]
     names += [each for branch in event.context.conditions for each in _asked(branch)]
     return event.training is False or any(EVALUATION.search(each) for each in names)
+
+
+def _is_given_nothing(event: Forward) -> bool:
+    """``model(None, device)``, which asks a network for something else than an output."""
+    first = event.inputs[0] if event.inputs else None
+    is_none = isinstance(first, Const) and first.value is None
+    return is_none and not any(isinstance(each, Tensor) for each in flatten(event.inputs))
 
 
 def _asked(branch: Condition) -> list[str]:

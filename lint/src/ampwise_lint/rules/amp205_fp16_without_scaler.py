@@ -2,7 +2,8 @@
 
 ## What it does
 Reports backward of an unscaled loss whose forward ran in float16 autocast, when an optimizer
-steps on it and the file has no scaler. `autocast("cuda")` without a dtype is float16.
+steps on it and the file has no scaler, or makes one, and saves it perhaps, that never scales a
+loss. `autocast("cuda")` without a dtype is float16.
 
 ## Why is this bad
 The smallest float16 is 6e-8, and what is below half of it becomes 0. Where gradients of
@@ -29,19 +30,30 @@ other way out.
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 
 from ampwise_lint.analysis import Analysis
 from ampwise_lint.queries import is_managed, is_unscaled
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.triggers import AUTOCAST, HALF
-from ampwise_lint.values.abstract import Const, Scaler, Tensor
-from ampwise_lint.values.events import Backward, Enter, Forward, Made, OptimizerStep, ScalerStep
+from ampwise_lint.values.abstract import Const, Scaler, Tensor, truth
+from ampwise_lint.values.events import (
+    Backward,
+    Enter,
+    Forward,
+    Made,
+    Managed,
+    OptimizerStep,
+    ScalerStep,
+    Unscale,
+    Update,
+)
 
 
 @rule("AMP205", "fp16-without-scaler", "error", triggers=(AUTOCAST, HALF))
 def check(code: Analysis) -> Iterator[Mistake]:
-    if code.any(ScalerStep) or code.any(Made, lambda e: isinstance(e.value, Scaler)):
+    if code.any(ScalerStep) or _is_scaler_used(code):
         return
     for trace in code.traces:
         if is_managed(trace):
@@ -62,6 +74,20 @@ def check(code: Analysis) -> Iterator[Mistake]:
                     waiting = []
                 case _:
                     pass
+
+
+def _is_scaler_used(code: Analysis) -> bool:
+    """Whether a scaler in sight may scale: it does more than to be made and saved."""
+    made = [e.value for trace in code.traces for e in trace.of(Made) if isinstance(e.value, Scaler)]
+    if not made:
+        return False
+    if any(each.opaque or not truth(each.enabled) for each in made):
+        return True
+    kinds = Update | Unscale | Managed
+    if any(isinstance(event, kinds) for trace in code.traces for event in trace.events):
+        return True
+    scales = {each.attr for each in code.module.index.of(ast.Attribute)}
+    return "scale" in scales or code.any(Backward, lambda e: e.scaled is not None)
 
 
 def _is_in_forward(event: Enter) -> bool:

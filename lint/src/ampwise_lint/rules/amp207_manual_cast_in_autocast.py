@@ -35,13 +35,13 @@ from ampwise_lint.analysis import Analysis
 from ampwise_lint.findings import Edit
 from ampwise_lint.queries import edit
 from ampwise_lint.rule import Mistake, rule
-from ampwise_lint.source.library import DTYPES
+from ampwise_lint.source import library
 from ampwise_lint.source.nodes import Node
 from ampwise_lint.source.places import has_comment
 from ampwise_lint.source.project import Module
 from ampwise_lint.source.roles import dotted
 from ampwise_lint.triggers import AUTOCAST
-from ampwise_lint.values.abstract import Instance, Model, Tensor
+from ampwise_lint.values.abstract import Cast, Instance, Model, Tensor
 from ampwise_lint.values.contents import flatten
 from ampwise_lint.values.events import CastDown, Forward
 
@@ -65,11 +65,23 @@ def check(code: Analysis) -> Iterator[Mistake]:
                         event.node, event.module, message, _edits(event.node, event.module)
                     )
             elif isinstance(event, Forward) and event.context.region is not None and event.is_root:
-                for each in flatten(event.inputs):
-                    if isinstance(each, Tensor) and each.cast is not None:
-                        message = _MESSAGE.format(dtype=each.cast.dtype, where="just before")
-                        edits = _edits(each.cast.node, each.cast.module)
-                        yield Mistake(each.cast.node, each.cast.module, message, edits)
+                for cast in _casts(event):
+                    message = _MESSAGE.format(dtype=cast.dtype, where="just before")
+                    yield Mistake(cast.node, cast.module, message, _edits(cast.node, cast.module))
+
+
+MOVES = library.MOVES | {"index"}
+
+
+def _casts(event: Forward) -> Iterator[Cast]:
+    """Where what a network is given was made half: itself, or what it was put together of."""
+    waiting = flatten(event.inputs)
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, Tensor) and each.cast is not None:
+            yield each.cast
+        elif isinstance(each, Tensor) and each.op in MOVES:
+            waiting += flatten(each.inputs)
 
 
 def _edits(node: Node, module: Module) -> tuple[Edit, ...]:
@@ -101,4 +113,4 @@ def _rebinding(module: Module, node: ast.Call, owner: str) -> ast.Assign | None:
 
 def _is_dtype(module: Module, argument: ast.expr | ast.keyword) -> bool:
     node = argument.value if isinstance(argument, ast.keyword) else argument
-    return module.imports.full(node) in DTYPES
+    return module.imports.full(node) in library.DTYPES

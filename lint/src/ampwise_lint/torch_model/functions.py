@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 
 from ampwise_lint.path.conditions import decide
@@ -39,6 +40,7 @@ from ampwise_lint.values.abstract import (
     key_of,
 )
 from ampwise_lint.values.arguments import Arguments
+from ampwise_lint.values.classes import is_network
 from ampwise_lint.values.contents import flatten
 from ampwise_lint.values.events import (
     Clip,
@@ -360,6 +362,24 @@ def _compiled(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
     return a.first("model", "module") or state.unknown(node, "called")
 
 
+def _copied(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
+    """A copy of a network; whose copy it is stays known."""
+    of = a.first("x")
+    key = _place(state, node, "copy")
+    match of:
+        case Instance(class_=class_, attributes=held) if is_network(class_):
+            made = Instance(class_, dict(held), of.wrapped, of)
+            if held.get("module") is of:
+                made.attributes["module"] = made
+            return made
+        case Model():
+            return replace(of, key=key, copy_of=of)
+        case Unknown():
+            return Unknown(key, "called", op="copy", operands=(of,))
+        case _:
+            return _other(state, node, path, a)
+
+
 def _auto_optimizer(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
     return a.first("optimizer") or state.unknown(node, "called")
 
@@ -413,6 +433,8 @@ def _other(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
             networks.run_given(state, node, a)
             state.emit(Loss, node, last, tuple(a.values))
         return unknown_of_tensors(state, node, last, a)
+    if (network := networks.given_back(last, a)) is not None:
+        return network
     if (returned := methods.walk_callbacks(state, node, a)) is not None:
         return returned
     made = state.unknown(node, "called", path)
@@ -490,6 +512,7 @@ NAMES: dict[str, Handler] = {
     "torch.save": _save,
     "apex.amp.scale_loss": _scale_loss,
     "deepspeed.initialize": _wrapper,
+    **dict.fromkeys(("copy.copy", "copy.deepcopy"), _copied),
     "functools.partial": _partial,
     "itertools.chain": _chain,
     "itertools.chain.from_iterable": _chain,
