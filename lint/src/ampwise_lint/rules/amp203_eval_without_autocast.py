@@ -211,9 +211,11 @@ def _trained_without(trace: Trace) -> list[Forward]:
 
 
 def _is_teacher(event: Forward, trace: Trace) -> bool:
-    """Whether a copy runs beside the training step, whose loss may need what it returns."""
+    """Whether a copy runs beside the training step, whose loss may need it, or for gradients."""
     if getattr(event.model, "copy_of", None) is None or not event.context.loops:
         return False
+    if not event.context.no_grad:
+        return True  # of the input, as in an attack
     loop = event.context.loops[-1].serial
     return any(e.context.loops and e.context.loops[-1].serial == loop for e in trace.of(Backward))
 
