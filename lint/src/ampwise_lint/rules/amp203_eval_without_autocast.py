@@ -39,7 +39,7 @@ from ampwise_lint.findings import Edit
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.places import block_of, has_own_lines, has_torch, in_reach, wrap
 from ampwise_lint.source.project import Module
-from ampwise_lint.source.roles import EVALUATION, LOSS, RUNS, dotted
+from ampwise_lint.source.roles import EVALUATION, LOSS, RUNS, dotted, leaves
 from ampwise_lint.triggers import AUTOCAST, SCALER
 from ampwise_lint.values.abstract import (
     Const,
@@ -67,21 +67,17 @@ def check(code: Analysis) -> Iterator[Mistake]:
     networks = {_network(each) for each in all_trained}
     covered = _covered(code)
     beside = _beside(code)
-    halved = {
-        each.context.functions
-        for trace in code.traces
-        for each in trace.of(CastDown)
-        if isinstance(each.value, Model | Instance)
-    }
+    halved = {each.context.functions for e in code.traces for each in _halved(e) if not _asks(each)}
     for trace in code.traces:
         models = {_network(each) for each in _trained(trace)}
+        here = halved | {each.context.functions for each in _halved(trace)}
         for event in trace.of(Forward):
             if _is_teacher(event, trace):
                 continue
             same = (_network(event) in models and _is_reached(trace, event)) or (
                 _name(event) in trained and not _is_another(event, trained, plain)
             )
-            if event.context.functions in halved or _is_choice(event, beside):
+            if event.context.functions in here or _is_choice(event, beside):
                 continue  # it says itself what validates, if not on every path
             place = _place(event, covered)
             if place is not event:  # a helper calls all networks by one name
@@ -135,7 +131,37 @@ def _beside(code: Analysis) -> set[tuple[int, bool]]:
 
 def _is_choice(event: Forward, beside: set[tuple[int, bool]]) -> bool:
     """``if cuda: with autocast: model(x)``, else without: the author has thought of it."""
-    return any((id(e.node), not e.taken) in beside for e in event.context.branches)
+    if any((id(e.node), not e.taken) in beside for e in event.context.branches):
+        return True
+    return any((id(each), True) in beside for each in _left_by(event))
+
+
+def _left_by(event: Forward) -> Iterator[ast.If]:
+    """Each ``if`` before it in its function that leaves, as ``if amp: with autocast: return``."""
+    statement = event.module.statement_of(event.node)
+    for each in block_of(event.module, statement):
+        if each is statement:
+            return
+        if isinstance(each, ast.If) and _leaves(each.body):
+            yield each
+
+
+def _leaves(body: list[ast.stmt]) -> bool:
+    """Whether a block ends by leaving, inside of ``with`` perhaps."""
+    return leaves(body) or (
+        bool(body) and isinstance(body[-1], ast.With) and _leaves(body[-1].body)
+    )
+
+
+def _halved(trace: Trace) -> list[CastDown]:
+    """Where networks are made half."""
+    return [each for each in trace.of(CastDown) if isinstance(each.value, Model | Instance)]
+
+
+def _asks(event: CastDown) -> bool:
+    """``if args.half: model.half()``: without the option nothing is made half."""
+    last = event.context.conditions[-1].node if event.context.conditions else None
+    return isinstance(last, ast.If) and isinstance(last.test, ast.Attribute)
 
 
 Calls = dict[int, set[int]]
