@@ -41,7 +41,7 @@ from ampwise_lint.source.places import has_comment
 from ampwise_lint.source.project import Module
 from ampwise_lint.source.roles import dotted
 from ampwise_lint.triggers import AUTOCAST
-from ampwise_lint.values.abstract import Cast, Instance, Model, Tensor
+from ampwise_lint.values.abstract import Cast, Instance, Model, Tensor, key_of
 from ampwise_lint.values.contents import flatten
 from ampwise_lint.values.events import CastDown, Forward
 
@@ -55,11 +55,14 @@ _MESSAGE = (
 @rule("AMP207", "manual-cast-in-autocast", "warning", fix="unsafe", triggers=(AUTOCAST,))
 def check(code: Analysis) -> Iterator[Mistake]:
     for trace in code.traces:
+        halved = {key_of(e.value) for e in trace.of(CastDown) if _is_network(e)}
         for event in trace.events:
             if event.context.no_grad:
                 continue  # what is cast for inference only is meant to be
+            if halved and not (isinstance(event, Forward) and key_of(event.model) not in halved):
+                continue  # a network of 16 bits takes no other inputs
             if isinstance(event, CastDown) and event.context.region is not None:
-                if not isinstance(event.value, Model | Instance):
+                if not _is_network(event):
                     message = _MESSAGE.format(dtype=event.cast, where="inside")
                     yield Mistake(
                         event.node, event.module, message, _edits(event.node, event.module)
@@ -68,6 +71,10 @@ def check(code: Analysis) -> Iterator[Mistake]:
                 for cast in _casts(event):
                     message = _MESSAGE.format(dtype=cast.dtype, where="just before")
                     yield Mistake(cast.node, cast.module, message, _edits(cast.node, cast.module))
+
+
+def _is_network(cast: CastDown) -> bool:
+    return isinstance(cast.value, Model | Instance)
 
 
 MOVES = library.MOVES | {"index"}
