@@ -37,6 +37,7 @@ from ampwise_lint.values.arguments import Arguments
 from ampwise_lint.values.classes import is_network, is_step_wrapper
 from ampwise_lint.values.contents import flatten
 from ampwise_lint.values.events import (
+    Forward,
     Loss,
     Made,
     Managed,
@@ -70,6 +71,8 @@ def invoke(
     match function:
         case Function(owner=Instance() as made) if _is_forward(function, owner):
             return _instance(state, node, made, a)
+        case Function(owner=Instance() as made) if _is_evaluated(state, function, made):
+            return _evaluated(state, node, function, made, a)
         case Function():
             return _function(state, node, function, a)
         case Class():
@@ -122,6 +125,26 @@ def _is_forward(function: Function, owner: Value | None) -> bool:
         and class_ is not None
         and is_network(class_)
     )
+
+
+def _is_evaluated(state: State, function: Function, owner: Instance) -> bool:
+    """``network.infer(x)`` of a network in sight, without gradients."""
+    name = getattr(function.node, "name", "")
+    outside = state.context.no_grad and not state.in_forward
+    return outside and bool(RUNS.search(name)) and "step" not in name and is_network(owner.class_)
+
+
+def _evaluated(
+    state: State, node: ast.Call, function: Function, owner: Instance, a: Arguments
+) -> Value:
+    """Run a method of a network: if it runs parts of it, and opens no autocast, that runs."""
+    before = len(state.trace)
+    value = _function(state, node, function, a)
+    inside = state.trace[before:]
+    runs = [each for each in inside if isinstance(each, Forward)]
+    if runs and all(each.context.regions == state.context.regions for each in runs):
+        networks.run(state, node, owner, a)
+    return value
 
 
 def _method_of_unknown(state: State, node: ast.Call, owner: Unknown, a: Arguments) -> Value:

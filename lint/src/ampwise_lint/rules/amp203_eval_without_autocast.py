@@ -278,7 +278,8 @@ def _places(event: Forward) -> set[str]:
 
 def _name(event: Forward) -> str:
     """``model`` of ``self.model(x)`` and of ``self.model.forward(x)``."""
-    owner, _, name = dotted(getattr(event.node, "func", event.node)).rpartition(".")
+    text = dotted(getattr(event.node, "func", event.node)).replace(".module", "")
+    owner, _, name = text.rpartition(".")
     runs = RUNS.search(name) or LOSS.search(name)
     is_method = bool(runs) and owner not in ("", "self")
     return owner.rpartition(".")[2] if is_method else name
