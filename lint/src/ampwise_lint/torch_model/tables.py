@@ -10,7 +10,7 @@ from ampwise_lint.values.classes import is_network
 
 DTYPES = library.DTYPES.keys() | {f"torch.{each}" for each in library.TYPES}
 MOST_NETWORKS = 4
-"""Classes of networks that paths try; of a longer table the first stands for all."""
+"""Classes of networks that paths try; of a longer table nothing is known, for want of time."""
 
 
 def choices_in(table: DictValue) -> dict[Any, Value]:
@@ -35,6 +35,5 @@ def _dtypes_in(table: DictValue) -> dict[Any, Value]:
 def _networks_in(table: DictValue) -> dict[Any, Value]:
     """``{"conv": ConvBlock, "attention": AttentionBlock}``."""
     items = table.items
-    if not all(isinstance(e, Class) and is_network(e) for e in items.values()):
-        return {}
-    return dict(list(items.items())[: MOST_NETWORKS if len(items) <= MOST_NETWORKS else 1])
+    are_networks = all(isinstance(e, Class) and is_network(e) for e in items.values())
+    return dict(items) if are_networks and len(items) <= MOST_NETWORKS else {}
