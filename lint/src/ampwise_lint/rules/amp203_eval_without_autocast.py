@@ -103,9 +103,7 @@ CASTS = re.compile(
 
 def _casts(event: Forward, module: Module) -> bool:
     """Whether a network runs in autocast wherever it is called, or one that is handed in may."""
-    network = event.model
-    while isinstance(network, Model) and network.wrapped and network.inner is not None:
-        network = network.inner
+    network = _original(event.model)
     if isinstance(network, Instance):
         found = network.class_.lookup("forward")
         return found is not None and isinstance(found[0], Function) and _is_decorated(found[0])
@@ -194,16 +192,19 @@ def _place(event: Forward, covered: Calls) -> Forward | Site | None:
 
 def _network(event: Forward) -> str:
     """Tells networks apart: a wrapper of torch and a copy are the one they hold or come from."""
-    network = event.model
+    return key_of(_original(event.model))
+
+
+def _original(network: Value) -> Value:
     for _ in range(COPIES):
         match network:
             case Model(wrapped=wrapped, inner=Value() as inner) if wrapped:
                 network = inner
-            case Model(copy_of=Value() as original) | Instance(copy_of=Value() as original):
+            case Model(copy_of=Value() as original):
                 network = original
             case _:
                 break
-    return key_of(network)
+    return network
 
 
 COPIES = 4
@@ -238,7 +239,8 @@ def _trained_without(trace: Trace) -> list[Forward]:
 
 def _is_teacher(event: Forward, trace: Trace) -> bool:
     """Whether a copy runs beside the training step, whose loss may need it, or for gradients."""
-    if getattr(event.model, "copy_of", None) is None or not event.context.loops:
+    is_copy = isinstance(event.model, Model) and event.model.copy_of is not None
+    if not is_copy or not event.context.loops:
         return False
     if not event.context.no_grad:
         return True  # of the input, as in an attack

@@ -363,15 +363,12 @@ def _compiled(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
 
 
 def _copied(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
-    """A copy of a network; whose copy it is stays known."""
+    """A copy of a network; whose copy it is stays known, and its code is not walked again."""
     of = a.first("x")
     key = _place(state, node, "copy")
     match of:
-        case Instance(class_=class_, attributes=held) if is_network(class_):
-            made = Instance(class_, dict(held), of.wrapped, of)
-            if held.get("module") is of:
-                made.attributes["module"] = made
-            return made
+        case Instance(class_=class_) if is_network(class_):
+            return Model(key, class_.node.name, node, copy_of=of)
         case Model():
             return replace(of, key=key, copy_of=of)
         case Unknown():

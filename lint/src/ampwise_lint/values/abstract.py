@@ -190,8 +190,6 @@ class Instance(Value):
     attributes: dict[str, Value] = field(default_factory=dict[str, Value])
     wrapped: str = ""
     """``ddp``, ``dp``, ``fsdp`` when a wrapper of torch holds it."""
-    copy_of: Value | None = None
-    """The network it was copied from."""
 
 
 @dataclass(eq=False, slots=True)
