@@ -26,6 +26,7 @@ from ampwise_lint.values.abstract import (
     Tensor,
     Unknown,
     Value,
+    Wrapper,
     is_low,
 )
 from ampwise_lint.values.contents import modules_in
@@ -137,9 +138,11 @@ def _kept(state: State, node: ast.Attribute, before: Value | None, value: Value)
 
 def _is_lost(before: Value | None, value: Value) -> bool:
     """Whether something made in sight would be replaced by nothing that is known."""
-    nothing = isinstance(value, Unknown) or (isinstance(value, Const) and value.value is None)
+    nothing = isinstance(value, Unknown) or (
+        isinstance(value, Const) and isinstance(value.value, str | None)
+    )
     return nothing and isinstance(
-        before, Optimizer | Scaler | Model | Instance | Scheduler | Loader
+        before, Optimizer | Scaler | Model | Instance | Scheduler | Loader | Wrapper
     )
 
 

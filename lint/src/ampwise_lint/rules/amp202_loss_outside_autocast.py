@@ -57,13 +57,10 @@ def check(code: Analysis) -> Iterator[Mistake]:
         seen: set[int] = set()
         found = [(event, half) for event in trace.of(Loss) if (half := _half(event)) is not None]
         calls = {id(event.node) for event, _ in found}
-        told: set[int] = set()
         for event, half in found:
             seen.add(id(event.module.statement_of(event.node)))
-            # Of what a loss of the project computes, one line is enough beside the call of it.
-            around = {id(each.node) for each in event.context.sites} & calls
-            if told.isdisjoint(around):
-                told |= around
+            # What a loss of the project computes with is mended where that is called.
+            if calls.isdisjoint(id(each.node) for each in event.context.sites):
                 yield Mistake(
                     event.node,
                     event.module,

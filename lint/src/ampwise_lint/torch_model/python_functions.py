@@ -14,6 +14,7 @@ from ampwise_lint.torch_model import tensors
 from ampwise_lint.values.abstract import (
     FALSE,
     NONE,
+    TRUE,
     Const,
     DictValue,
     Gradient,
@@ -22,9 +23,11 @@ from ampwise_lint.values.abstract import (
     Loader,
     Parameters,
     Ref,
+    Scaler,
     Tensor,
     Unknown,
     Value,
+    Wrapper,
     key_of,
 )
 from ampwise_lint.values.arguments import Arguments
@@ -129,7 +132,20 @@ def _isinstance(state: State, node: ast.Call, name: str, a: Arguments) -> Value:
     value, class_ = a.positional[0], a.positional[-1]
     if _is_no_tensor(value, class_):
         return FALSE
+    if (known := _is_of_class(value, class_)) is not None:
+        return TRUE if known else FALSE
     return Unknown(f"isinstance({key_of(value)}, {key_of(class_)})")
+
+
+def _is_of_class(value: Value, class_: Value) -> bool | None:
+    """Whether something is of a class that is no builtin, as far as that is in sight."""
+    if not isinstance(class_, Ref) or class_.path.startswith("builtins."):
+        return None
+    if isinstance(value, Const):
+        return False  # ``isinstance("none", NativeScaler)``
+    last = class_.path.rpartition(".")[2]
+    is_one = isinstance(value, Wrapper | Scaler) and value.path.rpartition(".")[2] == last
+    return True if is_one else None
 
 
 def _is_no_tensor(value: Value, class_: Value) -> bool:
