@@ -10,6 +10,8 @@ from ampwise_lint.source import library
 from ampwise_lint.source.nodes import Node
 from ampwise_lint.source.roles import LOSS, OPTIMIZER, dotted
 from ampwise_lint.values.abstract import (
+    FALSE,
+    TRUE,
     Bound,
     Class,
     Const,
@@ -106,6 +108,8 @@ def _of_instance(state: State, node: Node, owner: Instance, attr: str) -> Value:
         return _inherited(state, node, owner, found[0], text)
     if attr in NETWORK_METHODS and is_network(class_):
         return Bound(owner, attr, node)
+    if attr == "training" and state.trains is not None and is_network(class_):
+        return TRUE if state.trains else FALSE
     if (made := _trainer_made_later(state, owner, attr)) is not None:
         return made
     return as_role(state, Unknown(f"self.{attr}", "given", of=owner), text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 from ampwise_lint.interpreter.attributes import attribute
 from ampwise_lint.interpreter.functions import generator_manager, is_context_manager
@@ -37,6 +38,7 @@ from ampwise_lint.values.arguments import Arguments
 from ampwise_lint.values.classes import is_network, is_schedule, is_step_wrapper
 from ampwise_lint.values.contents import flatten
 from ampwise_lint.values.events import (
+    Forward,
     Loss,
     Made,
     Managed,
@@ -70,6 +72,8 @@ def invoke(
     match function:
         case Function(owner=Instance() as made) if _is_forward(function, owner):
             return _instance(state, node, made, a)
+        case Function(owner=Instance() as made) if _is_evaluated(state, function, made):
+            return _evaluated(state, node, function, made, a)
         case Function():
             return _function(state, node, function, a)
         case Class():
@@ -124,12 +128,35 @@ def _is_forward(function: Function, owner: Value | None) -> bool:
     )
 
 
+def _is_evaluated(state: State, function: Function, owner: Instance) -> bool:
+    """``network.infer(x)`` of a network in sight, without gradients."""
+    name = getattr(function.node, "name", "")
+    outside = state.context.no_grad and not state.in_forward
+    return outside and bool(RUNS.search(name)) and "step" not in name and is_network(owner.class_)
+
+
+def _evaluated(
+    state: State, node: ast.Call, function: Function, owner: Instance, a: Arguments
+) -> Value:
+    """Run a method of a network: if it runs parts of it, and opens no autocast, that runs."""
+    before = len(state.trace)
+    value = _function(state, node, function, a)
+    inside = state.trace[before:]
+    runs = [each for each in inside if isinstance(each, Forward)]
+    if runs and all(each.context.regions == state.context.regions for each in runs):
+        networks.run(state, node, owner, a)
+    return value
+
+
 def _method_of_unknown(state: State, node: ast.Call, owner: Unknown, a: Arguments) -> Value:
     """``x.name(...)`` where neither x nor the method is known."""
     assert isinstance(node.func, ast.Attribute)
     name = node.func.attr
     if LOSS.search(name) and owner.made == "given" and a.count:
         return _loss(state, node, name, a)
+    if (network := networks.given_back(name, a)) is not None:
+        methods.given_away(state, node, name, a, owner)
+        return network
     return methods.call(state, node, owner, name, a)
 
 
@@ -302,11 +329,8 @@ def _forward(
 ) -> Value:
     with _prepared(state, instance):
         networks.run(state, node, instance, a)
-        state.in_forward += 1
-        try:
+        with state.in_network(instance):
             value = state.call(bound, a, node)
-        finally:
-            state.in_forward -= 1
     return _as_returned(state, instance, _output(state, node, value))
 
 
@@ -329,14 +353,19 @@ def _output(state: State, node: ast.Call, value: Value) -> Value:
             return value.but(forward=True, region=value.region or state.region)
         case ListValue(items=items):
             return ListValue([_output(state, node, each) for each in items])
-        case DictValue():
-            return value
+        case DictValue(items=items):
+            return replace(value, items={k: _part(state, node, e) for k, e in items.items()})
         case _:
             region = state.region
             dtype = None if region is None else tensors.low(region)
             return Tensor(
                 key=key_of(value), dtype=dtype, guessed=True, region=region, forward=True, node=node
             )
+
+
+def _part(state: State, node: ast.Call, value: Value) -> Value:
+    """What a dict that a network returns holds: tensors are outputs, other things are not."""
+    return _output(state, node, value) if isinstance(value, Tensor | ListValue) else value
 
 
 def _model(state: State, node: ast.Call, model: Model, a: Arguments) -> Value:
@@ -370,7 +399,10 @@ def _unknown(state: State, node: ast.Call, function: Value, a: Arguments) -> Val
     if LOSS.search(name):
         networks.run_given(state, node, a)
         return _loss(state, node, name, a)
-    if any(isinstance(each, Tensor) for each in flatten(a.values)):
+    if (network := networks.given_back(name, a)) is not None:
+        return network
+    is_class = name[:1].isupper()  # what it makes may hold tensors, and is none
+    if not is_class and any(isinstance(each, Tensor) for each in flatten(a.values)):
         return functions.unknown_of_tensors(state, node, name, a)
     if (returned := methods.walk_callbacks(state, node, a)) is not None:
         return returned

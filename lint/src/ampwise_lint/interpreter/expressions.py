@@ -16,9 +16,9 @@ from ampwise_lint.path.state import State
 from ampwise_lint.source import library
 from ampwise_lint.source.roles import SCHEDULER, dotted
 from ampwise_lint.torch_model import tensors
+from ampwise_lint.torch_model.tables import choices_in
 from ampwise_lint.values.abstract import (
     FALSE,
-    LOW,
     NONE,
     TRUE,
     Const,
@@ -89,8 +89,8 @@ def _subscript(state: State, node: ast.Subscript) -> Value:
             return items[0]
         if items and all(map(_makes_optimizer, items)):
             return items[0]
-    if isinstance(owner, DictValue) and not owner.open and (dtypes := _dtypes_of(owner)):
-        return chosen(state, dtypes, index)
+    if isinstance(owner, DictValue) and (choices := choices_in(owner)):
+        return chosen(state, choices, index)
     container = dotted(node.value)
     if isinstance(owner, DictValue) and SCHEDULER.search(container.rpartition(".")[2]):
         return Unknown(f"{container}[{key_of(index)}]", "given")
@@ -109,24 +109,6 @@ def _makes_optimizer(value: Value) -> bool:
     """A class of optimizers, also with some of its arguments."""
     made = value.function if isinstance(value, Partial) else value
     return isinstance(made, Ref) and library.is_optimizer(made.path)
-
-
-def _dtypes_of(table: DictValue) -> dict[Any, Value]:
-    """``{"fp16": torch.float16, "bf16": torch.bfloat16}``, which an option looks into.
-
-    Empty for a table of anything else; integers are no dtypes to train in.
-    """
-    items = table.items
-    if not all(isinstance(e, Ref) and e.path in DTYPES for e in items.values()):
-        return {}
-    paths = {k: e.path for k, e in items.items() if isinstance(e, Ref) and e.path in library.DTYPES}
-    first = next(iter(paths), None)
-    # Next to the first those of 16 bits: what a path may choose is asked in this order.
-    order = sorted(paths, key=lambda k: k != first and library.DTYPES[paths[k]] not in LOW)
-    return {key: items[key] for key in order}
-
-
-DTYPES = library.DTYPES.keys() | {f"torch.{each}" for each in library.TYPES}
 
 
 def _sequence(state: State, node: ast.Tuple | ast.List | ast.Set) -> Value:

@@ -90,6 +90,8 @@ def set_item(
     where = state.evaluate(index, quiet=True)
     if isinstance(owner, DictValue) and isinstance(where, Const) and isinstance(where.value, str):
         owner.items[where.value] = named(value, where.value)
+    elif isinstance(owner, ListValue) and isinstance(value, Tensor):
+        _set_in_list(owner, where, value)
     elif isinstance(owner, Gradient):
         state.emit(GradientRead, target, True)
     elif isinstance(owner, Tensor):
@@ -105,6 +107,15 @@ def set_item(
         owner.items[key_of(where)] = value
     elif isinstance(owner, DictValue):
         owner.open = True
+
+
+def _set_in_list(owner: ListValue, where: Value, value: Tensor) -> None:
+    """``x[i] = layer(x[i])``; by an index that is not known all are set, in turn."""
+    number = where.value if isinstance(where, Const) else None
+    if isinstance(number, int) and -len(owner.items) <= number < len(owner.items):
+        owner.items[number] = value
+    elif number is None and all(isinstance(each, Tensor) for each in owner.items):
+        owner.items = [value for _ in owner.items]
 
 
 FIGURES = re.compile(r"\.(loc|iloc|at|iat)$|hist(ory)?\b|(^|_)(metrics|stats|logs?|records?)\b")

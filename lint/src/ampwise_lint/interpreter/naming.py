@@ -57,7 +57,7 @@ def _made(state: State, value: Unknown, text: str) -> Value:
         case "scheduler":
             return Scheduler(value.key)
         case "network":
-            return Model(value.key)
+            return Model(value.key, copy_of=value.operands[0] if value.op == "copy" else None)
         case _:
             return value
 

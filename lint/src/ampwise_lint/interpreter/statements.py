@@ -11,6 +11,7 @@ not hold, the second time it does.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -79,7 +80,22 @@ def _assign(state: State, node: ast.Assign) -> None:
     if isinstance(value, Tensor) and value.divided and state.unsure and _begins_sum(state, node):
         value = value.but(grown=True, divided=False)
     for target in node.targets:
-        state.assign(target, value)
+        state.assign(target, _switch(state, target, value))
+
+
+SWITCH = re.compile(
+    r"^(use_|enable_|with_)?(amp|fp16|bf16|half|mixed|mixed_precision|autocast)(_training|_enabled)?$",
+    re.IGNORECASE,
+)
+"""Names of what switches lower precision on."""
+
+
+def _switch(state: State, target: ast.expr, value: Value) -> Value:
+    """``fp16 = False`` at the top of a script is there to be set to True."""
+    is_off = isinstance(value, Const) and value.value is False
+    if is_off and isinstance(target, ast.Name) and state.frames[-1].function is None:
+        return Unknown(target.id, "given") if SWITCH.match(target.id) else value
+    return value
 
 
 def _begins_sum(state: State, node: ast.Assign) -> bool:

@@ -140,9 +140,12 @@ def _kept(state: State, node: ast.Attribute, before: Value | None, value: Value)
 
 
 def _is_lost(before: Value | None, value: Value) -> bool:
-    """Whether something made in sight would be replaced by a constant, or by what is not known."""
-    return isinstance(value, Unknown | Const) and isinstance(
-        before, Optimizer | Scaler | Wrapper | Model | Instance | Scheduler | Loader
+    """Whether something made in sight would be replaced by nothing that is known."""
+    nothing = isinstance(value, Unknown) or (
+        isinstance(value, Const) and isinstance(value.value, str | None)
+    )
+    return nothing and isinstance(
+        before, Optimizer | Scaler | Model | Instance | Scheduler | Loader | Wrapper
     )
 
 

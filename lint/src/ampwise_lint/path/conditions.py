@@ -8,6 +8,7 @@ from typing import Any
 from ampwise_lint.path.state import State
 from ampwise_lint.values.abstract import (
     Const,
+    ListValue,
     Model,
     Optimizer,
     Scaler,
@@ -43,6 +44,8 @@ def _decide_unknown(state: State, value: Unknown, default: bool) -> bool:
             return not _ask(state, f"({value.key} Eq 0)", state.micro_batch > 0)
         case "Eq":
             return _equals(state, value, default)
+        case "In" if isinstance(value.operands[1], ListValue):
+            return _is_among(state, value, value.operands[1], default)
         case _:
             return _ask(state, value.key, _default(state, value, default))
 
@@ -82,9 +85,29 @@ def _equals(state: State, value: Unknown, default: bool) -> bool:
     known = equal.get(subject)
     if known is not None and known != repr(right.value):
         return False
+    if repr(right.value) not in state.oracle.among.get(subject, {repr(right.value)}):
+        return False
     holds = _ask(state, value.key, default)
     if holds:
         equal[subject] = repr(right.value)
+    return holds
+
+
+def _is_among(state: State, value: Unknown, items: ListValue, default: bool) -> bool:
+    """``x in ("a", "b")``: false where ``x == "c"`` or ``x in ("c", "d")`` was true."""
+    default = _default(state, value, default)
+    named = frozenset(repr(each.value) for each in items.items if isinstance(each, Const))
+    if len(named) < len(items.items):
+        return _ask(state, value.key, default)
+    subject = key_of(value.operands[0])
+    equal, among = state.oracle.equal.get(subject), state.oracle.among.get(subject)
+    if equal is not None:
+        return equal in named
+    if among is not None and (among <= named or not among & named):
+        return among <= named
+    holds = _ask(state, value.key, default)
+    if holds:
+        state.oracle.among[subject] = named if among is None else named & among
     return holds
 
 

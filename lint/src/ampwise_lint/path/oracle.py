@@ -25,6 +25,8 @@ class Oracle:
         self.contradicted = False
         self.equal: dict[str, str] = {}
         """What things were found equal to."""
+        self.among: dict[str, frozenset[str]] = {}
+        """What things were found to be one of."""
 
     def ask(self, key: str, default: bool, *, own: bool = True) -> bool:
         """Whether a condition holds on this path; `own`: it stands in the file that is judged."""

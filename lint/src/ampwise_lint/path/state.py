@@ -116,6 +116,8 @@ class State:
         """The trainer that calls the steps that are being walked."""
         self.in_forward = 0
         """How many networks' forward is being walked."""
+        self.trains: bool | None = None
+        """Whether the network whose forward is being walked trains; None outside of any."""
         self._handlers = handlers
         self._quiet = 0
         self._context: Context | None = Context()
@@ -306,14 +308,28 @@ class State:
         finally:
             self._regions, self._context = before, None
 
+    @contextmanager
+    def in_network(self, network: Value) -> Generator[None]:
+        """Walk a network's forward; those it calls train if it does."""
+        before = self.trains
+        if before is None:
+            self.trains = not self.is_evaluating(network)
+        self.in_forward += 1
+        try:
+            yield
+        finally:
+            self.in_forward -= 1
+            self.trains = before
+
     def _enter(self, manager: Manager) -> None:
         match manager.kind:
             case "autocast":
                 assert manager.region is not None
                 self._regions = (*self._regions, manager.region)
                 self._context = None
-                if manager.region.enabled:
-                    self.emit(Enter, manager.region.node, manager.region)
+                if manager.region.enabled and not self._quiet:
+                    region = manager.region  # it may be made in another file than it is entered in
+                    self.trace.append(Enter(region.node, region.module, self.context, region))
             case "no_grad":
                 self._no_grad = True
             case "enable_grad":

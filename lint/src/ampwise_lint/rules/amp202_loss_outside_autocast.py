@@ -55,16 +55,12 @@ def check(code: Analysis) -> Iterator[Mistake]:
         if not trace.of(Backward) and not any(map(is_given, trace.events)):
             continue
         seen: set[int] = set()
-        for event in trace.of(Loss):
-            if event.context.region is not None or event.context.no_grad:
-                continue
-            if event.context.regions and event.path not in LOSS_FUNCTIONS:
-                continue  # a function that is called with autocast switched off may cast by itself
-            if event.path in PROMOTE and any(map(_is_float32, flatten(event.inputs))):
-                continue
-            half = next((each for each in flatten(event.inputs) if is_half_output(each)), None)
-            if half is not None:
-                seen.add(id(event.module.statement_of(event.node)))
+        found = [(event, half) for event in trace.of(Loss) if (half := _half(event)) is not None]
+        calls = {id(event.node) for event, _ in found}
+        for event, half in found:
+            seen.add(id(event.module.statement_of(event.node)))
+            # What a loss of the project computes with is mended where that is called.
+            if calls.isdisjoint(id(each.node) for each in event.context.sites):
                 yield Mistake(
                     event.node,
                     event.module,
@@ -73,18 +69,34 @@ def check(code: Analysis) -> Iterator[Mistake]:
                     "precision; compute the loss inside autocast, or on output.float()",
                     _edits(event, half),
                 )
-        yield from _by_hand(trace, seen)
+        yield from _by_hand(trace, seen, calls)
+
+
+def _half(event: Loss) -> Tensor | None:
+    """What a network in autocast returned, and a loss outside it computes with in 16 bits."""
+    if event.context.region is not None or event.context.no_grad:
+        return None
+    if event.context.regions and event.path not in LOSS_FUNCTIONS:
+        return None  # a function that is called with autocast switched off may cast by itself
+    given = flatten(event.inputs)
+    if event.path in PROMOTE and any(map(_is_float32, given)):
+        return None
+    return next((e for e in given if isinstance(e, Tensor) and is_half_output(e)), None)
 
 
 def _is_float32(value: Value) -> bool:
     return isinstance(value, Tensor) and value.dtype == "float32"
 
 
-def _by_hand(trace: Trace, seen: set[int]) -> Iterator[Mistake]:
-    """A loss written as an expression, once a statement, unless that is reported already."""
+def _by_hand(trace: Trace, seen: set[int], calls: set[int]) -> Iterator[Mistake]:
+    """A loss written as an expression, once a statement, unless that is reported already.
+
+    `calls`: those of losses that are reported, in whose bodies nothing is reported again.
+    """
     for event in losses_by_hand(trace):
         statement = id(event.module.statement_of(event.node))
-        if statement not in seen:
+        is_inside = not calls.isdisjoint(id(each.node) for each in event.context.sites)
+        if statement not in seen and not is_inside:
             seen.add(statement)
             yield Mistake(
                 event.node,

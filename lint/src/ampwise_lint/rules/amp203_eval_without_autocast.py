@@ -39,9 +39,19 @@ from ampwise_lint.findings import Edit
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.places import block_of, has_own_lines, has_torch, in_reach, wrap
 from ampwise_lint.source.project import Module
-from ampwise_lint.source.roles import EVALUATION, LOSS, RUNS, dotted
+from ampwise_lint.source.roles import EVALUATION, LOSS, RUNS, dotted, leaves
 from ampwise_lint.triggers import AUTOCAST, SCALER
-from ampwise_lint.values.abstract import Function, Instance, Model, Region, key_of
+from ampwise_lint.values.abstract import (
+    Const,
+    Function,
+    Instance,
+    Model,
+    Region,
+    Tensor,
+    Value,
+    key_of,
+)
+from ampwise_lint.values.contents import flatten
 from ampwise_lint.values.events import Backward, CastDown, Condition, Forward, Loss, Site
 
 TRAINING = re.compile(r"^(is_|do_|self\.)?(train|training|is_train)$")
@@ -57,19 +67,17 @@ def check(code: Analysis) -> Iterator[Mistake]:
     networks = {_network(each) for each in all_trained}
     covered = _covered(code)
     beside = _beside(code)
-    halved = {
-        each.context.functions
-        for trace in code.traces
-        for each in trace.of(CastDown)
-        if isinstance(each.value, Model | Instance)
-    }
+    halved = {each.context.functions for e in code.traces for each in _halved(e) if not _asks(each)}
     for trace in code.traces:
         models = {_network(each) for each in _trained(trace)}
+        here = halved | {each.context.functions for each in _halved(trace)}
         for event in trace.of(Forward):
+            if _is_teacher(event, trace):
+                continue
             same = (_network(event) in models and _is_reached(trace, event)) or (
                 _name(event) in trained and not _is_another(event, trained, plain)
             )
-            if event.context.functions in halved or _is_choice(event, beside):
+            if event.context.functions in here or _is_choice(event, beside):
                 continue  # it says itself what validates, if not on every path
             place = _place(event, covered)
             if place is not event:  # a helper calls all networks by one name
@@ -95,9 +103,7 @@ CASTS = re.compile(
 
 def _casts(event: Forward, module: Module) -> bool:
     """Whether a network runs in autocast wherever it is called, or one that is handed in may."""
-    network = event.model
-    while isinstance(network, Model) and network.wrapped and network.inner is not None:
-        network = network.inner
+    network = _original(event.model)
     if isinstance(network, Instance):
         found = network.class_.lookup("forward")
         return found is not None and isinstance(found[0], Function) and _is_decorated(found[0])
@@ -123,7 +129,37 @@ def _beside(code: Analysis) -> set[tuple[int, bool]]:
 
 def _is_choice(event: Forward, beside: set[tuple[int, bool]]) -> bool:
     """``if cuda: with autocast: model(x)``, else without: the author has thought of it."""
-    return any((id(e.node), not e.taken) in beside for e in event.context.branches)
+    if any((id(e.node), not e.taken) in beside for e in event.context.branches):
+        return True
+    return any((id(each), True) in beside for each in _left_by(event))
+
+
+def _left_by(event: Forward) -> Iterator[ast.If]:
+    """Each ``if`` before it in its function that leaves, as ``if amp: with autocast: return``."""
+    statement = event.module.statement_of(event.node)
+    for each in block_of(event.module, statement):
+        if each is statement:
+            return
+        if isinstance(each, ast.If) and _leaves(each.body):
+            yield each
+
+
+def _leaves(body: list[ast.stmt]) -> bool:
+    """Whether a block ends by leaving, inside of ``with`` perhaps."""
+    return leaves(body) or (
+        bool(body) and isinstance(body[-1], ast.With) and _leaves(body[-1].body)
+    )
+
+
+def _halved(trace: Trace) -> list[CastDown]:
+    """Where networks are made half."""
+    return [each for each in trace.of(CastDown) if isinstance(each.value, Model | Instance)]
+
+
+def _asks(event: CastDown) -> bool:
+    """``if args.half: model.half()``: without the option nothing is made half."""
+    last = event.context.conditions[-1].node if event.context.conditions else None
+    return isinstance(last, ast.If) and isinstance(last.test, ast.Attribute)
 
 
 Calls = dict[int, set[int]]
@@ -155,11 +191,24 @@ def _place(event: Forward, covered: Calls) -> Forward | Site | None:
 
 
 def _network(event: Forward) -> str:
-    """Tells networks apart: ``model.module`` is the one that a wrapper of torch holds."""
-    network = event.model
-    if isinstance(network, Model) and network.wrapped and network.inner is not None:
-        network = network.inner
-    return key_of(network)
+    """Tells networks apart: a wrapper of torch and a copy are the one they hold or come from."""
+    return key_of(_original(event.model))
+
+
+def _original(network: Value) -> Value:
+    for _ in range(COPIES):
+        match network:
+            case Model(wrapped=wrapped, inner=Value() as inner) if wrapped:
+                network = inner
+            case Model(copy_of=Value() as original):
+                network = original
+            case _:
+                break
+    return network
+
+
+COPIES = 4
+"""Copies of copies that are followed."""
 
 
 def _trained(trace: Trace) -> list[Forward]:
@@ -186,6 +235,17 @@ def _trained_without(trace: Trace) -> list[Forward]:
         and not each.context.no_grad
         and each.training is not False
     ]
+
+
+def _is_teacher(event: Forward, trace: Trace) -> bool:
+    """Whether a copy runs beside the training step, whose loss may need it, or for gradients."""
+    is_copy = isinstance(event.model, Model) and event.model.copy_of is not None
+    if not is_copy or not event.context.loops:
+        return False
+    if not event.context.no_grad:
+        return True  # of the input, as in an attack
+    loop = event.context.loops[-1].serial
+    return any(e.context.loops and e.context.loops[-1].serial == loop for e in trace.of(Backward))
 
 
 def _is_reached(trace: Trace, event: Forward) -> bool:
@@ -220,7 +280,8 @@ def _places(event: Forward) -> set[str]:
 
 def _name(event: Forward) -> str:
     """``model`` of ``self.model(x)`` and of ``self.model.forward(x)``."""
-    owner, _, name = dotted(getattr(event.node, "func", event.node)).rpartition(".")
+    text = dotted(getattr(event.node, "func", event.node)).replace(".module", "")
+    owner, _, name = text.rpartition(".")
     runs = RUNS.search(name) or LOSS.search(name)
     is_method = bool(runs) and owner not in ("", "self")
     return owner.rpartition(".")[2] if is_method else name
@@ -238,6 +299,8 @@ def _validates(event: Forward) -> bool:
         return False
     if not event.is_root or not event.context.loops or _is_fallback(event):
         return False
+    if _is_given_nothing(event):
+        return False
     if _is_discarded(event.module, event.node):
         return False  # a warm-up, a measurement of speed
     if not event.context.no_grad and event.training is not False:
@@ -250,6 +313,13 @@ def _validates(event: Forward) -> bool:
         names += [each.id for each in ast.walk(loop.iter) if isinstance(each, ast.Name)]
     names += [each for branch in event.context.conditions for each in _asked(branch)]
     return event.training is False or any(EVALUATION.search(each) for each in names)
+
+
+def _is_given_nothing(event: Forward) -> bool:
+    """``model(None, device)``, which asks a network for something else than an output."""
+    first = event.inputs[0] if event.inputs else None
+    is_none = isinstance(first, Const) and first.value is None
+    return is_none and not any(isinstance(each, Tensor) for each in flatten(event.inputs))
 
 
 def _asked(branch: Condition) -> list[str]:

@@ -82,8 +82,9 @@ def _is_always_on(scaler: Scaler, entered: list[Region]) -> bool:
     if switch is None or isinstance(switch, ast.Constant):
         return not any(isinstance(each, ast.Starred) for each in getattr(scaler.node, "args", ()))
     text = ast.unparse(switch)
-    own = [_enabled(each.node) for each in entered]
-    return any(each is not None and ast.unparse(each) == text for each in own)
+    own = [ast.unparse(each) for e in entered if (each := _enabled(e.node)) is not None]
+    # ``args.amp`` and a network's ``self.args.amp`` are one option.
+    return any(f".{each}".endswith(f".{text}") or f".{text}".endswith(f".{each}") for each in own)
 
 
 def _enabled(call: ast.AST) -> ast.expr | None:

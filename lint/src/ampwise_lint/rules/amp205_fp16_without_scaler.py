@@ -40,7 +40,14 @@ from ampwise_lint.source.project import Module
 from ampwise_lint.source.roles import dotted
 from ampwise_lint.triggers import AUTOCAST, HALF
 from ampwise_lint.values.abstract import Const, Scaler, Tensor
-from ampwise_lint.values.events import Backward, Enter, Forward, Made, OptimizerStep, ScalerStep
+from ampwise_lint.values.events import (
+    Backward,
+    Enter,
+    Forward,
+    Made,
+    OptimizerStep,
+    ScalerStep,
+)
 
 
 @rule("AMP205", "fp16-without-scaler", "error", triggers=(AUTOCAST, HALF))

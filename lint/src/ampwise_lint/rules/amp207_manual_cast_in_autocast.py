@@ -35,15 +35,15 @@ from ampwise_lint.analysis import Analysis
 from ampwise_lint.findings import Edit
 from ampwise_lint.queries import edit
 from ampwise_lint.rule import Mistake, rule
-from ampwise_lint.source.library import DTYPES
+from ampwise_lint.source import library
 from ampwise_lint.source.nodes import Node
 from ampwise_lint.source.places import has_comment
 from ampwise_lint.source.project import Module
 from ampwise_lint.source.roles import dotted
 from ampwise_lint.triggers import AUTOCAST
-from ampwise_lint.values.abstract import Instance, Model, Tensor
+from ampwise_lint.values.abstract import Cast, Instance, Model, Tensor, key_of
 from ampwise_lint.values.contents import flatten
-from ampwise_lint.values.events import CastDown, Forward
+from ampwise_lint.values.events import Backward, CastDown, Forward, Managed
 
 _MESSAGE = (
     "a tensor is cast to {dtype} by hand {where} autocast: operations that autocast keeps in "
@@ -54,22 +54,44 @@ _MESSAGE = (
 
 @rule("AMP207", "manual-cast-in-autocast", "warning", fix="unsafe", triggers=(AUTOCAST,))
 def check(code: Analysis) -> Iterator[Mistake]:
+    trains = code.any(Backward) or code.any(Managed)
     for trace in code.traces:
+        halved = {key_of(e.value) for e in trace.of(CastDown) if _is_network(e)}
         for event in trace.events:
             if event.context.no_grad:
                 continue  # what is cast for inference only is meant to be
+            if halved and not (isinstance(event, Forward) and key_of(event.model) not in halved):
+                continue  # a network of 16 bits takes no other inputs
             if isinstance(event, CastDown) and event.context.region is not None:
-                if not isinstance(event.value, Model | Instance):
+                if not _is_network(event):
                     message = _MESSAGE.format(dtype=event.cast, where="inside")
                     yield Mistake(
                         event.node, event.module, message, _edits(event.node, event.module)
                     )
+            elif not trains:
+                continue  # a test of a network that is given half on purpose
             elif isinstance(event, Forward) and event.context.region is not None and event.is_root:
-                for each in flatten(event.inputs):
-                    if isinstance(each, Tensor) and each.cast is not None:
-                        message = _MESSAGE.format(dtype=each.cast.dtype, where="just before")
-                        edits = _edits(each.cast.node, each.cast.module)
-                        yield Mistake(each.cast.node, each.cast.module, message, edits)
+                for cast in _casts(event):
+                    message = _MESSAGE.format(dtype=cast.dtype, where="just before")
+                    yield Mistake(cast.node, cast.module, message, _edits(cast.node, cast.module))
+
+
+def _is_network(cast: CastDown) -> bool:
+    return isinstance(cast.value, Model | Instance)
+
+
+MOVES = library.MOVES | {"index"}
+
+
+def _casts(event: Forward) -> Iterator[Cast]:
+    """Where what a network is given was made half: itself, or what it was put together of."""
+    waiting = flatten(event.inputs)
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, Tensor) and each.cast is not None:
+            yield each.cast
+        elif isinstance(each, Tensor) and each.op in MOVES:
+            waiting += flatten(each.inputs)
 
 
 def _edits(node: Node, module: Module) -> tuple[Edit, ...]:
@@ -101,4 +123,4 @@ def _rebinding(module: Module, node: ast.Call, owner: str) -> ast.Assign | None:
 
 def _is_dtype(module: Module, argument: ast.expr | ast.keyword) -> bool:
     node = argument.value if isinstance(argument, ast.keyword) else argument
-    return module.imports.full(node) in DTYPES
+    return module.imports.full(node) in library.DTYPES

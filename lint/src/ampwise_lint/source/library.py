@@ -116,6 +116,12 @@ PLAIN = {
     "add_", "mul_", "div_", "relu_", "sigmoid_", "exp_", "log_", "clamp_", "pow_", "sqrt_",
     "square_", "hardtanh", "swapaxes", "movedim", "tril", "triu", "masked_select", "nan_to_num",
 }  # fmt: skip
+MOVES = {
+    "view", "reshape", "permute", "transpose", "contiguous", "flatten", "squeeze", "unsqueeze",
+    "expand", "expand_as", "cat", "stack", "concat", "repeat", "chunk", "split", "t", "clone",
+    "roll", "pad", "gather", "index_select", "narrow", "select", "swapaxes", "movedim",
+}  # fmt: skip
+"""Of these, those that only put values elsewhere."""
 FACTORIES = {
     "zeros", "ones", "full", "empty", "rand", "randn", "arange", "tensor", "as_tensor", "eye",
     "linspace", "from_numpy", "randint", "zeros_like", "ones_like", "full_like", "rand_like",

@@ -105,6 +105,9 @@ class Module:
         return ast.get_source_segment(self.source.text, node) or ast.unparse(node)
 
 
+ADDED = re.compile(r"""sys\.path\.(?:append|insert)\([^\n"']*["'](?:\./)?([\w./-]*\w)/?["']""")
+
+
 class Project:
     """Files that may import one another; only those that were given are ever read."""
 
@@ -115,6 +118,7 @@ class Project:
         """What the prefilter saw of files."""
         self._texts: dict[Path, str] | None = None
         self._located: dict[tuple[Path, str, int], Path | None] = {}
+        self._added: dict[Path, list[str]] = {}
 
     def module(self, path: Path) -> Module:
         """A file of the project, read once.
@@ -147,8 +151,27 @@ class Project:
         """
         key = (by, name, level)  # every path through a file asks again
         if key not in self._located:
-            self._located[key] = self._locate(by.parent, name, level)
+            found = self._locate(by.parent, name, level)
+            self._located[key] = found or self._locate_added(by, name, level)
         return self._located[key]
+
+    def _locate_added(self, by: Path, name: str, level: int) -> Path | None:
+        """A file in a folder that the importing file puts on Python's path."""
+        parts = tuple(name.split("."))
+        if level or not name or parts[0] == "torch" or not (added := self._added_by(by)):
+            return None
+        bases = (base / each for each in added for base in (by.parent, *by.parent.parents))
+        return next((found for base in bases if (found := self._at(base, parts))), None)
+
+    def _added_by(self, by: Path) -> list[str]:
+        """The folders of ``sys.path.append("core")``, as they are written."""
+        if by not in self._added:
+            try:
+                text = read_text(by).text
+            except UnreadableError:
+                text = ""
+            self._added[by] = ADDED.findall(text) if "sys.path" in text else []
+        return self._added[by]
 
     def made_beside(self, module: Module, classes: re.Pattern[str]) -> bool:
         """Whether a file that imports a module makes something of a class that the pattern finds.

@@ -28,7 +28,10 @@ NETWORK = re.compile(
 NO_NETWORK = re.compile(
     r"(builder|factory|fn|func|names?|class|cls|config|cfg|path|dir|file|args|types?|params|output|outputs|id)$"
 )
-MAKER = re.compile(r"(build|create|get|make|load|init|setup|set_up|prepare|define|new)_")
+MAKER = re.compile(
+    r"(build|create|get|make|load|init|setup|set_up|prepare|define|new|compile|wrap|unwrap|convert"
+    r"|freeze|unfreeze|copy|clone|save|update|parallelize|distribute)_"
+)
 """Beginnings of functions that make networks, and are none."""
 LOSS = re.compile(
     r"(criteri(on|a)|loss|(^|_)crit(_|$)|objective|(^|_)(bce|ce|mse|nll|l1|kl)(_|$))", re.IGNORECASE

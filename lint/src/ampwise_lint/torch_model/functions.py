@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 
 from ampwise_lint.path.conditions import decide
@@ -39,6 +40,7 @@ from ampwise_lint.values.abstract import (
     key_of,
 )
 from ampwise_lint.values.arguments import Arguments
+from ampwise_lint.values.classes import is_network
 from ampwise_lint.values.contents import flatten
 from ampwise_lint.values.events import (
     Clip,
@@ -368,6 +370,21 @@ def _compiled(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
     return a.first("model", "module") or state.unknown(node, "called")
 
 
+def _copied(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
+    """A copy of a network; whose copy it is stays known, and its code is not walked again."""
+    of = a.first("x")
+    key = _place(state, node, "copy")
+    match of:
+        case Instance(class_=class_) if is_network(class_):
+            return Model(key, class_.node.name, node, copy_of=of)
+        case Model():
+            return replace(of, key=key, copy_of=of)
+        case Unknown():
+            return Unknown(key, "called", op="copy", operands=(of,))
+        case _:
+            return _other(state, node, path, a)
+
+
 def _auto_optimizer(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
     return a.first("optimizer") or state.unknown(node, "called")
 
@@ -426,6 +443,8 @@ def _other(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
             networks.run_given(state, node, a)
             state.emit(Loss, node, last, tuple(a.values))
         return unknown_of_tensors(state, node, last, a)
+    if (network := networks.given_back(last, a)) is not None:
+        return network
     if (returned := methods.walk_callbacks(state, node, a)) is not None:
         return returned
     made = state.unknown(node, "called", path)
@@ -503,6 +522,7 @@ NAMES: dict[str, Handler] = {
     "torch.save": _save,
     "apex.amp.scale_loss": _scale_loss,
     "deepspeed.initialize": _wrapper,
+    **dict.fromkeys(("copy.copy", "copy.deepcopy"), _copied),
     "functools.partial": _partial,
     "types.SimpleNamespace": _namespace,
     "itertools.chain": _chain,

@@ -7,10 +7,12 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from ampwise_lint.path.conditions import chosen
 from ampwise_lint.path.state import State
 from ampwise_lint.source import library
 from ampwise_lint.source.roles import LOADER, LOSS, SCHEDULER, dotted
 from ampwise_lint.torch_model import casts, networks, steps, tensor_methods, tensors
+from ampwise_lint.torch_model.tables import choices_in
 from ampwise_lint.values.abstract import (
     NONE,
     Cast,
@@ -178,6 +180,8 @@ def _mapping(state: State, node: ast.Call, owner: DictValue, name: str, a: Argum
             if first.value in owner.items:
                 return owner.items[first.value]
             return state.unknown(node, "called")
+        case "get" if choices := choices_in(owner):
+            return chosen(state, choices, first)
         case "update":
             if isinstance(first, DictValue):
                 owner.items |= first.items

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable
 
 from ampwise_lint.path.state import State
@@ -54,6 +55,21 @@ def is_run(a: Arguments) -> bool:
     return any(each.forward for each in origins(*flatten(a.values)))
 
 
+GIVES_BACK = re.compile(
+    r"^(compile|wrap|unwrap|prepare|parallelize|distribute|shard|convert|freeze|load|resume|restore"
+    r"|de_parallel|get_peft|to_(ddp|fsdp|device|distributed))(_|$)",
+    re.IGNORECASE,
+)
+"""Functions that give back the network they are given, in a wrapper or changed, by their names."""
+
+
+def given_back(name: str, a: Arguments) -> Value | None:
+    """The network that a function nobody showed us is given, and gives back."""
+    first = a.positional[0] if a.positional else a.named.get("model")
+    is_net = isinstance(first, Model) or (isinstance(first, Instance) and is_network(first.class_))
+    return first if is_net and GIVES_BACK.match(name) else None
+
+
 def _is_run_by_losses(value: Value) -> bool:
     if isinstance(value, Model):
         return not library.LOSS_LAYERS.match(value.path) and not LOSS.search(value.key)
@@ -85,6 +101,8 @@ def _parameters_of(
 
 
 def _mode(state: State, node: ast.Call, owner: Model | Instance, name: str, a: Arguments) -> Value:
+    if state.unsure:
+        return owner  # in a branch that may not be taken
     trains = name == "train" and not (a.positional and a.positional[0] is FALSE)
     (state.evaluating.discard if trains else state.evaluating.add)(key_of(owner))
     return owner
@@ -211,5 +229,6 @@ OF_NETWORKS: dict[
     "clip_gradients": _clip_gradients,
     "no_sync": _no_sync,
     "append": _appended,
+    "parse_args": casts.same,  # of options that are a class of the project: they are its own
 }
 """What methods of networks do; where it is None, they return what others of that name do."""

@@ -23,6 +23,7 @@ from ampwise_lint.values.abstract import (
     Loader,
     Parameters,
     Ref,
+    Scaler,
     Tensor,
     Unknown,
     Value,
@@ -140,14 +141,20 @@ def _isinstance(state: State, node: ast.Call, name: str, a: Arguments) -> Value:
     value, class_ = a.positional[0], a.positional[-1]
     if _is_no_tensor(value, class_):
         return FALSE
-    if isinstance(value, Wrapper) and isinstance(class_, Ref) and _last(class_) == _last(value):
-        return TRUE
+    if (known := _is_of_class(value, class_)) is not None:
+        return TRUE if known else FALSE
     return Unknown(f"isinstance({key_of(value)}, {key_of(class_)})")
 
 
-def _last(value: Ref | Wrapper) -> str:
-    """The name of a class, which is imported from more places than one."""
-    return value.path.rpartition(".")[2]
+def _is_of_class(value: Value, class_: Value) -> bool | None:
+    """Whether something is of a class that is no builtin, as far as that is in sight."""
+    if not isinstance(class_, Ref) or class_.path.startswith("builtins."):
+        return None
+    if isinstance(value, Const):
+        return False  # ``isinstance("none", NativeScaler)``
+    last = class_.path.rpartition(".")[2]
+    is_one = isinstance(value, Wrapper | Scaler) and value.path.rpartition(".")[2] == last
+    return True if is_one else None
 
 
 def _is_no_tensor(value: Value, class_: Value) -> bool:

@@ -46,7 +46,7 @@ class Unknown(Value):
     op: str = ""
     """``not``, ``and``, ``or``, ``==``, ``%`` ...: what `operands` were joined by.
 
-    ``either``: one of several constants, by the branches that were taken.
+    ``either``: one of several constants, by the branches that were taken. ``copy``: of what.
     """
     operands: tuple[Value, ...] = ()
     periodic: bool = False
@@ -302,6 +302,8 @@ class Model(Value):
     arguments: dict[str, Value] = field(default_factory=dict[str, Value])
     inner: Value | None = None
     """The network inside a wrapper, or the modules of a Sequential."""
+    copy_of: Value | None = None
+    """The network it was copied from."""
 
 
 @dataclass(eq=False, slots=True)
