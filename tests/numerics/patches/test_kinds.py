@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ampwise.numerics.remedy.patches import Proposal, proposals
+from ampwise.numerics.remedy.patches import Grade, Proposal, proposals
 from ampwise.numerics.remedy.patches.site import Site
 from ampwise.numerics.remedy.patches.source import SourceFile
 
@@ -58,11 +58,6 @@ LINES = {
         "return self.attn(x, x, x, key_padding_mask=mask)",
         "return self.attn(x, x, x, key_padding_mask=mask & ~mask.all(dim=-1, keepdim=True))",
         {"cause": "FULLY_MASKED_ROW"}),
-    "eps": ("return 1 / (x + 1e-8)", "return 1 / (x + 1e-4)", {"cause": "EPS_UNDERFLOW"}),
-    "eps by default": ("return F.normalize(x, dim=-1)", "return F.normalize(x, dim=-1, eps=1e-4)",
-                       {"cause": "EPS_UNDERFLOW"}),
-    "eps by keyword": ("return F.normalize(x, eps=1e-12)", "return F.normalize(x, eps=1e-4)",
-                       {"cause": "EPS_UNDERFLOW"}),
     "cast": ("return x.half() * 2", "return x.float() * 2", {"cause": "UNDERFLOW"}),
     "dtype": ("return torch.arange(n, dtype=torch.bfloat16)",
               "return torch.arange(n, dtype=torch.float32)", {"cause": "PRECISION_LOSS"}),
@@ -104,9 +99,26 @@ def test_the_gentlest_change_comes_first(name):
     assert texts(line(before), **known)[0] == line(after)
 
 
+GUARDS = {
+    "eps": ("return 1 / (x + 1e-8)", "return 1 / (x + 1e-4)"),
+    "default": ("return F.normalize(x, dim=-1)", "return F.normalize(x, dim=-1, eps=1e-4)"),
+    "keyword": ("return F.normalize(x, eps=1e-12)", "return F.normalize(x, eps=1e-4)"),
+}
+
+
+@pytest.mark.parametrize("name", GUARDS)
+def test_a_larger_eps_comes_after_float32_which_keeps_the_one_that_was_meant(name):
+    before, after = GUARDS[name]
+    found = made(line(before), cause="EPS_UNDERFLOW", op="div", half="x")
+    grades = [each.grade for each in found]
+    larger = next(each for each in found if each.grade == Grade.CONSTANT)
+    assert larger.data.decode().removeprefix(HEAD) == line(after)
+    assert Grade.FLOAT32 in grades[: found.index(larger)]
+
+
 def test_a_constant_is_found_where_its_name_was_assigned():
     code = "def f(x):\n    p = x + 1e-8\n    return torch.div(1, p)  # <-\n"
-    assert texts(code, cause="EPS_UNDERFLOW")[0] == code.replace("1e-8", "1e-4")
+    assert code.replace("1e-8", "1e-4") in texts(code, cause="EPS_UNDERFLOW")
 
 
 def test_a_cast_to_a_format_that_was_given_is_undone_above_the_line():

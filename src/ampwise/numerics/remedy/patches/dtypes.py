@@ -94,7 +94,7 @@ def _uncast(site: Site) -> Iterator[Edit]:
     everywhere = {} if site.function is None else wide(site, site.function)
     for changes in (here, behind, everywhere):
         if changes:
-            yield Edit("a cast to float32 in place of 16 bits", _FLOAT32, changes)
+            yield Edit("a cast to float32 in place of 16 bits", _FLOAT32, changes, separable=True)
 
 
 def _taken_over(site: Site, expressions: Iterable[cst.BaseExpression]) -> dict[cst.CSTNode, Change]:
@@ -135,7 +135,7 @@ def _raised(site: Site) -> Iterator[Edit]:
         for operand in _operands(site, term):
             changes[operand] = method(operand, "float")
     if changes:
-        yield Edit(f"the operands of {found[0].op} in float32", _FLOAT32, changes)
+        yield Edit(f"the operands of {found[0].op} in float32", _FLOAT32, changes, separable=True)
 
 
 def _meant(site: Site) -> list[Term]:
@@ -183,7 +183,7 @@ def _formula(site: Site) -> Iterator[Edit]:
     for each in nested:
         del changes[each]
     if changes:
-        yield Edit("what the formula starts from in float32", _FLOAT32, changes)
+        yield Edit("what the formula starts from in float32", _FLOAT32, changes, separable=True)
 
 
 def _leaves(site: Site, term: Term) -> Iterator[Term]:
