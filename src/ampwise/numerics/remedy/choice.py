@@ -28,7 +28,7 @@ _NO_LESS_DB = 1.0
 
 @dataclass(frozen=True)
 class Held:
-    """A patch that makes the step right, and trains.
+    """A patch that was tried, and what came of it.
 
     Attributes
     ----------

@@ -68,33 +68,49 @@ def _tried(
     except UsageError as error:
         yield Tried(found[0], f"suggestion: not run: {in_one_line(error)}")
         return
-    held: list[Held] = []
     before, most = source.site.source.data, enough_db(source.site.compute_dtype)
-    tried_since = 0
-    for number, each in enumerate(found, 1):
-        if trials.over or tried_since == _MORE:
-            break
-        if held and not may_win(each, best_of(held, most, before), most):
-            continue
-        progress.stage(f"patch {number} of at most {len(found)}: {each.what}")
-        outcome = trials.of(number, each.data)
-        tried_since += bool(held)
-        if outcome.verified:
-            held.append(Held(number, each, outcome))
+    held: list[Held] = []
+    for each in _held(found, trials, partial(best_of, most=most, before=before), most, progress):
+        if each.outcome.verified:
+            held.append(each)
         else:
-            yield Tried(each, outcome.in_words(step))
+            yield Tried(each.proposal, each.outcome.in_words(step))
     if not held:
         return
     best = best_of(held, most, before)
     for each in held:
         if each is not best:
-            status = f"suggestion: tried in a fresh process: it holds, too: {in_db(each.worst())}"
-            yield Tried(each.proposal, f"{status} at worst, where the one taken keeps "
+            yield Tried(each.proposal, f"suggestion: tried in a fresh process: it holds, too: "
+                        f"{in_db(each.worst())} at worst, where the one taken keeps "
                         f"{in_db(best.worst())}")  # fmt: skip
     reason = why(best, held, most)
     least = _least(best, trials, len(found), progress)
     words = least.outcome.in_words(step) + (f"; {reason}" if reason else "")
     yield Tried(least.proposal, words, trials.cost_of(least.number))
+
+
+def _held(
+    found: Sequence[Proposal],
+    trials: Trials,
+    best: Callable[[Sequence[Held]], Held],
+    most: float,
+    progress: Progress,
+) -> Iterator[Held]:
+    """What is tried: until one holds, then a few that could be better."""
+    held: list[Held] = []
+    since = 0
+    for number, each in enumerate(found, 1):
+        if trials.over or since == _MORE:
+            return
+        if held and not may_win(each, best(held), most):
+            continue
+        progress.stage(f"patch {number} of at most {len(found)}: {each.what}")
+        tried = Held(number, each, trials.of(number, each.data))
+        if held:
+            since += 1
+        if tried.outcome.verified:
+            held.append(tried)
+        yield tried
 
 
 def _least(best: Held, trials: Trials, tried: int, progress: Progress) -> Held:

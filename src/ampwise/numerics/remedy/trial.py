@@ -23,6 +23,7 @@ Without a patch, `NAME` ``control``, the same step must fail: else the trial say
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
@@ -54,7 +55,9 @@ def main(folder: Path, name: str) -> None:
     """Try one source; write the outcome beside it."""
 
     def tell(outcome: Outcome) -> None:
-        (folder / f"{name}.json").write_text(json.dumps(asdict(outcome)))
+        # Words for inf, as `document.read` takes them.
+        next_db = [each if math.isfinite(each) else str(each) for each in outcome.next_db]
+        (folder / f"{name}.json").write_text(json.dumps(asdict(outcome) | {"next_db": next_db}))
 
     try:
         tried(folder, name, tell)

@@ -263,6 +263,15 @@ class _Builder(cst.CSTTransformer):
             return updated_node.with_changes(value=_bare(self._holes[hole.value]))
         return updated_node
 
+    def leave_Element(  # noqa: N802 - libcst's name
+        self, original_node: cst.Element, updated_node: cst.Element
+    ) -> cst.Element:
+        """Fill an entry of a list: it needs no parentheses."""
+        hole = original_node.value
+        if isinstance(hole, cst.Name) and hole.value in self._holes:
+            return updated_node.with_changes(value=_bare(self._holes[hole.value]))
+        return updated_node
+
     def leave_Call(  # noqa: N802 - libcst's name
         self,
         original_node: cst.Call,  # noqa: ARG002
