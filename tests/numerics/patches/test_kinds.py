@@ -261,3 +261,56 @@ def test_a_patched_island_runs_in_float32_under_autocast():
     x = torch.full((8, 8), 200.0, dtype=torch.float16)
     with torch.autocast("cpu", torch.float16):
         assert float(names["f"](x).max()) == 320_000
+
+
+LINEAR_ATTENTION = """def f(self, x, q, k, v):
+    q, k = self.map(q), self.map(k)
+    kv = torch.einsum("nd,ne->de", k, v)
+    # sums of the keys
+    norm = torch.einsum("nd,d->n", q, k.sum(dim=0))  # <-
+    out = torch.einsum("nd,de->ne", q, kv) / norm.unsqueeze(-1)
+    return self.to_out(out)
+"""
+
+
+def test_an_island_has_the_statements_beside_it_that_hang_together():
+    known = {"cause": "RANGE_OVERFLOW", "op": "bmm", "half": "x q k v kv norm out"}
+    found = [each for each in texts(LINEAR_ATTENTION, **known) if "enabled=False" in each]
+    assert (
+        LINEAR_ATTENTION.replace(
+            """    # sums of the keys
+    norm = torch.einsum("nd,d->n", q, k.sum(dim=0))  # <-
+    out = torch.einsum("nd,de->ne", q, kv) / norm.unsqueeze(-1)
+""",
+            """    # sums of the keys
+    with torch.autocast(q.device.type, enabled=False):
+        q = q.float()
+        norm = torch.einsum("nd,d->n", q, k.float().sum(dim=0))  # <-
+        out = torch.einsum("nd,de->ne", q, kv.float()) / norm.unsqueeze(-1)
+""",
+        )
+        in found
+    )
+    # A module's weights would be in float32, too, and the caller wants a return as it is.
+    islands = [each for each in found if "def f(self, x, q, k, v):\n    with" not in each]
+    assert len(islands) > 2
+    assert all("\n    q, k = self.map" in each for each in islands)
+    assert all("\n    return self.to_out" in each for each in islands)
+
+
+def test_what_is_computed_with_later_is_not_cast_in_front_of_an_island():
+    code = LINEAR_ATTENTION.replace("self.to_out(out)", "self.to_out(out) + q")
+    found = texts(code, cause="RANGE_OVERFLOW", op="bmm", half="q k kv")
+    assert any('"nd,de->ne", q.float(), kv.float())' in each for each in found)
+    assert not any("        q = q.float()\n        norm" in each for each in found)
+
+
+def test_a_format_that_is_taken_over_follows_where_its_tensor_is_made_in_float32():
+    code = (
+        "def f(self, x):\n    p = torch.softmax(2 * x, dim=-1)\n"
+        "    pos = torch.arange(8, dtype=p.dtype, device=p.device)  # <-\n"
+        "    return torch.sum(p * pos, dim=-1)\n"
+    )
+    known = {"cause": "PRECISION_LOSS", "op": "arange", "half": "x p", "dtype": "bfloat16"}
+    wanted = code.replace("2 * x", "2 * x.float()")
+    assert wanted in texts(code, **known)

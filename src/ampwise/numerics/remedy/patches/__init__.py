@@ -59,6 +59,7 @@ KINDS: tuple[tuple[Kind, Grade], ...] = (
     (dtypes.edits, Grade.FLOAT32),
     (constants.guards, Grade.CONSTANT),
     (island.statement, Grade.STATEMENTS),
+    (island.adjacent, Grade.STATEMENTS),
     (island.function, Grade.FUNCTION),
     (domain.clamps, Grade.LIMIT),
 )

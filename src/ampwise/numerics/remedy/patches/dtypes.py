@@ -52,6 +52,7 @@ def edits(site: Site) -> Iterator[Edit]:
     if site.cause == "DTYPE_ERROR":
         yield from _matching(site)
     yield from _uncast(site)
+    yield from _followed(site)
     yield from _raised(site)
     yield from _formula(site)
     yield from _from_here_on(site)
@@ -117,6 +118,21 @@ def _taken_over(site: Site, expressions: Iterable[cst.BaseExpression]) -> dict[c
             assert isinstance(node.func, cst.Attribute)
             changes[node] = method(node.func.value, "float")
     return changes
+
+
+def _followed(site: Site) -> Iterator[Edit]:
+    """Float32 for the tensor whose format is taken over: then both have it."""
+    if site.op not in _MAKES or site.dtype not in HALF:
+        return
+    for asked in _taken_over(site, site.expressions):
+        if not isinstance(asked, cst.Attribute):
+            continue
+        changes: dict[cst.CSTNode, Change] = {
+            leaf.node: method(leaf.node, "float") for leaf in _leaves(site, site.term(asked.value))
+        }
+        if changes and not any(site.source.inside(each, asked) for each in changes):
+            what = f"{code_of(asked.value)}, whose format this takes over, in float32"
+            yield Edit(what, _FLOAT32, changes)
 
 
 def _is_a_dtype(node: cst.BaseExpression) -> bool:
