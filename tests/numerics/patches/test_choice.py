@@ -32,6 +32,8 @@ FLOAT32 = held("float32", Grade.FLOAT32, 64, 51, 54, 66)
         (FLOAT32, EPS),
         (held("eps", Grade.CONSTANT, 60, 50), held("float32", Grade.FLOAT32, 60, 12)),
         (held("formula", Grade.FORMULA, 60, 50), held("float32", Grade.FLOAT32, 62, 53)),
+        (held("kernel", Grade.FORMULA, 60, 43), held("float32", Grade.FLOAT32, 65, 58)),
+        (held("float32", Grade.FLOAT32, 65, 58), held("eps", Grade.CONSTANT, 60, 43)),
         (held("float32", Grade.FLOAT32, 60, 50), held("function", Grade.FUNCTION, 68, 66)),
         (held("float32", Grade.FLOAT32, 30, 29), held("function", Grade.FUNCTION, 38, 38)),
         (held("function", Grade.FUNCTION, 45, 44), held("float32", Grade.FLOAT32, 30, 29)),
@@ -48,6 +50,9 @@ def test_what_cannot_be_compared_is_taken_as_it_comes():
     first = held("clamp", Grade.LIMIT, 60, own=True)
     assert best_of([first, FLOAT32], MOST, BEFORE) is first
     assert not may_win(FLOAT32.proposal, first, MOST)
+    zero = held("var", Grade.FORMULA, -256)  # of a gradient that is 0
+    assert best_of([zero, held("float32", Grade.FLOAT32, -177)], MOST, BEFORE) is zero
+    assert not may_win(FLOAT32.proposal, zero, MOST)
 
 
 def test_nothing_more_is_tried_where_nothing_could_be_better():

@@ -119,11 +119,12 @@ def judged(
 
 
 def kept_db(step: Replayable, stash: Stash, wanted: Reference) -> float:
-    """SQNR of a step's gradients, right or not; -inf where they are not finite."""
+    """SQNR of a step's gradients, right or not: -inf if not finite, NaN if they should be 0."""
     settled, result = _settled(step, stash, AS_IT_IS)
     if result.error is not None or not result.clean:
         return -math.inf
-    return gradient_errors(result, wanted, settled.scale or float(stash.scale)).sqnr_db
+    errors = gradient_errors(result, wanted, settled.scale or float(stash.scale))
+    return math.nan if wanted.is_zero(errors.norm) else errors.sqnr_db
 
 
 def _try(

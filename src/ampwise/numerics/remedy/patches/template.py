@@ -293,6 +293,16 @@ class _Builder(cst.CSTTransformer):
             return enclosed(self._holes[original_node.value])
         return updated_node
 
+    def leave_BinaryOperation(  # noqa: N802 - libcst's name
+        self, original_node: cst.BinaryOperation, updated_node: cst.BinaryOperation
+    ) -> cst.BaseExpression:
+        """A sum that begins with a minus needs no parentheses around its first term."""
+        left = updated_node.left
+        adds = isinstance(original_node.operator, cst.Add | cst.Subtract)
+        if adds and isinstance(left, cst.UnaryOperation) and len(left.lpar) == 1:
+            return updated_node.with_changes(left=left.with_changes(lpar=(), rpar=()))
+        return updated_node
+
     def leave_Attribute(  # noqa: N802 - libcst's name
         self, original_node: cst.Attribute, updated_node: cst.Attribute
     ) -> cst.BaseExpression:
