@@ -21,7 +21,9 @@ _ENOUGH_DB = {"float16": 50.0, "bfloat16": 32.0}
 """SQNR that gradients have where only products of matrices round."""
 _ALIKE_DB = 6.0
 _COARSE_DB = 10.0
-"""The same for a formula, or where the nearer patch has a whole function in float32, or a limit."""
+"""The same, where the nearer patch has a whole function in float32, or a limit."""
+_SOUND_DB = 20.0
+"""A stable formula that keeps this on all steps is taken, whatever float32 around it would add."""
 _NO_LESS_DB = 1.0
 """What an edit may add, and still be superfluous."""
 
@@ -76,7 +78,9 @@ def may_win(each: Proposal, best: Held, most: float) -> bool:
     """Whether a proposal that was not tried could be taken in place of the best so far."""
     if not best.measured:
         return False
-    return each.grade < best.proposal.grade or best.worst() < most - _within(best, best)
+    if _is_sound_formula(best):
+        return False
+    return each.grade < best.proposal.grade or best.worst() < most - _ALIKE_DB
 
 
 def best_of(held: Sequence[Held], most: float, before: bytes) -> Held:
@@ -84,20 +88,22 @@ def best_of(held: Sequence[Held], most: float, before: bytes) -> Held:
     if not all(each.measured for each in held):
         return held[0]
     nearest = max(held, key=lambda each: each.worst(most) + each.mean(most))
+    coarse = nearest.proposal.grade >= Grade.FUNCTION
+    within = _COARSE_DB if coarse else _ALIKE_DB
     alike = [
         each
         for each in held
-        if each.worst(most) >= nearest.worst(most) - _within(each, nearest)
-        and each.mean(most) >= nearest.mean(most) - _within(each, nearest)
+        if _is_sound_formula(each)
+        or (
+            each.worst(most) >= nearest.worst(most) - within
+            and each.mean(most) >= nearest.mean(most) - within
+        )
     ]
     return min(alike, key=lambda each: (each.proposal.grade, each.lines(before), each.number))
 
 
-def _within(each: Held, nearest: Held) -> float:
-    """By how much a patch may be farther from float64 than the nearest, and still be taken."""
-    formula = each.proposal.grade == Grade.FORMULA
-    coarse = nearest.proposal.grade >= Grade.FUNCTION
-    return _COARSE_DB if formula or coarse else _ALIKE_DB
+def _is_sound_formula(each: Held) -> bool:
+    return each.proposal.grade == Grade.FORMULA and each.worst() >= _SOUND_DB
 
 
 def is_as_good(less: Outcome, best: Held) -> bool:

@@ -98,16 +98,15 @@ def _held(
 ) -> Iterator[Held]:
     """What is tried: until one holds, then a few that could be better."""
     held: list[Held] = []
-    since = 0
+    since: list[Held] = []
     for number, each in enumerate(found, 1):
-        if trials.over or since == _MORE:
+        if trials.over or len(since) == _MORE:
             return
         if held and not may_win(each, best(held), most):
             continue
         progress.stage(f"patch {number} of at most {len(found)}: {each.what}")
         tried = Held(number, each, trials.of(number, each.data))
-        if held:
-            since += 1
+        since += [tried] if held else []
         if tried.outcome.verified:
             held.append(tried)
         yield tried
