@@ -220,11 +220,12 @@ def test_an_island_raises_what_is_16_bits_and_nothing_else():
 def test_then_the_function_is_an_island():
     code = 'def f(x):\n    """Head."""\n    # first\n    y = x @ x\n    return y @ y  # <-\n'
     found = texts(code, "x", cause="RANGE_OVERFLOW", op="mm")
-    assert found[-1] == (
+    island = (
         'def f(x):\n    """Head."""\n    # first\n'
         "    with torch.autocast(x.device.type, enabled=False):\n"
         "        x = x.float()\n        y = x @ x\n        return y @ y  # <-\n"
     )
+    assert found.index(island) >= len(found) - 2
 
 
 @pytest.mark.parametrize(
@@ -314,3 +315,17 @@ def test_a_format_that_is_taken_over_follows_where_its_tensor_is_made_in_float32
     known = {"cause": "PRECISION_LOSS", "op": "arange", "half": "x p", "dtype": "bfloat16"}
     wanted = code.replace("2 * x", "2 * x.float()")
     assert wanted in texts(code, **known)
+
+
+def test_float32_arguments_come_before_an_island_of_the_function():
+    code = (
+        'def iou(p, t):\n    """IoU."""\n    # areas\n    a = (p[:, 2] - p[:, 0]) * p[:, 3]\n'
+        "    return t / (a + 1e-7)  # <-\n"
+    )
+    found = made(code, "p t", cause="RANGE_OVERFLOW", op="div")
+    wanted = code.replace("    # areas\n", "    # areas\n    p, t = p.float(), t.float()\n")
+    grades = {each.data.decode().removeprefix(HEAD): each.grade for each in found}
+    assert grades[wanted] == Grade.STATEMENTS
+    module = code.replace("t / (", "self.head(t) / (")
+    raised = module.replace("    # areas\n", "    # areas\n    p, t = p.float(), t.float()\n")
+    assert raised not in texts(module, "p t", cause="RANGE_OVERFLOW", op="div")

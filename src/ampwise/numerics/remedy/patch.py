@@ -30,7 +30,7 @@ from ampwise.step.recorder import finite
 
 _MORE = 3
 """Patches that are tried after one holds, if they could be better."""
-_MOST_PARTS = 4
+_MOST_PARTS = 6
 """Edits of a patch up to which it is tried without each."""
 
 

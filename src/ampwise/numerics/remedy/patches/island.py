@@ -10,6 +10,7 @@ from ampwise.numerics.remedy.patches.dtypes import ELEMENTWISE, wide
 from ampwise.numerics.remedy.patches.edit import Edit, method
 from ampwise.numerics.remedy.patches.site import HALF, OTHER, Site
 from ampwise.numerics.remedy.patches.source import Change, changed, dotted, walk
+from ampwise_lint.base.words import joined
 
 _SHAPES = ("shape", "dtype", "device", "ndim", "size", "dim", "numel", "float", "double", "to")
 """What may be asked of a tensor whatever its format is."""
@@ -112,6 +113,27 @@ def _cast_first(
     left = {n: to for n, to in changes.items() if dotted(n) not in often}
     first, *others = (changed(each, left) for each in part)
     yield from (_bare(first), *others)
+
+
+def arguments(site: Site) -> Iterator[Edit]:
+    """The 16-bit arguments of the function in float32, which is enough where it has no products."""
+    if site.function is None or not isinstance(site.function.body, cst.IndentedBlock):
+        return
+    body = site.function.body.body
+    rest = body[1:] if _is_docstring(body[0]) else body
+    if not rest or _calls_an_argument(site.function, site):
+        return
+    names = [each for each in _arguments(site.function) if _is_half_at(site, each, rest[0])]
+    if not names or any(_calls_a_module(each) for each in rest):
+        return
+    values = ", ".join(f"{each}.float()" for each in names)
+    cast = cst.parse_statement(f"{', '.join(names)} = {values}\n")
+    raised = cast.with_changes(leading_lines=getattr(rest[0], "leading_lines", ()))
+    yield Edit(
+        f"{joined(names)} in float32 from the start of the function",
+        "What is computed with float32 is float32, but for products of matrices.",
+        {rest[0]: cst.FlattenSentinel([raised, _bare(rest[0])])},
+    )
 
 
 def function(site: Site) -> Iterator[Edit]:
