@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ampwise.numerics.remedy.patches import Proposal, proposals
+from ampwise.numerics.remedy.patches import Grade, Proposal, proposals
 from ampwise.numerics.remedy.patches.site import Site
 from ampwise.numerics.remedy.patches.source import SourceFile
 
@@ -58,11 +58,6 @@ LINES = {
         "return self.attn(x, x, x, key_padding_mask=mask)",
         "return self.attn(x, x, x, key_padding_mask=mask & ~mask.all(dim=-1, keepdim=True))",
         {"cause": "FULLY_MASKED_ROW"}),
-    "eps": ("return 1 / (x + 1e-8)", "return 1 / (x + 1e-4)", {"cause": "EPS_UNDERFLOW"}),
-    "eps by default": ("return F.normalize(x, dim=-1)", "return F.normalize(x, dim=-1, eps=1e-4)",
-                       {"cause": "EPS_UNDERFLOW"}),
-    "eps by keyword": ("return F.normalize(x, eps=1e-12)", "return F.normalize(x, eps=1e-4)",
-                       {"cause": "EPS_UNDERFLOW"}),
     "cast": ("return x.half() * 2", "return x.float() * 2", {"cause": "UNDERFLOW"}),
     "dtype": ("return torch.arange(n, dtype=torch.bfloat16)",
               "return torch.arange(n, dtype=torch.float32)", {"cause": "PRECISION_LOSS"}),
@@ -104,9 +99,26 @@ def test_the_gentlest_change_comes_first(name):
     assert texts(line(before), **known)[0] == line(after)
 
 
+GUARDS = {
+    "eps": ("return 1 / (x + 1e-8)", "return 1 / (x + 1e-4)"),
+    "default": ("return F.normalize(x, dim=-1)", "return F.normalize(x, dim=-1, eps=1e-4)"),
+    "keyword": ("return F.normalize(x, eps=1e-12)", "return F.normalize(x, eps=1e-4)"),
+}
+
+
+@pytest.mark.parametrize("name", GUARDS)
+def test_a_larger_eps_comes_after_float32_which_keeps_the_one_that_was_meant(name):
+    before, after = GUARDS[name]
+    found = made(line(before), cause="EPS_UNDERFLOW", op="div", half="x")
+    grades = [each.grade for each in found]
+    larger = next(each for each in found if each.grade == Grade.CONSTANT)
+    assert larger.data.decode().removeprefix(HEAD) == line(after)
+    assert Grade.FLOAT32 in grades[: found.index(larger)]
+
+
 def test_a_constant_is_found_where_its_name_was_assigned():
     code = "def f(x):\n    p = x + 1e-8\n    return torch.div(1, p)  # <-\n"
-    assert texts(code, cause="EPS_UNDERFLOW")[0] == code.replace("1e-8", "1e-4")
+    assert code.replace("1e-8", "1e-4") in texts(code, cause="EPS_UNDERFLOW")
 
 
 def test_a_cast_to_a_format_that_was_given_is_undone_above_the_line():
@@ -208,11 +220,12 @@ def test_an_island_raises_what_is_16_bits_and_nothing_else():
 def test_then_the_function_is_an_island():
     code = 'def f(x):\n    """Head."""\n    # first\n    y = x @ x\n    return y @ y  # <-\n'
     found = texts(code, "x", cause="RANGE_OVERFLOW", op="mm")
-    assert found[-1] == (
+    island = (
         'def f(x):\n    """Head."""\n    # first\n'
         "    with torch.autocast(x.device.type, enabled=False):\n"
         "        x = x.float()\n        y = x @ x\n        return y @ y  # <-\n"
     )
+    assert found.index(island) >= len(found) - 2
 
 
 @pytest.mark.parametrize(
@@ -249,3 +262,70 @@ def test_a_patched_island_runs_in_float32_under_autocast():
     x = torch.full((8, 8), 200.0, dtype=torch.float16)
     with torch.autocast("cpu", torch.float16):
         assert float(names["f"](x).max()) == 320_000
+
+
+LINEAR_ATTENTION = """def f(self, x, q, k, v):
+    q, k = self.map(q), self.map(k)
+    kv = torch.einsum("nd,ne->de", k, v)
+    # sums of the keys
+    norm = torch.einsum("nd,d->n", q, k.sum(dim=0))  # <-
+    out = torch.einsum("nd,de->ne", q, kv) / norm.unsqueeze(-1)
+    return self.to_out(out)
+"""
+
+
+def test_an_island_has_the_statements_beside_it_that_hang_together():
+    known = {"cause": "RANGE_OVERFLOW", "op": "bmm", "half": "x q k v kv norm out"}
+    found = [each for each in texts(LINEAR_ATTENTION, **known) if "enabled=False" in each]
+    assert (
+        LINEAR_ATTENTION.replace(
+            """    # sums of the keys
+    norm = torch.einsum("nd,d->n", q, k.sum(dim=0))  # <-
+    out = torch.einsum("nd,de->ne", q, kv) / norm.unsqueeze(-1)
+""",
+            """    # sums of the keys
+    with torch.autocast(q.device.type, enabled=False):
+        q = q.float()
+        norm = torch.einsum("nd,d->n", q, k.float().sum(dim=0))  # <-
+        out = torch.einsum("nd,de->ne", q, kv.float()) / norm.unsqueeze(-1)
+""",
+        )
+        in found
+    )
+    # A module's weights would be in float32, too, and the caller wants a return as it is.
+    islands = [each for each in found if "def f(self, x, q, k, v):\n    with" not in each]
+    assert len(islands) > 2
+    assert all("\n    q, k = self.map" in each for each in islands)
+    assert all("\n    return self.to_out" in each for each in islands)
+
+
+def test_what_is_computed_with_later_is_not_cast_in_front_of_an_island():
+    code = LINEAR_ATTENTION.replace("self.to_out(out)", "self.to_out(out) + q")
+    found = texts(code, cause="RANGE_OVERFLOW", op="bmm", half="q k kv")
+    assert any('"nd,de->ne", q.float(), kv.float())' in each for each in found)
+    assert not any("        q = q.float()\n        norm" in each for each in found)
+
+
+def test_a_format_that_is_taken_over_follows_where_its_tensor_is_made_in_float32():
+    code = (
+        "def f(self, x):\n    p = torch.softmax(2 * x, dim=-1)\n"
+        "    pos = torch.arange(8, dtype=p.dtype, device=p.device)  # <-\n"
+        "    return torch.sum(p * pos, dim=-1)\n"
+    )
+    known = {"cause": "PRECISION_LOSS", "op": "arange", "half": "x p", "dtype": "bfloat16"}
+    wanted = code.replace("2 * x", "2 * x.float()")
+    assert wanted in texts(code, **known)
+
+
+def test_float32_arguments_come_before_an_island_of_the_function():
+    code = (
+        'def iou(p, t):\n    """IoU."""\n    # areas\n    a = (p[:, 2] - p[:, 0]) * p[:, 3]\n'
+        "    return t / (a + 1e-7)  # <-\n"
+    )
+    found = made(code, "p t", cause="RANGE_OVERFLOW", op="div")
+    wanted = code.replace("    # areas\n", "    # areas\n    p, t = p.float(), t.float()\n")
+    grades = {each.data.decode().removeprefix(HEAD): each.grade for each in found}
+    assert grades[wanted] == Grade.STATEMENTS
+    module = code.replace("t / (", "self.head(t) / (")
+    raised = module.replace("    # areas\n", "    # areas\n    p, t = p.float(), t.float()\n")
+    assert raised not in texts(module, "p t", cause="RANGE_OVERFLOW", op="div")

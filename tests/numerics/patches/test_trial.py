@@ -86,6 +86,8 @@ def test_a_source_is_judged_by_what_it_does_in_a_fresh_process(trials, gain):
     assert right.next_steps == 5
     assert right.sqnr_db is not None
     assert right.sqnr_db > 40
+    assert len(right.next_db) == 5
+    assert min(right.next_db) > 40
     clean = trials.of(2, GAIN.replace("* 1e5", "* 1e-5").encode())  # finite, and a part is lost
     assert not clean.verified
     still = trials.of(3, GAIN.replace("1e5", "2e5").encode())
@@ -143,6 +145,10 @@ def test_batches_come_back_as_they_were():
     assert torch.equal(again["a"][0], torch.ones(2))
 
 
+def outcome_of(task, content):
+    return trial._mended(*handover.restored(task, content), content)[0]
+
+
 def test_an_update_is_judged_by_what_it_leaves_beside_float64(monkeypatch, tmp_path):
     """The step of the fault is right; its update is not, and that is why it is tried."""
     monkeypatch.chdir(FAULTS)
@@ -154,14 +160,14 @@ def test_an_update_is_judged_by_what_it_leaves_beside_float64(monkeypatch, tmp_p
     wanted = reference(failing.step, failing.stash)
     handover.save(tmp_path / "step.pt", failing, wanted)
     content = handover.load(tmp_path / "step.pt")
-    outcome = trial._outcome(task, content, control=True)
+    outcome = outcome_of(task, content)
     assert "is still not finite after the update" in outcome.complaint
     mended = replace(task, optimizer=lambda m: torch.optim.Adam(m.parameters(), 1e-3))
     content["optimizer"] = mended.optimizer(task.model()).state_dict()
-    assert not trial._outcome(mended, content, control=True).complaint
+    assert not outcome_of(mended, content).complaint
     off = replace(task, optimizer=lambda m: torch.optim.SGD(m.parameters(), 1e-3, maximize=True))
     content["optimizer"] = off.optimizer(task.model()).state_dict()
-    assert "its update is off" in trial._outcome(off, content, control=True).complaint
+    assert "its update is off" in outcome_of(off, content).complaint
 
 
 def test_an_overlay_is_what_is_imported_whatever_is_cached(tmp_path):
@@ -200,6 +206,8 @@ def test_a_status_says_what_was_shown_or_why_it_is_a_suggestion():
     stopped = Outcome("", False, 41.2, 2, "its loss is not finite").in_words(3)
     assert stopped.startswith("suggestion: the failing step is mended, but step 6 is not right")
     assert "patched source in float64" in Outcome("", True, 41.2, 5).in_words(3)
+    ahead = Outcome("", False, 62.0, 5, next_db=[40.0, 56.0, 16.0]).in_words(3)
+    assert "62 dB from float64 (on the next 3 steps, 16 dB at worst), and" in ahead
 
 
 # -- the command ------------------------------------------------------------------------------------
@@ -365,8 +373,8 @@ def test_what_a_patch_costs_is_its_step_beside_the_original(trials):
     slow = wide.replace("        return h /", "        import time\n\n        time.sleep(0.01)\n"
                         "        return h /")  # fmt: skip
     assert trials.control() == ""
-    assert trials.of(2, GAIN.replace("1e5", "2e5").encode()).cost is None
-    cost = trials.of(1, slow.encode()).cost
+    assert trials.of(1, slow.encode()).verified
+    cost = trials.cost_of(1)
     assert cost is not None
     if cost.time is None:
         assert cost.words.startswith("time not measured: ")

@@ -22,7 +22,7 @@ from ampwise.errors import kind_and_words
 from ampwise.numerics.observe.gradient_errors import in_words
 from ampwise.numerics.observe.reference import Reference, gradient_errors, reference
 from ampwise.numerics.observe.values import which_loss
-from ampwise.numerics.remedy.candidate import Candidate
+from ampwise.numerics.remedy.candidate import AS_IT_IS, Candidate
 from ampwise.numerics.remedy.costs import costs, replayed
 from ampwise.numerics.result import Fix
 from ampwise.step.recorder import Stash, finite
@@ -85,10 +85,13 @@ class Judgement:
     sqnr_db
         Of its gradients, under a loss scale that has settled; None where they are exact, or not
         known.
+    scale
+        That loss scale.
     """
 
     complaint: str
     sqnr_db: float | None = None
+    scale: float = 1.0
 
 
 def judged(
@@ -106,13 +109,22 @@ def judged(
         SQNR that the gradients must keep against the reference.
     """
     settled, result = _settled(step, stash, candidate)
-    if wrong := _complaint(stash, settled, result, wanted):
-        return Judgement(wrong)
     scale = float(stash.scale) if settled.scale is None else settled.scale
+    if wrong := _complaint(stash, settled, result, wanted):
+        return Judgement(wrong, scale=scale)
     kept = gradient_errors(result, wanted, scale).sqnr_db
     if not kept >= least_db:  # NaN is not
-        return Judgement(f"its gradients keep {kept:.0f} dB, of {least_db:g} asked")
-    return Judgement("", kept if wanted.finite and math.isfinite(kept) else None)
+        return Judgement(f"its gradients keep {kept:.0f} dB, of {least_db:g} asked", scale=scale)
+    return Judgement("", kept if wanted.finite and math.isfinite(kept) else None, scale)
+
+
+def kept_db(step: Replayable, stash: Stash, wanted: Reference) -> float:
+    """SQNR of a step's gradients, right or not: -inf if not finite, NaN if they should be 0."""
+    settled, result = _settled(step, stash, AS_IT_IS)
+    if result.error is not None or not result.clean:
+        return -math.inf
+    errors = gradient_errors(result, wanted, settled.scale or float(stash.scale))
+    return math.nan if wanted.is_zero(errors.norm) else errors.sqnr_db
 
 
 def _try(

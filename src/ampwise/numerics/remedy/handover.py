@@ -95,14 +95,14 @@ def _content(failing: Failing, wanted: Reference) -> dict[str, Any]:
         "buffers": dict(arm.model.named_buffers()),
         "optimizer": arm.optimizer.state_dict(),
         "step": {k: v for k, v in arm.step.state_dict().items() if k not in _OPEN},
-        "window": _window(failing.stash, failing.settings.device),
+        "window": window(failing.stash, failing.settings.device),
         "wanted": vars(wanted) | {"finite": wanted.finite},
         "after": dict(failing.after),
     }
 
 
-def _window(stash: Stash, device: torch.device) -> dict[str, Any]:
-    """The batches, each with the random state before its forward."""
+def window(stash: Stash, device: torch.device) -> dict[str, Any]:
+    """What `stash` takes: the batches, each with the random state before its forward."""
     states: list[dict[str, Any]] = []
     for each in stash.micro_batches:
         each.random_state.restore(device)
@@ -139,7 +139,7 @@ def restored(task: Task, content: Mapping[str, Any]) -> tuple[Arm, Stash]:
                 each.copy_(kept[name])
     arm.optimizer.load_state_dict(content["optimizer"])
     arm.step.load_state_dict(content["step"])
-    return arm, _stash(arm, content["window"])
+    return arm, stash(arm, content["window"])
 
 
 def reference(content: Mapping[str, Any]) -> Reference:
@@ -147,7 +147,8 @@ def reference(content: Mapping[str, Any]) -> Reference:
     return Reference(**{k: v for k, v in content["wanted"].items() if k != "finite"})
 
 
-def _stash(arm: Arm, window: Mapping[str, Any]) -> Stash:
+def stash(arm: Arm, window: Mapping[str, Any]) -> Stash:
+    """A window that `window` wrote, on an arm."""
     device = arm.step.device
     micro_batches: list[MicroBatch] = []
     for batch, state in zip(window["batches"], window["states"], strict=True):

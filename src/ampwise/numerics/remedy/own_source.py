@@ -19,7 +19,7 @@ from ampwise.places import kind_of
 from ampwise.step.recorder import Stash
 from ampwise.step.replayable import Replayable
 
-_MOST = 12
+_MOST = 16
 """Patches that are tried."""
 
 

@@ -12,38 +12,40 @@ where it was before the failing step, and asked:
 2. Does training go on: the step itself and the next ones, with finite losses and parameters, and
    skipped only as long as a loss scale settles?
 
+What its gradients keep on the next steps, as the source on disk would make them in float64, is
+measured between the two (`ahead`).
+
 Where it is the update of the step that failed, that is held against float64 between the two.
-Without a patch, `NAME` ``control``, the same step must fail: else the trial says nothing. What a
-patch costs that holds is measured at last (`patch_cost`).
+Without a patch, `NAME` ``control``, the same step must fail: else the trial says nothing. `NAME`
+``cost-3`` measures what ``patch-3`` costs (`patch_cost`).
 """
 
 from __future__ import annotations
 
 import json
+import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from ampwise.bench.arm import Arm
-from ampwise.data import to_device
 from ampwise.errors import kind_and_words
 from ampwise.numerics.observe.reference import reference
-from ampwise.numerics.remedy import fix, handover
+from ampwise.numerics.remedy import ahead, fix, handover
 from ampwise.numerics.remedy.candidate import AS_IT_IS
 from ampwise.numerics.remedy.fresh import serve
 from ampwise.numerics.remedy.overlay import Overlay
 from ampwise.numerics.remedy.patch_cost import cost_beside_original
-from ampwise.numerics.remedy.verify import CONTROL, NEXT_STEPS, Outcome
+from ampwise.numerics.remedy.verify import CONTROL, COST, NEXT_STEPS, PATCH, Outcome
 from ampwise.numerics.update import LEAST_ALIKE, alike
 from ampwise.step.recorder import Stash, finite
 from ampwise.step.replay import Replay
 from ampwise.tasks import Task, load_task
-from ampwise.tasks.checks import endless
 
 _SETTLING = 32
 """Steps that may be skipped until a loss scale has settled."""
@@ -53,7 +55,9 @@ def main(folder: Path, name: str) -> None:
     """Try one source; write the outcome beside it."""
 
     def tell(outcome: Outcome) -> None:
-        (folder / f"{name}.json").write_text(json.dumps(asdict(outcome)))
+        # Words for inf, as `document.read` takes them.
+        next_db = [each if math.isfinite(each) else str(each) for each in outcome.next_db]
+        (folder / f"{name}.json").write_text(json.dumps(asdict(outcome) | {"next_db": next_db}))
 
     try:
         tried(folder, name, tell)
@@ -63,44 +67,58 @@ def main(folder: Path, name: str) -> None:
 
 
 def tried(folder: Path, name: str, tell: Callable[[Outcome], object]) -> None:
-    """Tell the outcome of a source, see this module's docstring; then that with its cost."""
+    """Tell the outcome of a source, see this module's docstring."""
     overlay, before = None, set(sys.modules)
     if name != CONTROL:
         file = Path((folder / "file.txt").read_text())
-        overlay = Overlay(file, (folder / f"{name}.py").read_bytes())
+        patch = name.replace(COST, PATCH)
+        overlay = Overlay(file, (folder / f"{patch}.py").read_bytes())
     content = handover.load(folder / "step.pt")
     task = load_task(content["spec"], content["settings"])
     if overlay is not None and not overlay.loads:
         tell(Outcome("the task does not import the file by itself"))
         return
-    outcome = _outcome(task, content, control=overlay is None)
-    tell(outcome)
-    if outcome.verified and overlay is not None:
-        cost = cost_beside_original(task, overlay, content, before)
-        tell(replace(outcome, cost=cost))
+    if overlay is not None and name.startswith(COST):
+        tell(Outcome("", cost=cost_beside_original(task, overlay, content, before)))
+    elif overlay is not None:
+        tell(_outcome(folder, task, content))
+    else:
+        arm, stash = handover.restored(task, content)
+        tell(_mended(arm, stash, content)[0])
+        if not content["after"]:
+            ahead.write(folder, task, content)
 
 
-def _outcome(task: Task, content: Mapping[str, Any], *, control: bool) -> Outcome:
+def _outcome(folder: Path, task: Task, content: Mapping[str, Any]) -> Outcome:
+    """What becomes of the step, and of the next ones."""
     arm, stash = handover.restored(task, content)
-    outcome = _judged(arm, stash, content)
+    outcome, scale = _mended(arm, stash, content)
+    if outcome.complaint:
+        return outcome
+    outcome = replace(outcome, next_db=list(ahead.kept(folder, arm, scale)))
+    arm, stash = handover.restored(task, content)
+    windows = ahead.windows(task, arm, stash, content)
+    failing = [each.batch for each in stash.micro_batches]
+    return outcome.followed_by(_trained(arm, chain([failing], windows)))
+
+
+def _mended(arm: Arm, stash: Stash, content: Mapping[str, Any]) -> tuple[Outcome, float]:
+    """The failing step, or its update, and the loss scale that it came to."""
+    outcome, scale = _judged(arm, stash, content)
     if content["after"] and not outcome.complaint:
         outcome = _updated(arm, stash, content["after"])
-        arm, stash = handover.restored(task, content)
-    if outcome.complaint or control:
-        return outcome
-    batches = _windows(task, arm, stash, content)
-    return outcome.followed_by(_trained(arm, batches))
+    return outcome, scale
 
 
-def _judged(arm: Arm, stash: Stash, content: Mapping[str, Any]) -> Outcome:
+def _judged(arm: Arm, stash: Stash, content: Mapping[str, Any]) -> tuple[Outcome, float]:
     """The failing step, held against its reference."""
     step = Replay(arm.step)
     own = not content["wanted"]["finite"]
     wanted = reference(step, stash) if own else handover.reference(content)
     judged = fix.judged(step, stash, AS_IT_IS, wanted)
     if judged.complaint:
-        return Outcome(judged.complaint)
-    return Outcome("", own, judged.sqnr_db)
+        return Outcome(judged.complaint), judged.scale
+    return Outcome("", own, judged.sqnr_db), judged.scale
 
 
 def _updated(arm: Arm, stash: Stash, wanted: Mapping[str, Tensor]) -> Outcome:
@@ -118,20 +136,7 @@ def _updated(arm: Arm, stash: Stash, wanted: Mapping[str, Tensor]) -> Outcome:
     return Outcome(wrong, of_update=True)
 
 
-def _windows(task: Task, arm: Arm, stash: Stash, content: Mapping[str, Any]) -> Iterator[list[Any]]:
-    """The failing window, then those that come after it."""
-    accumulate = content["run"]["accumulate"]
-    yield [each.batch for each in stash.micro_batches]
-    rest = endless(task)
-    seen = (stash.step - 1) * accumulate + len(stash.micro_batches)
-    for _ in islice(rest, seen):
-        pass
-    while True:
-        window = list(islice(rest, accumulate))
-        yield [to_device(each, arm.step.device) for each in window]
-
-
-def _trained(arm: Arm, windows: Iterator[list[Any]]) -> tuple[int, str]:
+def _trained(arm: Arm, windows: Iterable[list[Any]]) -> tuple[int, str]:
     """How many steps were made after the failing one, and what was wrong with the next."""
     made = 0
     for window in islice(windows, NEXT_STEPS + 1 + _SETTLING):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ampwise.document import read
@@ -12,7 +13,7 @@ from ampwise.numerics.remedy.costs import Cost
 from ampwise.numerics.remedy.fresh import LATE, Fresh, log_of
 from ampwise_lint.base.words import counted
 
-CONTROL = "control"
+CONTROL, PATCH, COST = "control", "patch", "cost"
 NEXT_STEPS = 5
 TIMEOUT_S = 120.0
 """Seconds for one trial; a step that takes longer is not tried."""
@@ -39,6 +40,8 @@ class Outcome:
         Steps that trained after it.
     next_complaint
         What was wrong with the one after these; empty if all trained.
+    next_db
+        As `sqnr_db`, of the next steps as float64 would make them (`ahead`).
     cost
         What the patch costs beside the original; None where that was not measured.
     of_update
@@ -50,6 +53,7 @@ class Outcome:
     sqnr_db: float | None = None
     next_steps: int = 0
     next_complaint: str = ""
+    next_db: list[float] = field(default_factory=list[float])
     cost: Cost | None = None
     of_update: bool = False
 
@@ -79,10 +83,18 @@ class Outcome:
         whose = "the patched source in float64" if self.own_reference else "float64"
         known = self.sqnr_db is not None and self.sqnr_db > 0  # not of a gradient that is 0
         near = f", its gradients {self.sqnr_db:.0f} dB from {whose}" if known else ""
+        if known and self.next_db and not self.own_reference:
+            steps = counted(len(self.next_db), "step")
+            near += f" (on the next {steps}, {in_db(min(self.next_db))} at worst)"
         return (
             f"verified: the patched source, in a fresh process, makes step {step} finite{near}, "
             f"and the next {counted(self.next_steps, 'step')} train"
         )
+
+
+def in_db(value: float) -> str:
+    """An SQNR in words."""
+    return f"{value:.0f} dB" if math.isfinite(value) else "exact" if value > 0 else "not finite"
 
 
 class Trials:
@@ -120,7 +132,7 @@ class Trials:
 
     def of(self, number: int, data: bytes) -> Outcome:
         """What becomes of the step with another text of the file."""
-        name = f"patch-{number}"
+        name = f"{PATCH}-{number}"
         (self._folder / f"{name}.py").write_bytes(data)
         outcome = self._run(name)
         if self._least_db is None or outcome.complaint:
@@ -129,6 +141,10 @@ class Trials:
             now = f"{outcome.sqnr_db:.0f} dB, {self._least_db - NEARER_DB:.0f} dB without it"
             return replace(outcome, complaint=f"its gradients are not nearer to float64 ({now})")
         return outcome
+
+    def cost_of(self, number: int) -> Cost | None:
+        """What a patch costs that was tried; None where that was not measured."""
+        return self._run(f"{COST}-{number}").cost
 
     def _run(self, name: str) -> Outcome:
         ended = self._processes.run(name, TIMEOUT_S)

@@ -1,14 +1,17 @@
 r"""What may be changed in a user's source at the line of a fault, the gentlest first.
 
-Each kind of change is a file with a function from a `Site` to `Edit`\ s, and a row in `KINDS`:
+Each kind of change is a file with a function from a `Site` to `Edit`\ s, and a row in `KINDS`, with
+the `Grade` that it has for a reviewer:
 
 ==============  =================================================================================
 primitives      a function of torch's in place of a formula (`log_softmax`, `rms_norm`, `var`, ...)
 attention       scores scaled before the product, masks after it, the fused kernel
-constants       a mask, or an eps, that the format holds
+constants       a mask that the format holds
 domain          a second `where`, a clamp into the domain
 dtypes          float32 for an operand; a cast that is left out, or put in
-island          the statement outside of autocast; then the function
+constants       an eps that the format holds
+island          the statement outside of autocast; then those beside it; then the function,
+                by its arguments, or outside of autocast
 domain          at last a clamp, where the formula is right and only the format is not
 ==============  =================================================================================
 
@@ -18,8 +21,10 @@ Nothing is known here of whether a change helps: each is tried (`remedy.trial`).
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
+from enum import IntEnum
+from functools import partial
 
 from ampwise.numerics.remedy.patches import (
     attention,
@@ -35,15 +40,30 @@ from ampwise.numerics.remedy.patches.source import UNREADABLE, SourceFile
 
 Kind = Callable[[Site], Iterator[Edit]]
 
-KINDS: tuple[Kind, ...] = (
-    primitives.edits,
-    attention.edits,
-    constants.edits,
-    domain.edits,
-    dtypes.edits,
-    island.statement,
-    island.function,
-    domain.clamps,
+
+class Grade(IntEnum):
+    """What a reviewer would rather take, where both are as good: the lower."""
+
+    FORMULA = 0
+    FLOAT32 = 1
+    CONSTANT = 2
+    STATEMENTS = 3
+    FUNCTION = 4
+    LIMIT = 5
+
+
+KINDS: tuple[tuple[Kind, Grade], ...] = (
+    (primitives.edits, Grade.FORMULA),
+    (attention.edits, Grade.FORMULA),
+    (constants.masks, Grade.FORMULA),
+    (domain.edits, Grade.FORMULA),
+    (dtypes.edits, Grade.FLOAT32),
+    (constants.guards, Grade.CONSTANT),
+    (island.statement, Grade.STATEMENTS),
+    (island.adjacent, Grade.STATEMENTS),
+    (island.arguments, Grade.STATEMENTS),
+    (island.function, Grade.FUNCTION),
+    (domain.clamps, Grade.LIMIT),
 )
 
 FORMULAS: tuple[Kind, ...] = (primitives.edits, domain.edits, domain.clamps)
@@ -60,17 +80,22 @@ class Proposal:
         What is done, in a few words, and a sentence about why.
     data
         The whole file with the change made.
+    parts, only
+        Edits that may be made without each other, and the proposal of some of them.
     """
 
     what: str
     why: str
     data: bytes
+    grade: Grade = Grade.FORMULA
+    parts: int = 1
+    only: Callable[[Collection[int]], Proposal] | None = None
 
 
 def proposals(site: Site) -> list[Proposal]:
     """Every change that fits, in order, each text once; formulas in a float32 function, too."""
-    found = [each for kind in KINDS for each in _made(site, kind)]
-    formulas = [each for kind in FORMULAS for each in _made(site, kind)]
+    found = [each for kind, grade in KINDS for each in _made(site, kind, grade)]
+    formulas = [each for kind in FORMULAS for each in _made(site, kind, Grade.FUNCTION)]
     found += [more for each in formulas for more in _also_float32(site, each)]
     by_text = {each.data: each for each in reversed(found) if each.data != site.source.data}
     return [each for each in found if by_text.get(each.data) is each]
@@ -78,19 +103,28 @@ def proposals(site: Site) -> list[Proposal]:
 
 def islands_around(caller: Site) -> list[Proposal]:
     """The function that calls the one of a fault in float32, where that alone does not do."""
-    made = _made(caller, island.function)
+    made = _made(caller, island.function, Grade.FUNCTION)
     return [replace(each, what=f"the calling function, line {caller.line}, in float32, outside of "
                     "autocast") for each in made]  # fmt: skip
 
 
-def _made(site: Site, kind: Kind) -> Iterator[Proposal]:
+def _made(site: Site, kind: Kind, grade: Grade) -> Iterator[Proposal]:
     for edit in kind(site):
         try:
-            data = site.source.edited(edit.changes)
-            ast.parse(data)
+            yield _proposal(site, edit, grade, range(len(edit.changes)))
         except UNREADABLE:
             continue
-        yield Proposal(edit.what, edit.why, data)
+
+
+def _proposal(site: Site, edit: Edit, grade: Grade, kept: Collection[int]) -> Proposal:
+    """The file with some of an edit's changes."""
+    changes = {each: edit.changes[each] for n, each in enumerate(edit.changes) if n in kept}
+    data = site.source.edited(changes)
+    ast.parse(data)
+    if not edit.separable:
+        return Proposal(edit.what, edit.why, data, grade)
+    only = partial(_proposal, site, edit, grade)
+    return Proposal(edit.what, edit.why, data, grade, len(edit.changes), only)
 
 
 def _also_float32(site: Site, first: Proposal) -> Iterator[Proposal]:
@@ -99,5 +133,6 @@ def _also_float32(site: Site, first: Proposal) -> Iterator[Proposal]:
         return
     line = site.source.start(site.function)[0]
     inner = replace(site, source=SourceFile.of(site.source.path, first.data, line), line=line)
-    for each in _made(inner, island.function):
-        yield Proposal(f"{first.what}, {each.what}", f"{first.why} {each.why}", each.data)
+    for each in _made(inner, island.function, Grade.FUNCTION):
+        why = f"{first.why} {each.why}"
+        yield Proposal(f"{first.what}, {each.what}", why, each.data, Grade.FUNCTION)

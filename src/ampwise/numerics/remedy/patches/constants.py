@@ -22,14 +22,6 @@ _EPS = {"float16": "1e-4", "bfloat16": "1e-6"}
 """A guard that is a normal number of the format, as the constants of the field are written."""
 
 
-def edits(site: Site) -> Iterator[Edit]:
-    """Another constant at the line, or in what its names stand for."""
-    if site.cause in _MASKS:
-        yield from _masks(site)
-    elif site.cause == "EPS_UNDERFLOW":
-        yield from _guards(site)
-
-
 def terms(site: Site) -> list[Term]:
     """Operations at the line, then those that its names stand for, the nearest first."""
     found = list(site.expressions)
@@ -55,7 +47,10 @@ def assigned(site: Site) -> Iterator[tuple[cst.Name, cst.BaseExpression]]:
 # -- masks ----------------------------------------------------------------------------------------
 
 
-def _masks(site: Site) -> Iterator[Edit]:
+def masks(site: Site) -> Iterator[Edit]:
+    """Another constant of a mask, at the line, or in what its names stand for."""
+    if site.cause not in _MASKS:
+        return
     most = formats.lookup(site.compute_dtype).max
     for term in terms(site):
         for place, tensor in _places(term):
@@ -122,7 +117,10 @@ def _named(site: Site, node: cst.BaseExpression) -> str:
 # -- guards ---------------------------------------------------------------------------------------
 
 
-def _guards(site: Site) -> Iterator[Edit]:
+def guards(site: Site) -> Iterator[Edit]:
+    """A larger eps."""
+    if site.cause != "EPS_UNDERFLOW":
+        return
     eps = _EPS.get(site.dtype or site.compute_dtype, "1e-6")
     what = f"an eps of {eps}, which the format holds"
     why = "The smaller constant is rounded away, and guards nothing."

@@ -52,6 +52,7 @@ def edits(site: Site) -> Iterator[Edit]:
     if site.cause == "DTYPE_ERROR":
         yield from _matching(site)
     yield from _uncast(site)
+    yield from _followed(site)
     yield from _raised(site)
     yield from _formula(site)
     yield from _from_here_on(site)
@@ -94,7 +95,7 @@ def _uncast(site: Site) -> Iterator[Edit]:
     everywhere = {} if site.function is None else wide(site, site.function)
     for changes in (here, behind, everywhere):
         if changes:
-            yield Edit("a cast to float32 in place of 16 bits", _FLOAT32, changes)
+            yield Edit("a cast to float32 in place of 16 bits", _FLOAT32, changes, separable=True)
 
 
 def _taken_over(site: Site, expressions: Iterable[cst.BaseExpression]) -> dict[cst.CSTNode, Change]:
@@ -119,6 +120,21 @@ def _taken_over(site: Site, expressions: Iterable[cst.BaseExpression]) -> dict[c
     return changes
 
 
+def _followed(site: Site) -> Iterator[Edit]:
+    """Float32 for the tensor whose format is taken over: then both have it."""
+    if site.op not in _MAKES or site.dtype not in HALF:
+        return
+    for asked in _taken_over(site, site.expressions):
+        if not isinstance(asked, cst.Attribute):
+            continue
+        changes: dict[cst.CSTNode, Change] = {
+            leaf.node: method(leaf.node, "float") for leaf in _leaves(site, site.term(asked.value))
+        }
+        if changes and not any(site.source.inside(each, asked) for each in changes):
+            what = f"{code_of(asked.value)}, whose format this takes over, in float32"
+            yield Edit(what, _FLOAT32, changes)
+
+
 def _is_a_dtype(node: cst.BaseExpression) -> bool:
     """Whether an expression is called a format: ``x.dtype``, ``dtype``."""
     return dotted(node).rpartition(".")[2] == "dtype"
@@ -135,7 +151,7 @@ def _raised(site: Site) -> Iterator[Edit]:
         for operand in _operands(site, term):
             changes[operand] = method(operand, "float")
     if changes:
-        yield Edit(f"the operands of {found[0].op} in float32", _FLOAT32, changes)
+        yield Edit(f"the operands of {found[0].op} in float32", _FLOAT32, changes, separable=True)
 
 
 def _meant(site: Site) -> list[Term]:
@@ -183,7 +199,7 @@ def _formula(site: Site) -> Iterator[Edit]:
     for each in nested:
         del changes[each]
     if changes:
-        yield Edit("what the formula starts from in float32", _FLOAT32, changes)
+        yield Edit("what the formula starts from in float32", _FLOAT32, changes, separable=True)
 
 
 def _leaves(site: Site, term: Term) -> Iterator[Term]:

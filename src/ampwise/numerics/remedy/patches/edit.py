@@ -33,11 +33,14 @@ class Edit:
         In a few words, for a list of fixes.
     why
         One sentence of what it changes in the numbers.
+    separable
+        Whether each change can be made without the others.
     """
 
     what: str
     why: str
     changes: Mapping[cst.CSTNode, Change]
+    separable: bool = False
 
 
 def enclosed(node: cst.BaseExpression) -> cst.BaseExpression:

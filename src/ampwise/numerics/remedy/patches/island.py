@@ -1,4 +1,4 @@
-"""Islands: a statement, or a function, outside of autocast, on float32 inputs."""
+"""Islands: a statement, some beside it, or a function, outside of autocast, on float32 inputs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from ampwise.numerics.remedy.patches.dtypes import ELEMENTWISE, wide
 from ampwise.numerics.remedy.patches.edit import Edit, method
 from ampwise.numerics.remedy.patches.site import HALF, OTHER, Site
 from ampwise.numerics.remedy.patches.source import Change, changed, dotted, walk
+from ampwise_lint.base.words import joined
 
 _SHAPES = ("shape", "dtype", "device", "ndim", "size", "dim", "numel", "float", "double", "to")
 """What may be asked of a tensor whatever its format is."""
@@ -28,7 +29,110 @@ def statement(site: Site) -> Iterator[Edit]:
     yield Edit(
         "the statement in float32, outside of autocast",
         _WHY,
-        {line: _island(site, [within], line)},
+        {line: _island(site, [within], [line])},
+    )
+
+
+def adjacent(site: Site) -> Iterator[Edit]:
+    """The statement at the line in float32 with those beside it that it hangs together with.
+
+    Not beyond one that calls a module: its weights would be in float32, too.
+    """
+    above = None if site.statement is None else site.source.parents[site.statement]
+    if not isinstance(above, cst.IndentedBlock):
+        return
+    body = list(above.body)
+    at = next(number for number, each in enumerate(body) if each is site.statement)
+    for before, after in _REACHES:
+        part = body[max(0, at - before) : at + after + 1]
+        if len(part) == before + after + 1 and _hangs_together(site, part):
+            kept = [*_cast_first(site, part, body[at + after + 1 :])]
+            gone = dict.fromkeys(part[1:], cst.RemoveFromParent())
+            yield Edit(
+                f"{len(part)} statements in float32, outside of autocast",
+                _WHY,
+                {part[0]: _island(site, kept, part), **gone},
+            )
+
+
+_REACHES = ((0, 1), (1, 0), (1, 1), (2, 0), (1, 2), (2, 1))
+"""How many statements before and after the one at the line, the smallest islands first."""
+
+
+def _hangs_together(site: Site, part: Sequence[cst.BaseStatement]) -> bool:
+    """Whether each statement computes with what one before it in the part gave, and calls none."""
+    if not all(isinstance(each, cst.SimpleStatementLine) for each in part):
+        return False
+    if any(_calls_a_module(each) or _calls_an_argument(each, site) for each in part):
+        return False
+    return all(
+        _bound(site, part[:number]) & _read(site, each)
+        or any(_bound(site, [each]) & _read(site, other) for other in part[number + 1 :])
+        for number, each in enumerate(part)
+    )
+
+
+def _calls_a_module(node: cst.CSTNode) -> bool:
+    return any(dotted(each.func).startswith("self.") for each in walk(node, cst.Call))
+
+
+def _bound(site: Site, part: Sequence[cst.CSTNode]) -> set[str]:
+    """Names that statements assign to."""
+    names = [each for node in part for each in walk(node, cst.Name)]
+    return {each.value for each in names if _is_target(site, each)}
+
+
+def _is_target(site: Site, name: cst.Name) -> bool:
+    above = site.source.parents[name]
+    while isinstance(above, cst.Element | cst.Tuple):
+        above = site.source.parents[above]
+    return isinstance(above, cst.AssignTarget)
+
+
+def _read(site: Site, node: cst.CSTNode) -> set[str]:
+    """Names that a statement computes with."""
+    return {each.value for each in walk(node, cst.Name) if not site.is_label(each)}
+
+
+def _cast_first(
+    site: Site, part: Sequence[cst.BaseStatement], rest: Sequence[cst.BaseStatement]
+) -> Iterator[cst.BaseStatement]:
+    """The statements on float32 inputs: what is used often and not again is cast in front."""
+    made: set[str] = set()
+    changes: dict[cst.CSTNode, Change] = {}
+    for each in part:
+        own = {**wide(site, each), **_raised(site, [each])}
+        changes |= {n: to for n, to in own.items() if dotted(n).partition(".")[0] not in made}
+        made |= _bound(site, [each])
+    used = [each.value for each in changes if isinstance(each, cst.Name)]
+    later = {name for each in rest for name in _read(site, each)}
+    often = [name for name in dict.fromkeys(used) if used.count(name) > 1 and name not in later]
+    if often:
+        values = ", ".join(f"{each}.float()" for each in often)
+        yield cst.parse_statement(f"{', '.join(often)} = {values}\n")
+    left = {n: to for n, to in changes.items() if dotted(n) not in often}
+    first, *others = (changed(each, left) for each in part)
+    yield from (_bare(first), *others)
+
+
+def arguments(site: Site) -> Iterator[Edit]:
+    """The 16-bit arguments of the function in float32, which is enough where it has no products."""
+    if site.function is None or not isinstance(site.function.body, cst.IndentedBlock):
+        return
+    body = site.function.body.body
+    rest = body[1:] if _is_docstring(body[0]) else body
+    if not rest or _calls_an_argument(site.function, site):
+        return
+    names = [each for each in _arguments(site.function) if _is_half_at(site, each, rest[0])]
+    if not names or any(_calls_a_module(each) for each in rest):
+        return
+    values = ", ".join(f"{each}.float()" for each in names)
+    cast = cst.parse_statement(f"{', '.join(names)} = {values}\n")
+    raised = cast.with_changes(leading_lines=getattr(rest[0], "leading_lines", ()))
+    yield Edit(
+        f"{joined(names)} in float32 from the start of the function",
+        "What is computed with float32 is float32, but for products of matrices.",
+        {rest[0]: cst.FlattenSentinel([raised, _bare(rest[0])])},
     )
 
 
@@ -45,17 +149,17 @@ def function(site: Site) -> Iterator[Edit]:
     casts = [cst.parse_statement(f"{each} = {each}.float()\n") for each in names]
     changes = {node: made for each in rest for node, made in wide(site, each).items()}
     first, *others = (changed(each, changes) for each in rest)
-    block = _island(site, [*casts, _bare(first), *others], rest[0])
+    block = _island(site, [*casts, _bare(first), *others], rest[:1])
     new = site.function.body.with_changes(body=[*body[:kept], block])
     yield Edit("the function in float32, outside of autocast", _WHY, {site.function.body: new})
 
 
 def _island(
-    site: Site, body: Sequence[cst.BaseStatement], first: cst.BaseStatement
+    site: Site, body: Sequence[cst.BaseStatement], instead_of: Sequence[cst.BaseStatement]
 ) -> cst.BaseStatement:
     """Statements in a block without autocast; comments above the first stay above the block."""
     autocast = site.source.spelled("torch.autocast")
-    device = _device(site, first)
+    first, device = instead_of[0], _device(site, instead_of)
     made = cst.parse_statement(f"with {autocast}({device}, enabled=False):\n    pass\n")
     leading: Sequence[cst.EmptyLine] = getattr(first, "leading_lines", ())
     return made.with_changes(body=cst.IndentedBlock(body), leading_lines=leading)
@@ -65,16 +169,19 @@ def _bare(node: cst.BaseStatement) -> cst.BaseStatement:
     return node.with_changes(leading_lines=()) if hasattr(node, "leading_lines") else node
 
 
-def _device(site: Site, first: cst.BaseStatement) -> str:
+def _device(site: Site, within: Sequence[cst.BaseStatement]) -> str:
     """The kind of device, asked of a tensor at hand; of the CPU where none is."""
-    line = site.source.start(first)[0]
+    line = site.source.start(within[0])[0]
     here = site.dtypes.get(line, {})
-    wanted = site.statement if site.statement is not None else first
+    wanted = site.statement if site.statement is not None else within[0]
     names = [each for each in walk(wanted, cst.Name) if not site.is_label(each)]
     tensors = {name: kinds - {OTHER} for name, kinds in here.items() if kinds - {OTHER}}
-    read = [each.value for each in names if each.value in tensors]
     # What is assigned here may be there only from the second time on that a loop comes by.
-    made = {each.value for each in walk(first, cst.Name) if site.is_label(each)}
+    made = {name.value for each in within for name in walk(each, cst.Name) if site.is_label(name)}
+    one = len(within) == 1
+    read = [
+        each.value for each in names if each.value in tensors and (one or each.value not in made)
+    ]
     known = read or [each for each in tensors if each not in made]
     known.sort(key=lambda each: not any("float" in kind for kind in tensors[each]))
     return f"{known[0]}.device.type" if known else '"cpu"'

@@ -11,7 +11,7 @@ from itertools import product
 
 from ampwise.numerics.remedy.patches.edit import Edit
 from ampwise.numerics.remedy.patches.site import Site
-from ampwise.numerics.remedy.patches.template import Rewrite
+from ampwise.numerics.remedy.patches.template import Guard, Rewrite
 from ampwise.numerics.remedy.patches.terms import Term
 
 _MOST_EPS = 1e-2
@@ -71,6 +71,88 @@ def _entropies() -> Iterator[Rewrite]:
 _ENTROPY = "binary_cross_entropy_with_logits in place of its formula"
 _ROUNDS = "A probability that rounds to 0 or 1 has a logarithm of -inf; the logits have all digits."
 
+_LEAVES = "exp leaves the format's range before the logarithm brings it back."
+_SAME_LOG = (
+    "The ratio is formed of exponentials, which leave the format's range; logarithms do not."
+)
+
+
+def _ratios() -> Iterator[Rewrite]:
+    """The logarithm of what is divided by exponentials or multiplied with them."""
+    total = "sum(exp(X), dim=D_, keepdim=K_)"
+    yield Rewrite(
+        "logsumexp in place of the logarithm of a share",
+        _SAME_LOG,
+        tuple(
+            f"log({share})"
+            for both in (f"exp(P) + {total}",)
+            for share in (f"exp(P) / ({both})", f"exp(P) / ({both} + EPS)",
+                          f"exp(P) / ({both}) + EPS")
+        ),
+        "F.logsigmoid(P - torch.logsumexp(X, dim=D_, keepdim=K_))",
+        _eps_is_small,
+    )  # fmt: skip
+    yield Rewrite(
+        "logsumexp in place of the logarithm of a share",
+        _SAME_LOG,
+        (
+            f"log(exp(P) / {total})",
+            f"log(exp(P) / ({total} + EPS))",
+            f"log(exp(P) / {total} + EPS)",
+        ),
+        "P - torch.logsumexp(X, dim=D_, keepdim=K_)",
+        _eps_is_small,
+    )
+    yield Rewrite(
+        "logsigmoid in place of the logarithm of a share",
+        _SAME_LOG,
+        ("log(exp(X) / (exp(X) + exp(Y)))", "log(exp(X) / (exp(X) + exp(Y) + EPS))"),
+        "F.logsigmoid(X - Y)",
+        _eps_is_small,
+    )
+    weighted = "logsumexp with the logarithm of the weights"
+    yield Rewrite(
+        weighted,
+        _LEAVES,
+        (
+            "log(sum(W * exp(X) / Z, dim=D, keepdim=K_))",
+            "log(sum(W * (exp(X) / Z), dim=D, keepdim=K_))",
+        ),
+        "torch.logsumexp(X + torch.log(W) - torch.log(Z), dim=D, keepdim=K_)",
+    )
+    yield Rewrite(
+        weighted,
+        _LEAVES,
+        _log("sum(exp(X) * W, dim=D, keepdim=K_)"),
+        "torch.logsumexp(X + torch.log(W), dim=D, keepdim=K_)",
+        _eps_is_small,
+    )
+    yield Rewrite(
+        "logsumexp in place of log(mean(exp))",
+        _LEAVES,
+        ("log(mean(exp(X), dim=D, keepdim=K_))",),
+        "torch.logsumexp(X, dim=D, keepdim=K_) - torch.tensor(X.shape[D]).log()",
+    )
+    yield Rewrite(
+        "logsumexp in place of log(exp + exp + exp)",
+        _LEAVES,
+        ("log(exp(X) + exp(Y) + exp(Z))",),
+        "torch.logsumexp(torch.stack([X, Y, Z]), dim=0)",
+    )
+    yield Rewrite(
+        "the exponent in place of log(exp / y)",
+        _LEAVES,
+        ("log(exp(X) / Y)",),
+        "X - torch.log(Y)",
+        _are_tensors("Y"),
+    )
+
+
+def _are_tensors(*names: str) -> Guard:
+    """Whether holes are no numbers, as far as that can be seen."""
+    return lambda holes: not any(holes[each].is_constant for each in names)
+
+
 _LOGARITHMS = (
     Rewrite(
         _ENTROPY,
@@ -118,6 +200,39 @@ _LOGARITHMS = (
         "exp leaves the format's range before the logarithm brings it back.",
         ("log(exp(X) + exp(Y))",),
         "torch.logaddexp(X, Y)",
+    ),
+    *_ratios(),
+    Rewrite(
+        "the logarithm of 1 - tanh² by softplus",
+        "tanh rounds to 1, and nothing is left of the difference.",
+        tuple(f"log({each})" for each in _guarded("1 - square(tanh(X))")),
+        "2 * (0.6931471805599453 - X - F.softplus(-2 * X))",
+        _eps_is_small,
+    ),
+    Rewrite(
+        "expm1 in place of 1 - exp in a logarithm",
+        "exp of a small number rounds to 1, and nothing is left of the difference.",
+        tuple(f"log({each})" for each in _guarded("1 - exp(X)")),
+        "torch.log(-torch.expm1(X))",
+        _eps_is_small,
+    ),
+    Rewrite(
+        "atanh in place of its formula",
+        "1 - x cancels, and the quotient leaves the format's range.",
+        ("0.5 * log((1 + X) / (1 - X))", "log((1 + X) / (1 - X)) / 2"),
+        "torch.atanh(X)",
+    ),
+    Rewrite(
+        "acosh in place of its formula",
+        "The square leaves the format's range, or cancels against 1.",
+        ("log(X + sqrt(square(X) - 1))",),
+        "torch.acosh(X)",
+    ),
+    Rewrite(
+        "asinh in place of its formula",
+        "The square leaves the format's range.",
+        ("log(X + sqrt(square(X) + 1))",),
+        "torch.asinh(X)",
     ),
     Rewrite(
         "softplus in place of log(1 + exp)",
@@ -171,6 +286,44 @@ _EXPONENTIALS = (
         "exp leaves the format's range, and its gradient with it.",
         ("reciprocal(1 + exp(-X))", "exp(X) / (1 + exp(X))"),
         "torch.sigmoid(X)",
+    ),
+    Rewrite(
+        "sigmoid of the difference in place of a share",
+        "exp leaves the format's range; the difference of the exponents does not.",
+        ("exp(X) / (exp(X) + exp(Y))", "exp(X) / (exp(X) + exp(Y) + EPS)"),
+        "torch.sigmoid(X - Y)",
+        _eps_is_small,
+    ),
+    Rewrite(
+        "half the exponent in place of sqrt(exp)",
+        "exp leaves the format's range before the root brings it back.",
+        ("sqrt(exp(X))",),
+        "torch.exp(0.5 * X)",
+    ),
+    Rewrite(
+        "the negative exponent in place of 1 / sqrt(exp)",
+        "exp leaves the format's range, or is 0, and its reciprocal is inf.",
+        ("rsqrt(exp(X))",),
+        "torch.exp(-0.5 * X)",
+    ),
+    Rewrite(
+        "the negative exponent in place of 1 / exp",
+        "exp leaves the format's range, or is 0, and is divided by.",
+        ("reciprocal(exp(X))",),
+        "torch.exp(-X)",
+    ),
+    Rewrite(
+        "the negative exponent in place of a division by exp",
+        "exp leaves the format's range, or is 0, and is divided by.",
+        ("Y / exp(X)",),
+        "Y * torch.exp(-X)",
+    ),
+    Rewrite(
+        "gelu in place of its formula",
+        "The cube leaves the format's range.",
+        ("0.5 * X * (1 + tanh(A * (X + 0.044715 * pow(X, 3))))",
+         "X * 0.5 * (1 + tanh(A * (X + 0.044715 * pow(X, 3))))"),
+        'F.gelu(X, approximate="tanh")',
     ),
     Rewrite(
         "expm1 in place of exp(x) - 1",

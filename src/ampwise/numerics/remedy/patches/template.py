@@ -263,6 +263,15 @@ class _Builder(cst.CSTTransformer):
             return updated_node.with_changes(value=_bare(self._holes[hole.value]))
         return updated_node
 
+    def leave_Element(  # noqa: N802 - libcst's name
+        self, original_node: cst.Element, updated_node: cst.Element
+    ) -> cst.Element:
+        """Fill an entry of a list: it needs no parentheses."""
+        hole = original_node.value
+        if isinstance(hole, cst.Name) and hole.value in self._holes:
+            return updated_node.with_changes(value=_bare(self._holes[hole.value]))
+        return updated_node
+
     def leave_Call(  # noqa: N802 - libcst's name
         self,
         original_node: cst.Call,  # noqa: ARG002
@@ -282,6 +291,16 @@ class _Builder(cst.CSTTransformer):
         """Fill a hole that is a part of an expression."""
         if _is_hole(original_node.value) and original_node.value in self._holes:
             return enclosed(self._holes[original_node.value])
+        return updated_node
+
+    def leave_BinaryOperation(  # noqa: N802 - libcst's name
+        self, original_node: cst.BinaryOperation, updated_node: cst.BinaryOperation
+    ) -> cst.BaseExpression:
+        """A sum that begins with a minus needs no parentheses around its first term."""
+        left = updated_node.left
+        adds = isinstance(original_node.operator, cst.Add | cst.Subtract)
+        if adds and isinstance(left, cst.UnaryOperation) and len(left.lpar) == 1:
+            return updated_node.with_changes(left=left.with_changes(lpar=(), rpar=()))
         return updated_node
 
     def leave_Attribute(  # noqa: N802 - libcst's name

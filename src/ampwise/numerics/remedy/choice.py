@@ -1,0 +1,139 @@
+"""Which of the patches that hold a reviewer would take.
+
+Measured first: what each keeps on the failing step and on the next ones. What is beyond the digits
+of the format is the rounding of the rest of the model, and no merit of a patch: that does not
+count. Of the patches that are about as near as the nearest, the one of the lowest `Grade` is
+taken, then the one that changes the fewest lines.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from ampwise.numerics.remedy.patches import Grade, Proposal
+from ampwise.numerics.remedy.verify import Outcome, in_db
+
+_ENOUGH_DB = {"float16": 50.0, "bfloat16": 32.0}
+"""SQNR that gradients have where only products of matrices round."""
+_ALIKE_DB = 6.0
+_COARSE_DB = 10.0
+"""The same, where the nearer patch has a whole function in float32, or a limit."""
+_SOUND_DB = 20.0
+"""A stable formula that keeps this on all steps is taken, whatever float32 around it would add."""
+_NO_LESS_DB = 1.0
+"""What an edit may add, and still be superfluous."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """A patch that was tried, and what came of it.
+
+    Attributes
+    ----------
+    number
+        Of its trial.
+    """
+
+    number: int
+    proposal: Proposal
+    outcome: Outcome
+
+    @property
+    def measured(self) -> bool:
+        """Whether it can be compared: held against float64 of the original, which is not 0."""
+        kept = self.outcome.sqnr_db
+        return not self.outcome.own_reference and kept is not None and kept > 0
+
+    @property
+    def steps_db(self) -> list[float]:
+        """What it keeps on the failing step, and on the next ones."""
+        return [self.outcome.sqnr_db or 0.0, *self.outcome.next_db]
+
+    def worst(self, most: float = math.inf) -> float:
+        """The least of these, and no more than a limit."""
+        return min(most, *self.steps_db)
+
+    def mean(self, most: float) -> float:
+        """Their mean, with none above a limit."""
+        return fmean(max(0.0, min(each, most)) for each in self.steps_db)
+
+    def lines(self, before: bytes) -> int:
+        """How many lines it changes."""
+        old, new = (
+            each.decode(errors="replace").splitlines() for each in (before, self.proposal.data)
+        )
+        return sum(each[0] in "+-" for each in difflib.unified_diff(old, new, n=0))
+
+
+def enough_db(dtype: str) -> float:
+    """SQNR above which a patch in a format is as good as any."""
+    return _ENOUGH_DB.get(dtype, _ENOUGH_DB["bfloat16"])
+
+
+def may_win(each: Proposal, best: Held, most: float) -> bool:
+    """Whether a proposal that was not tried could be taken in place of the best so far."""
+    if not best.measured:
+        return False
+    if _is_sound_formula(best):
+        return False
+    return each.grade < best.proposal.grade or best.worst() < most - _ALIKE_DB
+
+
+def best_of(held: Sequence[Held], most: float, before: bytes) -> Held:
+    """The patch to take."""
+    if not all(each.measured for each in held):
+        return held[0]
+    nearest = max(held, key=lambda each: each.worst(most) + each.mean(most))
+    coarse = nearest.proposal.grade >= Grade.FUNCTION
+    within = _COARSE_DB if coarse else _ALIKE_DB
+    alike = [
+        each
+        for each in held
+        if _is_sound_formula(each)
+        or (
+            each.worst(most) >= nearest.worst(most) - within
+            and each.mean(most) >= nearest.mean(most) - within
+        )
+    ]
+    return min(alike, key=lambda each: (each.proposal.grade, each.lines(before), each.number))
+
+
+def _is_sound_formula(each: Held) -> bool:
+    return each.proposal.grade == Grade.FORMULA and each.worst() >= _SOUND_DB
+
+
+def is_as_good(less: Outcome, best: Held) -> bool:
+    """Whether nothing is lost with a part of a patch left out."""
+    pairs = zip(Held(0, best.proposal, less).steps_db, best.steps_db, strict=False)
+    same_length = len(less.next_db) == len(best.outcome.next_db)
+    return less.verified and same_length and all(a >= b - _NO_LESS_DB for a, b in pairs)
+
+
+def why(taken: Held, held: Sequence[Held], most: float) -> str:
+    """Why one was taken before the others."""
+    said = [_before(taken, each, most) for each in held if each is not taken]
+    return "; ".join(said)
+
+
+def _before(taken: Held, other: Held, most: float) -> str:
+    name = f"{other.proposal.what} ({in_db(other.worst())} at worst)"
+    if taken.worst(most) > other.worst(most) + _ALIKE_DB:
+        return f"taken before {name}: it is nearer"
+    if taken.mean(most) > other.mean(most) + _ALIKE_DB:
+        return f"taken before {name}: it is nearer on most steps"
+    if taken.proposal.grade < other.proposal.grade:
+        return f"taken before {name}: about as near, and {_MERIT[taken.proposal.grade]}"
+    return f"taken before {name}: about as near, and smaller"
+
+
+_MERIT = {
+    Grade.FORMULA: "the formula itself is stable",
+    Grade.FLOAT32: "float32 is only where it is needed",
+    Grade.CONSTANT: "only a constant changes",
+    Grade.STATEMENTS: "fewer lines leave autocast",
+    Grade.FUNCTION: "it changes nothing that is computed",
+}

@@ -1,0 +1,102 @@
+"""Of the patches that hold, the one that a reviewer would take: near on all steps, then small."""
+
+from __future__ import annotations
+
+import math
+from unittest import mock
+
+import pytest
+
+from ampwise.numerics.remedy import patch
+from ampwise.numerics.remedy.choice import Held, best_of, enough_db, may_win, why
+from ampwise.numerics.remedy.patches import Grade, Proposal
+from ampwise.numerics.remedy.verify import Outcome
+
+BEFORE = b"a\nb\nc\nd\n"
+MOST = enough_db("float16")
+
+
+def held(what, grade, step_db, *next_db, lines=1, own=False):
+    data = b"x\n" * lines + b"".join(BEFORE.splitlines(keepends=True)[lines:])
+    outcome = Outcome("", own, step_db, 5, next_db=list(next_db))
+    return Held(1, Proposal(what, "", data, grade), outcome)
+
+
+EPS = held("eps", Grade.CONSTANT, 62, 40, 56, 16)
+FLOAT32 = held("float32", Grade.FLOAT32, 64, 51, 54, 66)
+
+
+@pytest.mark.parametrize(
+    ("taken", "other"),
+    [
+        (FLOAT32, EPS),
+        (held("eps", Grade.CONSTANT, 60, 50), held("float32", Grade.FLOAT32, 60, 12)),
+        (held("formula", Grade.FORMULA, 60, 50), held("float32", Grade.FLOAT32, 62, 53)),
+        (held("kernel", Grade.FORMULA, 60, 23), held("float32", Grade.FLOAT32, 65, 58)),
+        (held("float32", Grade.FLOAT32, 65, 58), held("kernel", Grade.FORMULA, 60, 16)),
+        (held("float32", Grade.FLOAT32, 65, 58), held("eps", Grade.CONSTANT, 60, 43)),
+        (held("float32", Grade.FLOAT32, 60, 50), held("function", Grade.FUNCTION, 68, 66)),
+        (held("float32", Grade.FLOAT32, 30, 29), held("function", Grade.FUNCTION, 38, 38)),
+        (held("function", Grade.FUNCTION, 45, 44), held("float32", Grade.FLOAT32, 30, 29)),
+        (held("one", Grade.FLOAT32, 60, 50), held("two", Grade.FLOAT32, 60, 55, lines=2)),
+        (held("worse", Grade.FLOAT32, 60, 50), held("ends", Grade.FORMULA, 60, -math.inf)),
+    ],
+)
+def test_the_patch_that_is_near_on_all_steps_is_taken_and_then_the_small_one(taken, other):
+    for both in ([taken, other], [other, taken]):
+        assert best_of(both, MOST, BEFORE) is taken
+
+
+def test_what_cannot_be_compared_is_taken_as_it_comes():
+    first = held("clamp", Grade.LIMIT, 60, own=True)
+    assert best_of([first, FLOAT32], MOST, BEFORE) is first
+    assert not may_win(FLOAT32.proposal, first, MOST)
+    zero = held("var", Grade.FORMULA, -256)  # of a gradient that is 0
+    assert best_of([zero, held("float32", Grade.FLOAT32, -177)], MOST, BEFORE) is zero
+    assert not may_win(FLOAT32.proposal, zero, MOST)
+
+
+def test_nothing_more_is_tried_where_nothing_could_be_better():
+    assert may_win(FLOAT32.proposal, EPS, MOST)
+    assert not may_win(EPS.proposal, FLOAT32, MOST)
+    assert may_win(held("formula", Grade.FORMULA, 0).proposal, FLOAT32, MOST)
+
+
+def test_the_reason_is_said_with_its_figures():
+    assert why(FLOAT32, [EPS, FLOAT32], MOST) == ("taken before eps (16 dB at worst): it is nearer")
+    function = held("the function", Grade.FUNCTION, 68, 66)
+    said = why(FLOAT32, [FLOAT32, function], MOST)
+    assert said.endswith("(66 dB at worst): about as near, and float32 is only where it is needed")
+
+
+class Trials:
+    """Outcomes by the parts that a patch has left."""
+
+    over = False
+
+    def __init__(self, outcomes):
+        self.outcomes = outcomes
+        self.tried = []
+
+    def of(self, number, data):
+        self.tried.append((number, data))
+        return self.outcomes[data]
+
+
+def parted(kept):
+    data = ",".join(map(str, sorted(kept))).encode()
+    return Proposal("casts", "", data, Grade.FLOAT32, 3, parted)
+
+
+def test_an_edit_that_nothing_is_lost_without_is_left_out():
+    good, worse = (
+        Outcome("", False, 60.0, 5, next_db=[55.0]),
+        Outcome("", False, 60.0, 5, next_db=[50.0]),
+    )
+    trials = Trials({b"0,1": good, b"0": worse, b"1": Outcome("still not finite")})
+    whole = Held(4, parted([0, 1, 2]), good)
+    left = patch._least(whole, trials, 9, mock.Mock())
+    assert left.proposal.data == b"0,1"
+    assert [data for _, data in trials.tried] == [b"0,1", b"0", b"1"]
+    assert left.number in {number for number, _ in trials.tried}
+    assert len({4, *(number for number, _ in trials.tried)}) == 4
