@@ -2,7 +2,7 @@
 
 ## What it does
 Reports a validation forward (no gradients, in a loop) outside autocast, of a network that is
-trained inside autocast in the same file.
+trained inside autocast in the same file, or of a copy of it.
 
 ## Why is this bad
 The figures are those of another precision than the one that trains and, mostly, the one that

@@ -3,7 +3,7 @@
 ## What it does
 Reports `.half()`, `.bfloat16()` or `.to(...)` one of these dtypes, of a tensor inside autocast
 or of an input just before the network's call in it. Casts up (`.float()`) are right and not
-reported.
+reported; nor is anything where the network itself was made half.
 
 ## Why is this bad
 Autocast casts where an operation is faster in 16 bits and leaves alone what needs float32.
