@@ -60,7 +60,7 @@ def _tried(
         if trials.over:
             return
         progress.stage(f"patch {number} of at most {len(found)}: {each.what}")
-        outcome = trials.of(number, each.data)
+        outcome = trials.of(number, each.data, each.beside)
         yield Tried(each, outcome.in_words(step), outcome.cost)
         if outcome.verified:
             return

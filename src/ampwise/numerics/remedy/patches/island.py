@@ -13,7 +13,8 @@ from ampwise.numerics.remedy.patches.source import Change, changed, dotted, walk
 
 _SHAPES = ("shape", "dtype", "device", "ndim", "size", "dim", "numel", "float", "double", "to")
 """What may be asked of a tensor whatever its format is."""
-_WHY = "Autocast off and inputs in float32: nothing here is rounded to 16 bits."
+WHY = "Autocast off and inputs in float32: nothing here is rounded to 16 bits."
+FUNCTION = "the function in float32, outside of autocast"
 
 
 def statement(site: Site) -> Iterator[Edit]:
@@ -24,11 +25,11 @@ def statement(site: Site) -> Iterator[Edit]:
     changes = {**wide(site, line), **_raised(site, [line])}
     if not changes and all(each.op in ELEMENTWISE for each in map(site.term, _calls(line))):
         return
-    within = _bare(changed(line, changes))
+    within = bare(changed(line, changes))
     yield Edit(
         "the statement in float32, outside of autocast",
-        _WHY,
-        {line: _island(site, [within], line)},
+        WHY,
+        {line: outside_autocast(site, [within], line)},
     )
 
 
@@ -45,12 +46,12 @@ def function(site: Site) -> Iterator[Edit]:
     casts = [cst.parse_statement(f"{each} = {each}.float()\n") for each in names]
     changes = {node: made for each in rest for node, made in wide(site, each).items()}
     first, *others = (changed(each, changes) for each in rest)
-    block = _island(site, [*casts, _bare(first), *others], rest[0])
+    block = outside_autocast(site, [*casts, bare(first), *others], rest[0])
     new = site.function.body.with_changes(body=[*body[:kept], block])
-    yield Edit("the function in float32, outside of autocast", _WHY, {site.function.body: new})
+    yield Edit(FUNCTION, WHY, {site.function.body: new})
 
 
-def _island(
+def outside_autocast(
     site: Site, body: Sequence[cst.BaseStatement], first: cst.BaseStatement
 ) -> cst.BaseStatement:
     """Statements in a block without autocast; comments above the first stay above the block."""
@@ -61,7 +62,8 @@ def _island(
     return made.with_changes(body=cst.IndentedBlock(body), leading_lines=leading)
 
 
-def _bare(node: cst.BaseStatement) -> cst.BaseStatement:
+def bare(node: cst.BaseStatement) -> cst.BaseStatement:
+    """A statement without the comments above it."""
     return node.with_changes(leading_lines=()) if hasattr(node, "leading_lines") else node
 
 
