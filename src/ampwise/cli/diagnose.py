@@ -18,6 +18,7 @@ from ampwise.cli.options import Common, device_of, positive, saved_in
 from ampwise.errors import EXIT_GATE, EXIT_OK
 from ampwise_lint.base.output import say, tell
 from ampwise_lint.base.results import check_target, write_json, write_report
+from ampwise_lint.base.words import joined
 
 if TYPE_CHECKING:
     from ampwise.distributed.watchdog import NoWatchdog
@@ -167,7 +168,8 @@ def _use_patch(found: Diagnosis, stored: Path | None, options: Options) -> None:
     elif options.fix:
         apply.check(patch, force=options.force)
         apply.apply(patch)
-        say(f"changed {apply.file_of(patch)}: {patch.what}; back with: git apply -R {stored}")
+        changed = joined(map(str, apply.files_of(patch)))
+        say(f"changed {changed}: {patch.what}; back with: git apply -R {stored}")
 
 
 def store(found: Diagnosis, folder: RunFolder) -> None:

@@ -177,11 +177,11 @@ def test_an_overlay_is_what_is_imported_whatever_is_cached(tmp_path):
         f"sys.path.insert(0, {str(tmp_path)!r})\n"
         "from ampwise.numerics.remedy.overlay import Overlay\n"
         f"file = Path({str(tmp_path / 'mine.py')!r})\n"
-        "o = Overlay(file, b'def f():\\n    return 2\\nVALUE = 2\\n') if len(sys.argv) > 1 else None\n"
+        "o = Overlay({file: b'def f():\\n    return 2\\nVALUE = 2\\n'}) if len(sys.argv) > 1 else None\n"
         "import mine; assert mine.__file__ == str(file)\n"
-        "print(mine.VALUE, o and o.loads, o and inspect.getsource(mine.f))\n"
+        "print(mine.VALUE, o and o.not_loaded, o and inspect.getsource(mine.f))\n"
     )
-    for words, wanted in (([], "1"), (["x"], "2 1 def f():"), ([], "1")):
+    for words, wanted in (([], "1"), (["x"], "2 [] def f():"), ([], "1")):
         done = subprocess.run(
             [sys.executable, "-c", code, *words], capture_output=True, text=True,
             env={**os.environ, "PYTHONPATH": str(Path(ampwise.__file__).parent.parent)},
@@ -285,6 +285,83 @@ def test_a_file_that_git_ignores_or_does_not_know_is_not_changed(repository):
         apply.check(verified(other), force=False)
 
 
+def over_two_files(folder: Path) -> Fix:
+    from ampwise.numerics.remedy.patches.source import unified
+
+    (folder / "ops").mkdir()
+    parts: list[str] = []
+    for name in ("gain.py", "ops/one.py"):
+        (folder / name).write_text(GAIN)
+        parts.append(unified(GAIN.encode(), GAIN.replace("1e5", "1e4").encode(), name))
+    patch = "".join(parts)
+    return Fix("both", "", verified=True, cost="", patch=patch, patch_status="verified: x")
+
+
+def test_a_patch_of_two_files_is_applied_to_both_or_to_none(gain, tmp_path):
+    fix = over_two_files(tmp_path)
+    one = tmp_path / "ops" / "one.py"
+    assert apply.files_of(fix) == [Path("gain.py"), Path("ops/one.py")]
+    apply.apply(fix)
+    assert gain.read_text() == one.read_text() == GAIN.replace("1e5", "1e4")
+    gain.write_text(GAIN)
+    with pytest.raises(UsageError, match=r"ops/one\.py has changed since"):
+        apply.apply(fix)
+    assert gain.read_text() == GAIN
+
+
+def test_git_and_patch_take_a_patch_of_two_files(gain, tmp_path):
+    fix = over_two_files(tmp_path)
+    (tmp_path / "both.diff").write_text(apply.text_of(fix))
+    for command in (["git", "apply"], ["patch", "-s", "-p1", "-i"]):
+        gain.write_text(GAIN)
+        (tmp_path / "ops" / "one.py").write_text(GAIN)
+        subprocess.run([*command, "both.diff"], check=True)
+        assert gain.read_text() == GAIN.replace("1e5", "1e4")
+
+
+def test_a_patch_with_a_file_outside_is_refused_as_a_whole(gain, tmp_path, monkeypatch):
+    fix = over_two_files(tmp_path)
+    monkeypatch.chdir(tmp_path / "ops")
+    (tmp_path / "ops" / "gain.py").write_text(GAIN)
+    with pytest.raises(UsageError, match=r"ops/one\.py is not below the working directory"):
+        apply.check(fix, force=True)
+    outside = replace(fix, patch=fix.patch.replace("a/ops/one.py", "a/../gain.py"))
+    with pytest.raises(UsageError, match=r"\.\./gain\.py is not below"):
+        apply.check(outside, force=True)
+
+
+def test_helpers_are_given_float32_where_they_are_called(monkeypatch):
+    """Of the ball's helpers the second shows what the first rounded; the caller feeds both."""
+    texts = texts_for("hyperbolic.py", "geometry/ball.py", "clamp", "EPS_UNDERFLOW", monkeypatch)
+    text = texts["what from_tangent and depth are given, in float32"][FAULTS / "hyperbolic.py"]
+    assert b"ball.depth(ball.from_tangent(self.project(x).float() * 4))" in text
+
+
+def test_several_functions_may_be_in_float32_in_their_own_files(monkeypatch):
+    texts = texts_for("similarities.py", "geometry/kernel.py", "mm", "RANGE_OVERFLOW", monkeypatch)
+    both = next(each for what, each in texts.items() if what.startswith("the functions at "))
+    assert [each.name for each, data in both.items() if data != each.read_bytes()] == [
+        "kernel.py", "mixing.py"
+    ]  # fmt: skip
+    assert all(b"enabled=False" in data for data in both.values())
+
+
+def texts_for(task, file, op, cause, monkeypatch):
+    """What is proposed for a fault, by what it is called: the texts of files."""
+    from ampwise.numerics.remedy.own_source import own_source
+    from ampwise.numerics.result import Origin
+
+    monkeypatch.chdir(FAULTS)
+    config = DiagnoseConfig(Policy.parse("fp16"), Settings(torch.device("cpu")), steps=2)
+    arm, _, stash, _ = explore(load_task(task), config, Silent())
+    path = FAULTS / file
+    line = next(i for i, each in enumerate(path.read_text().splitlines(), 1) if "# <-" in each)
+    origin = Origin(op, "", str(path), line, "", "float16")
+    found = Diagnosis("fault", "t", "fp16", "cpu", 1, origin=origin, cause=cause)
+    source = own_source(found, Replay(arm.step), stash, [FAULTS])
+    return {each.what: {path: each.data, **each.beside} for each in source.with_caller}
+
+
 @pytest.mark.parametrize("ends", [("\n", ""), ("\r\n", "\r\n"), ("\n", "\n")])
 def test_a_patch_is_applied_as_git_applies_it(repository, ends):
     from ampwise.numerics.remedy.patches.source import unified
@@ -361,10 +438,10 @@ def test_an_island_may_be_in_the_function_that_calls(monkeypatch):
     found = Diagnosis("fault", "t", "fp16", "cpu", 1, origin=origin, cause="RANGE_OVERFLOW")
     source = own_source(found, Replay(arm.step), stash, [FAULTS])
     assert source is not None
-    last = source.with_caller[-1]
-    assert last.what.startswith("the calling function, line ")
-    assert "            return self.down(self.act(self.up(x)))" in last.data.decode()
-    assert last not in source.proposals
+    texts = {each.what: each.data.decode() for each in source.with_caller}
+    whole = next(text for what, text in texts.items() if what.startswith("the calling function"))
+    assert "            return self.down(self.act(self.up(x)))" in whole
+    assert whole not in [each.data.decode() for each in source.proposals]
 
 
 @pytest.mark.slow

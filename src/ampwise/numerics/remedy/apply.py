@@ -15,6 +15,7 @@ from ampwise.numerics.remedy.lines import lines_of
 from ampwise.numerics.result import Diagnosis, Fix
 from ampwise_lint.base.files import atomic_write
 
+_FILE = re.compile(r"^--- a/(.+?)\t?\n\+\+\+ .*\n", re.MULTILINE)
 _HUNK = re.compile(r"@@ -(\d+)")
 
 
@@ -31,23 +32,33 @@ def text_of(fix: Fix) -> str:
     return f"{fix.what}: {fix.patch_status}\n\n{fix.patch}"
 
 
-def file_of(fix: Fix) -> Path:
-    """The file that a patch is of, from the working directory."""
-    found = re.search(r"^--- a/(.+?)\t?$", fix.patch or "", re.MULTILINE)
-    assert found is not None  # it is one of ours
-    return Path(found[1])
+def files_of(fix: Fix) -> list[Path]:
+    """The files that a patch is of, from the working directory."""
+    return list(_by_file(fix))
+
+
+def _by_file(fix: Fix) -> dict[Path, str]:
+    """The parts of a patch by their file."""
+    parts = _FILE.split(fix.patch or "")[1:]
+    return {Path(name): text for name, text in zip(parts[::2], parts[1::2], strict=True)}
 
 
 def check(fix: Fix, *, force: bool) -> None:
-    """Refuse a file whose change could not be told from the user's own, or not be taken back.
+    """Refuse a patch whose change could not be told from the user's own, or not be taken back.
 
     Raises
     ------
     UsageError
-        When it has changes that are not committed, or is in no git tree; not under `force`.
+        When one of its files is not below the working directory; or, not under `force`, has changes
+        that are not committed, or is in no git tree.
     """
-    file = file_of(fix)
-    if not file.is_file():
+    for file in files_of(fix):
+        _check(file, force=force)
+
+
+def _check(file: Path, *, force: bool) -> None:
+    inside = file.resolve().is_relative_to(Path.cwd().resolve())
+    if not inside or not file.is_file():
         raise UsageError(f"--fix: {file} is not below the working directory: run it from there")
     if force:
         return
@@ -65,29 +76,34 @@ def check(fix: Fix, *, force: bool) -> None:
 
 
 def apply(fix: Fix) -> None:
-    """Apply a patch in the working directory.
+    """Apply a patch in the working directory; nothing of it where a part does not fit.
 
     Raises
     ------
     UsageError
-        When the file is not what was diagnosed any more.
+        When a file is not what was diagnosed any more.
     """
-    file = file_of(fix).resolve()
+    made = {file.resolve(): _text(file, part) for file, part in _by_file(fix).items()}
+    for file, data in made.items():
+
+        def write(aside: BinaryIO, file: Path = file, data: bytes = data) -> None:
+            aside.write(data)
+            shutil.copymode(file, aside.name)
+
+        atomic_write(file, write)
+
+
+def _text(file: Path, part: str) -> bytes:
+    """A file with its part of a patch."""
     with tokenize.open(file) as opened:
         encoding = opened.encoding
     lines = lines_of(file.read_bytes().decode(encoding))
     try:
-        text = "".join(_patched(lines, lines_of(fix.patch or "")))
+        return "".join(_patched(lines, lines_of(part))).encode(encoding)
     except ValueError:
         raise UsageError(
-            f"--fix: {file_of(fix)} has changed since it was diagnosed: run diagnose again"
+            f"--fix: {file} has changed since it was diagnosed: run diagnose again"
         ) from None
-
-    def write(aside: BinaryIO) -> None:
-        aside.write(text.encode(encoding))
-        shutil.copymode(file, aside.name)
-
-    atomic_write(file, write)
 
 
 def _patched(lines: Sequence[str], patch: Sequence[str]) -> Iterator[str]:
@@ -101,13 +117,13 @@ def _patched(lines: Sequence[str], patch: Sequence[str]) -> Iterator[str]:
             begin = max(0, int(header[1]) - 1)
             yield from lines[at:begin]
             at = begin
-        elif sign in (" ", "-") and not each.startswith("--- "):
+        elif sign in (" ", "-"):
             if at >= len(lines) or lines[at] != text:
                 raise ValueError(number)
             at += 1
             if sign == " ":
                 yield text
-        elif sign == "+" and not each.startswith("+++ "):
+        elif sign == "+":
             yield text
     yield from lines[at:]
 

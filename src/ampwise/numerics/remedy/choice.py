@@ -63,10 +63,13 @@ class Held:
 
     def lines(self, before: bytes) -> int:
         """How many lines it changes."""
-        old, new = (
-            each.decode(errors="replace").splitlines() for each in (before, self.proposal.data)
-        )
-        return sum(each[0] in "+-" for each in difflib.unified_diff(old, new, n=0))
+        beside = [(path.read_bytes(), new) for path, new in self.proposal.beside.items()]
+        return sum(_changed(*each) for each in ((before, self.proposal.data), *beside))
+
+
+def _changed(before: bytes, after: bytes) -> int:
+    old, new = (each.decode(errors="replace").splitlines() for each in (before, after))
+    return sum(each[0] in "+-" for each in difflib.unified_diff(old, new, n=0))
 
 
 def enough_db(dtype: str) -> float:

@@ -5,50 +5,82 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, islice
 from pathlib import Path
 
 import ampwise
 from ampwise.numerics.explain.causes import CAUSES
 from ampwise.numerics.remedy.costs import Cost
-from ampwise.numerics.remedy.patches import Proposal, islands_around, proposals
+from ampwise.numerics.remedy.patches import Proposal, around, proposals
+from ampwise.numerics.remedy.patches.calls import CallSite
 from ampwise.numerics.remedy.patches.site import Site
-from ampwise.numerics.remedy.patches.source import UNREADABLE, SourceFile, dotted, unified
-from ampwise.numerics.remedy.probe import called_from, formats_at
+from ampwise.numerics.remedy.patches.source import (
+    UNREADABLE,
+    SourceFile,
+    dotted,
+    encoding_of,
+    unified,
+)
+from ampwise.numerics.remedy.precision import runs_with
+from ampwise.numerics.remedy.probe import Wanted, formats_at, led_to
 from ampwise.numerics.result import Diagnosis, Fix
 from ampwise.places import kind_of
 from ampwise.step.recorder import Stash
 from ampwise.step.replayable import Replayable
 
 _MOST = 16
-"""Patches that are tried."""
+"""Patches of the function of a fault that are tried."""
+_MOST_BEYOND = 8
+"""Patches elsewhere that are tried."""
+_MOST_CALLERS = 3
 
 
 @dataclass(frozen=True)
 class OwnSource:
-    """Where a fault is in a file that may be changed.
+    """Where a fault is in files that may be changed.
 
     Attributes
     ----------
-    name
-        The path in a diff.
-    caller
-        Where the same file calls the function of the fault.
+    root
+        The folder from which a diff names them.
+    callers
+        Where the function of the fault is called, the innermost call first.
+    chains
+        Runs of functions of the user's own with that of the fault among them.
     """
 
-    file: Path
-    name: str
+    root: Path
     site: Site
-    caller: Site | None = None
+    callers: Sequence[CallSite] = ()
+    chains: Sequence[Sequence[Site]] = ()
+
+    @property
+    def file(self) -> Path:
+        """The file of the fault."""
+        return self.site.source.path
 
     @property
     def with_caller(self) -> list[Proposal]:
-        """`proposals`, and at last an island in the function that calls the one of the fault."""
-        return self.proposals + ([] if self.caller is None else islands_around(self.caller))
+        """`proposals`, and at last changes where the function of the fault is called."""
+        beyond = around(self.site, self.callers, self.chains)
+        return [*self.proposals, *islice(beyond, _MOST_BEYOND)]
 
     @property
     def proposals(self) -> list[Proposal]:
         """What may be written there instead, in the order in which it is tried."""
         return proposals(self.site)[:_MOST]
+
+    def diff(self, proposal: Proposal) -> str:
+        """A proposal as a unified diff."""
+        before, own = self.site.source, proposal.data
+        parts = [unified(before.data, own, self._name(before.path), before.encoding)]
+        for file, after in proposal.beside.items():
+            now = file.read_bytes()
+            parts.append(unified(now, after, self._name(file), encoding_of(now)))
+        return "".join(parts)
+
+    def _name(self, file: Path) -> str:
+        return file.relative_to(self.root).as_posix()
 
 
 @dataclass(frozen=True)
@@ -66,8 +98,7 @@ class Tried:
 
     def as_fix(self, source: OwnSource) -> Fix:
         """The same as a diagnosis says it."""
-        before, each = source.site.source, self.proposal
-        diff = unified(before.data, each.data, source.name, before.encoding)
+        each, diff = self.proposal, source.diff(self.proposal)
         fix = Fix(
             each.what, each.why, self.verified, self.status, patch=diff, patch_status=self.status
         )
@@ -97,14 +128,27 @@ def own_source(
     file = own_file(found, roots)
     if file is None:
         return None
-    root = next(each for each in roots if file.is_relative_to(each))
     assert found.origin is not None
-    site = _site(found, file, found.origin.line, step, stash)
+    origin = found.origin
+    root = next(each for each in roots if file.is_relative_to(each))
+    fault = origin.file, origin.line
+    led = led_to(step, stash, *fault, lambda each: _is_own(Path(each), [root]))
+    callers = led.calls[:_MOST_CALLERS]
+    runs = [] if led.at is None else runs_with(led.functions, led.at)
+    places = list(dict.fromkeys([fault, *((e.file, e.line) for e in callers), *chain(*runs)]))
+    sites = dict(zip(places, _sites(found, places, step, stash), strict=True))
+    site = sites[fault]
     if site is None:
         return None
-    line = called_from(step, stash, found.origin.file, found.origin.line)
-    caller = None if line is None else _site(found, file, line, step, stash)
-    return OwnSource(file, file.relative_to(root).as_posix(), site, caller)
+    at_calls = [
+        CallSite(at, each.end, each.among_layers, frozenset(led.helpers.get(each.file, ())))
+        for each in callers
+        if (at := sites[each.file, each.line]) is not None
+    ]
+    several = [[sites[each] for each in run] for run in runs]
+    return OwnSource(root, site, at_calls, [
+        [each for each in run if each is not None] for run in several if None not in run
+    ])  # fmt: skip
 
 
 def own_file(found: Diagnosis, roots: Sequence[Path]) -> Path | None:
@@ -114,20 +158,38 @@ def own_file(found: Diagnosis, roots: Sequence[Path]) -> Path | None:
     if found.status != "fault" or not in_code or origin is None or not origin.line:
         return None
     file = Path(origin.file).resolve()
-    ours = Path(ampwise.__file__).parent
+    return file if _is_own(file, roots) else None
+
+
+def _is_own(file: Path, roots: Sequence[Path]) -> bool:
+    """Whether a file is in some folders, and neither a library's nor one of ours."""
+    file, ours = file.resolve(), Path(ampwise.__file__).parent
     if kind_of(os.fspath(file)) != "user" or file.is_relative_to(ours) or not file.is_file():
-        return None
-    return file if any(file.is_relative_to(each) for each in roots) else None
+        return False
+    return any(file.is_relative_to(each) for each in roots)
 
 
-def _site(found: Diagnosis, file: Path, line: int, step: Replayable, stash: Stash) -> Site | None:
-    """The fault's file at a line; None where that cannot be read."""
+def _sites(
+    found: Diagnosis, places: Sequence[tuple[str, int]], step: Replayable, stash: Stash
+) -> list[Site | None]:
+    """Files at some lines; None where one cannot be read."""
+    sites = [_site(found, Path(file).resolve(), line, step) for file, line in places]
+    wanted = [
+        Wanted(file, line, {dotted(each) for each in site.roots} - {""} if site is not None else ())
+        for (file, line), site in zip(places, sites, strict=True)
+    ]
+    seen = formats_at(step, stash, wanted)
+    return [
+        None if site is None else replace(site, dtypes=dtypes)
+        for site, dtypes in zip(sites, seen, strict=True)
+    ]
+
+
+def _site(found: Diagnosis, file: Path, line: int, step: Replayable) -> Site | None:
     assert found.origin is not None
     origin = found.origin
     try:
         source = SourceFile.of(file, file.read_bytes(), line)
     except (OSError, *UNREADABLE):
         return None
-    site = Site(source, line, origin.op, found.cause or "", origin.dtype, step.policy.compute_dtype)
-    names = {dotted(each) for each in site.roots} - {""}
-    return replace(site, dtypes=formats_at(step, stash, origin.file, line, names))
+    return Site(source, line, origin.op, found.cause or "", origin.dtype, step.policy.compute_dtype)

@@ -105,7 +105,7 @@ def _held(
         if held and not may_win(each, best(held), most):
             continue
         progress.stage(f"patch {number} of at most {len(found)}: {each.what}")
-        tried = Held(number, each, trials.of(number, each.data))
+        tried = Held(number, each, trials.of(number, each.data, each.beside))
         since += [tried] if held else []
         if tried.outcome.verified:
             held.append(tried)
@@ -123,7 +123,7 @@ def _least(best: Held, trials: Trials, tried: int, progress: Progress) -> Held:
         fewer = [each for each in kept if each != part]
         progress.stage(f"the patch without one of its edits: {best.proposal.what}")
         less, number = only(fewer), tried + 1 + part
-        outcome = trials.of(number, less.data)
+        outcome = trials.of(number, less.data, less.beside)
         if is_as_good(outcome, best):
             best, kept = Held(number, less, outcome), fewer
     return best

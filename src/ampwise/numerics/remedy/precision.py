@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 from torch import nn
 
@@ -17,6 +18,8 @@ from ampwise.numerics.remedy.interventions import Scope, on
 from ampwise.places import Place
 from ampwise.policy import PRESETS, RECIPES
 from ampwise.step.replayable import Replayable
+
+T = TypeVar("T")
 
 _SCALED = {
     "rowwise": "a scale for each row",
@@ -119,9 +122,14 @@ def adjacent(
     if at is None:
         return []
     order[at] = place
-    found: list[list[Place]] = []
+    return runs_with(order, at)
+
+
+def runs_with(order: Sequence[T], at: int) -> list[list[T]]:
+    """Runs of two to five of some things, with the one at an index among them."""
+    found: list[list[T]] = []
     for before, after in ((0, 1), (1, 0), (1, 1), (0, 2), (2, 2)):
-        several = order[max(0, at - before) : at + after + 1]
+        several = list(order[max(0, at - before) : at + after + 1])
         if len(several) > 1 and several not in found:
             found.append(several)
     return found

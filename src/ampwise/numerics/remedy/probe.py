@@ -1,10 +1,13 @@
-"""Which formats the names of a function held, line by line, in a replay of the failing step."""
+"""What a replay of the failing step shows of functions: who calls them, and the formats in them."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import islice
 from types import CodeType, FrameType
 from typing import Any
 
@@ -19,60 +22,176 @@ from ampwise.step.replayable import Replayable
 Seen = dict[int, dict[str, set[str]]]
 
 
-def formats_at(
-    step: Replayable, stash: Stash, file: str, line: int, names: Collection[str]
-) -> Seen:
-    """What dotted names held just before each line of the function around a line ran.
+@dataclass(frozen=True)
+class Wanted:
+    """A line, and names of the function around it; what has to be computed first is left out."""
 
-    Parameters
-    ----------
-    names
-        Such as ``x`` and ``self.weight``; what has to be computed first is left out.
-    """
-    seen: Seen = {}
+    file: str
+    line: int
+    names: Collection[str]
+
+
+def formats_at(step: Replayable, stash: Stash, wanted: Sequence[Wanted]) -> list[Seen]:
+    """What dotted names, such as ``x`` and ``self.weight``, held just before each line ran."""
+    seen: list[Seen] = [{} for _ in wanted]
     with eager(step.models):
-        step.replay(stash, around=lambda: _watched(file, line, names, seen), backward=False)
+        step.replay(stash, around=lambda: _watched(wanted, seen), backward=False)
     return seen
 
 
-def called_from(step: Replayable, stash: Stash, file: str, line: int) -> int | None:
-    """The line of the same file that calls the function around a line; None where none does."""
-    found: list[int] = []
+@dataclass(frozen=True)
+class CallAt:
+    """A call that led to a fault.
 
-    def enter(frame: FrameType, event: str, _: Any) -> None:
-        if event != "call" or found or not _holds(frame.f_code, file, line):
-            return
-        above = frame.f_back
-        while above is not None and above.f_code.co_filename != file:
-            above = above.f_back
-        if above is not None:
-            found.append(above.f_lineno)
+    Attributes
+    ----------
+    line
+        Where it runs.
+    end
+        Line and column where the call ends in its file.
+    among_layers
+        Whether the function that it is in runs layers.
+    """
 
+    file: str
+    line: int
+    end: tuple[int, int]
+    among_layers: bool
+
+
+@dataclass
+class Led:
+    """How a step came to the function of a fault, the first time.
+
+    Attributes
+    ----------
+    calls
+        Of the user's own code, the innermost first.
+    functions
+        The user's own that ran no layer, by file and a line, in the order in which they began.
+    at
+        Which of them has the fault; None where that one ran layers.
+    helpers
+        Where they are called from, by file: ends of calls.
+    """
+
+    calls: list[CallAt] = field(default_factory=list[CallAt])
+    functions: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
+    at: int | None = None
+    helpers: dict[str, set[tuple[int, int]]] = field(
+        default_factory=dict[str, set[tuple[int, int]]]
+    )
+
+
+def led_to(
+    step: Replayable, stash: Stash, file: str, line: int, is_own: Callable[[str], bool]
+) -> Led:
+    """How a step comes to the function around a line.
+
+    Parameters
+    ----------
+    is_own
+        Whether a file's functions are the user's own.
+    """
+    watcher = _Calls(file, line, is_own)
     with eager(step.models):
-        step.replay(stash, around=lambda: _traced(enter), backward=False)
-    return found[0] if found else None
+        step.replay(stash, around=lambda: _traced(watcher.enter), backward=False)
+    return watcher.led
+
+
+class _Calls:
+    """Notes calls between functions of the user's own, and which of them run layers."""
+
+    def __init__(self, file: str, line: int, is_own: Callable[[str], bool]) -> None:
+        self._file, self._line = file, line
+        self._is_own = cache(is_own)
+        self._calls: list[tuple[CodeType, int, tuple[int, int]]] = []
+        self._called: dict[CodeType, set[tuple[str, tuple[int, int]]]] = {}
+        self._with_layers: set[CodeType] = set()
+
+    @property
+    def led(self) -> Led:
+        """What they show together."""
+        found = Led(
+            [
+                CallAt(code.co_filename, line, end, code in self._with_layers)
+                for code, line, end in self._calls
+            ]
+        )
+        for code, called in self._called.items():
+            if code in self._with_layers:
+                continue
+            for file, end in called:
+                found.helpers.setdefault(file, set()).add(end)
+            if code.co_name.startswith("<"):  # a lambda, or a comprehension
+                continue
+            if _holds(code, self._file, self._line):
+                found.at = len(found.functions)
+            found.functions.append((code.co_filename, max(_lines(code))))
+        return found
+
+    def enter(self, frame: FrameType, event: str, _: Any) -> None:
+        """A function is called."""
+        if event != "call":
+            return
+        code = frame.f_code
+        if self._is_own(code.co_filename):
+            above = list(self._own_above(frame))
+            called = self._called.setdefault(code, set())
+            if above:
+                called.add((above[0].f_code.co_filename, _end(above[0])))
+            if not self._calls and _holds(code, self._file, self._line):
+                self._calls = [(each.f_code, each.f_lineno, _end(each)) for each in above]
+        if code.co_name == "forward" and _has_weights(frame.f_locals.get("self")):
+            self._with_layers.update(each.f_code for each in self._own_above(frame))
+            self._with_layers.add(code)
+
+    def _own_above(self, frame: FrameType) -> Iterator[FrameType]:
+        above = frame.f_back
+        while above is not None:
+            if self._is_own(above.f_code.co_filename):
+                yield above
+            above = above.f_back
+
+
+def _has_weights(module: Any) -> bool:
+    return isinstance(module, nn.Module) and bool(module._parameters)
+
+
+def _end(frame: FrameType) -> tuple[int, int]:
+    """Where the expression ends that a function is at."""
+    at = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))
+    return at[1] or 0, at[3] or 0
 
 
 @contextmanager
-def _watched(file: str, line: int, names: Collection[str], seen: Seen) -> Generator[None]:
-    def look(frame: FrameType, event: str, _: Any) -> Any:
-        if event == "line":
-            note(frame)
-        return look
-
-    def note(frame: FrameType) -> None:
-        here = seen.setdefault(frame.f_lineno, {})
-        for name in names:
-            if (kind := _kind(frame, name)) is not None:
-                here.setdefault(name, set()).add(kind)
-
+def _watched(wanted: Sequence[Wanted], seen: Sequence[Seen]) -> Generator[None]:
     def enter(frame: FrameType, event: str, _: Any) -> Any:
-        if event != "call" or not _holds(frame.f_code, file, line):
+        if event != "call":
             return None
-        return look
+        here = [
+            (each, found)
+            for each, found in zip(wanted, seen, strict=True)
+            if _holds(frame.f_code, each.file, each.line)
+        ]
+
+        def look(frame: FrameType, event: str, _: Any) -> Any:
+            if event == "line":
+                for each, found in here:
+                    _note(frame, each.names, found)
+            return look
+
+        return look if here else None
 
     with _traced(enter):
         yield
+
+
+def _note(frame: FrameType, names: Collection[str], seen: Seen) -> None:
+    here = seen.setdefault(frame.f_lineno, {})
+    for name in names:
+        if (kind := _kind(frame, name)) is not None:
+            here.setdefault(name, set()).add(kind)
 
 
 @contextmanager
@@ -86,7 +205,11 @@ def _traced(enter: Callable[[FrameType, str, Any], Any]) -> Generator[None]:
 
 
 def _holds(code: CodeType, file: str, line: int) -> bool:
-    return code.co_filename == file and any(each == line for *_, each in code.co_lines())
+    return code.co_filename == file and line in _lines(code)
+
+
+def _lines(code: CodeType) -> set[int]:
+    return {each for *_, each in code.co_lines() if each is not None}
 
 
 def _kind(frame: FrameType, name: str) -> str | None:

@@ -41,7 +41,14 @@ from ampwise.numerics.remedy.candidate import AS_IT_IS
 from ampwise.numerics.remedy.fresh import serve
 from ampwise.numerics.remedy.overlay import Overlay
 from ampwise.numerics.remedy.patch_cost import cost_beside_original
-from ampwise.numerics.remedy.verify import CONTROL, COST, NEXT_STEPS, PATCH, Outcome
+from ampwise.numerics.remedy.verify import (
+    CONTROL,
+    COST,
+    NEXT_STEPS,
+    PATCH,
+    Outcome,
+    read_texts,
+)
 from ampwise.numerics.update import LEAST_ALIKE, alike
 from ampwise.step.recorder import Stash, finite
 from ampwise.step.replay import Replay
@@ -70,13 +77,11 @@ def tried(folder: Path, name: str, tell: Callable[[Outcome], object]) -> None:
     """Tell the outcome of a source, see this module's docstring."""
     overlay, before = None, set(sys.modules)
     if name != CONTROL:
-        file = Path((folder / "file.txt").read_text())
-        patch = name.replace(COST, PATCH)
-        overlay = Overlay(file, (folder / f"{patch}.py").read_bytes())
+        overlay = Overlay(read_texts(folder, name.replace(COST, PATCH)))
     content = handover.load(folder / "step.pt")
     task = load_task(content["spec"], content["settings"])
-    if overlay is not None and not overlay.loads:
-        tell(Outcome("the task does not import the file by itself"))
+    if overlay is not None and (left := overlay.not_loaded):
+        tell(Outcome(f"the task does not import {left[0].name} by itself"))
         return
     if overlay is not None and name.startswith(COST):
         tell(Outcome("", cost=cost_beside_original(task, overlay, content, before)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -97,6 +98,21 @@ def in_db(value: float) -> str:
     return f"{value:.0f} dB" if math.isfinite(value) else "exact" if value > 0 else "not finite"
 
 
+def write_texts(folder: Path, name: str, texts: Mapping[Path, bytes]) -> None:
+    """Write the texts of files for a trial."""
+    for index, data in enumerate(texts.values()):
+        (folder / f"{name}.{index}.py").write_bytes(data)
+    (folder / f"{name}.files").write_text(json.dumps([str(each) for each in texts]))
+
+
+def read_texts(folder: Path, name: str) -> dict[Path, bytes]:
+    """What `write_texts` wrote."""
+    files = json.loads((folder / f"{name}.files").read_text())
+    return {
+        Path(each): (folder / f"{name}.{index}.py").read_bytes() for index, each in enumerate(files)
+    }
+
+
 class Trials:
     """Trials of one failing step, in a folder that holds it (`handover`).
 
@@ -113,7 +129,7 @@ class Trials:
         self._folder, self._processes, self._silent = folder, processes, silent
         self._least_db: float | None = None
         self._began = time.monotonic()
-        (folder / "file.txt").write_text(str(file))
+        self._file = file
 
     @property
     def over(self) -> bool:
@@ -130,10 +146,10 @@ class Trials:
             return "in a fresh process the step is right without a patch"
         return outcome.complaint if outcome.complaint.startswith("no outcome") else ""
 
-    def of(self, number: int, data: bytes) -> Outcome:
-        """What becomes of the step with another text of the file."""
+    def of(self, number: int, data: bytes, beside: Mapping[Path, bytes] | None = None) -> Outcome:
+        """What becomes of the step with another text of the file, and of others beside it."""
         name = f"{PATCH}-{number}"
-        (self._folder / f"{name}.py").write_bytes(data)
+        write_texts(self._folder, name, {self._file: data, **(beside or {})})
         outcome = self._run(name)
         if self._least_db is None or outcome.complaint:
             return outcome

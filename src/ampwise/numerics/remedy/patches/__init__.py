@@ -15,19 +15,24 @@ island          the statement outside of autocast; then those beside it; then th
 domain          at last a clamp, where the formula is right and only the format is not
 ==============  =================================================================================
 
+Where none of these mends it, what `calls` gives to helpers is in float32, and `islands_in` has
+several functions in float32.
+
 Nothing is known here of whether a change helps: each is tried (`remedy.trial`).
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import partial
+from pathlib import Path
 
 from ampwise.numerics.remedy.patches import (
     attention,
+    calls,
     constants,
     domain,
     dtypes,
@@ -37,6 +42,7 @@ from ampwise.numerics.remedy.patches import (
 from ampwise.numerics.remedy.patches.edit import Edit
 from ampwise.numerics.remedy.patches.site import Site
 from ampwise.numerics.remedy.patches.source import UNREADABLE, SourceFile
+from ampwise_lint.base.words import joined
 
 Kind = Callable[[Site], Iterator[Edit]]
 
@@ -79,9 +85,11 @@ class Proposal:
     what, why
         What is done, in a few words, and a sentence about why.
     data
-        The whole file with the change made.
+        The whole file of the fault with the change made.
     parts, only
         Edits that may be made without each other, and the proposal of some of them.
+    beside
+        Other files that change, too, or in its place.
     """
 
     what: str
@@ -90,6 +98,7 @@ class Proposal:
     grade: Grade = Grade.FORMULA
     parts: int = 1
     only: Callable[[Collection[int]], Proposal] | None = None
+    beside: Mapping[Path, bytes] = field(default_factory=dict[Path, bytes])
 
 
 def proposals(site: Site) -> list[Proposal]:
@@ -101,11 +110,57 @@ def proposals(site: Site) -> list[Proposal]:
     return [each for each in found if by_text.get(each.data) is each]
 
 
-def islands_around(caller: Site) -> list[Proposal]:
-    """The function that calls the one of a fault in float32, where that alone does not do."""
-    made = _made(caller, island.function, Grade.FUNCTION)
-    return [replace(each, what=f"the calling function, line {caller.line}, in float32, outside of "
-                    "autocast") for each in made]  # fmt: skip
+def around(
+    site: Site, callers: Sequence[calls.CallSite], chains: Sequence[Sequence[Site]]
+) -> Iterator[Proposal]:
+    """Changes that reach beyond the function of a fault.
+
+    What helpers are given where they are called, the nearest call first; then islands: a caller
+    that runs no layers, several functions, a caller whose layers are in float32, too.
+
+    Parameters
+    ----------
+    chains
+        Runs of functions with that of the fault among them.
+    """
+    for caller in callers:
+        at_call: Kind = lambda _, at=caller: calls.edits(at)  # noqa: E731
+        for each in _made(caller.site, at_call, Grade.STATEMENTS):
+            yield _of_files(each.what, each.why, each.grade, site, {caller.site: each.data})
+    for among_layers in (False, True):
+        for caller in (each.site for each in callers if each.among_layers is among_layers):
+            what = f"the calling function, line {caller.line}, in float32, outside of autocast"
+            for each in _made(caller, island.function, Grade.FUNCTION):
+                yield _of_files(what, each.why, each.grade, site, {caller: each.data})
+        if not among_layers:
+            islands = (islands_in(each, site) for each in chains)
+            yield from (each for each in islands if each is not None)
+
+
+def islands_in(several: Sequence[Site], site: Site) -> Proposal | None:
+    """Functions of a chain in float32, each by itself; None where one of them cannot be.
+
+    They may be in several files. In a file the last one is changed first: lines above it stay.
+    """
+    files: dict[Path, tuple[Site, bytes]] = {}
+    for each in sorted(several, key=lambda one: one.line, reverse=True):
+        path = each.source.path
+        now = each if path not in files else each.of(files[path][1])
+        if now is None or (made := next(_made(now, island.function, Grade.FUNCTION), None)) is None:
+            return None
+        files[path] = each, made.data
+    lines = joined(f"{each.source.path.name}:{each.line}" for each in several)
+    what = f"the functions at {lines} in float32, outside of autocast"
+    return _of_files(what, island.WHY, Grade.FUNCTION, site, dict(files.values()))
+
+
+def _of_files(
+    what: str, why: str, grade: Grade, site: Site, changed: Mapping[Site, bytes]
+) -> Proposal:
+    """A proposal of files that may be others than that of the fault."""
+    files = {each.source.path: data for each, data in changed.items()}
+    own = files.pop(site.source.path, site.source.data)
+    return Proposal(what, why, own, grade, beside=files)
 
 
 def _made(site: Site, kind: Kind, grade: Grade) -> Iterator[Proposal]:

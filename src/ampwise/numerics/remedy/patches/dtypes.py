@@ -23,7 +23,7 @@ ELEMENTWISE = frozenset(
 )  # fmt: skip
 """Operations that compute in the format of their operands, or in float32, under autocast."""
 
-_TENSORS = ("input", "other", "x1", "x2")
+TENSORS = ("input", "other", "x1", "x2")
 """Parameters of operations that are tensors."""
 _NO_TENSORS = ("math", "numpy", "len", "int", "float", "max", "min", "range")
 _KNOWN = ("numel", "size", "float", "double", "half", "bfloat16")
@@ -168,7 +168,7 @@ def _is_meant(site: Site, term: Term) -> bool:
 
 def _operands(site: Site, term: Term) -> Iterator[cst.BaseExpression]:
     """What an operation, and those in it, take in 16 bits, as far as that may be."""
-    for each in map(term.get, _TENSORS):
+    for each in map(term.get, TENSORS):
         if each is None or each.is_constant:
             continue
         if each.op in ELEMENTWISE:
@@ -205,7 +205,7 @@ def _formula(site: Site) -> Iterator[Edit]:
 def _leaves(site: Site, term: Term) -> Iterator[Term]:
     """What comes into a formula that is computed without products of matrices."""
     if term.op in ELEMENTWISE:
-        for each in map(term.get, _TENSORS):
+        for each in map(term.get, TENSORS):
             if each is not None:
                 yield from _leaves(site, each)
         return

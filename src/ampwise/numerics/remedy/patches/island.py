@@ -14,7 +14,7 @@ from ampwise_lint.base.words import joined
 
 _SHAPES = ("shape", "dtype", "device", "ndim", "size", "dim", "numel", "float", "double", "to")
 """What may be asked of a tensor whatever its format is."""
-_WHY = "Autocast off and inputs in float32: nothing here is rounded to 16 bits."
+WHY = "Autocast off and inputs in float32: nothing here is rounded to 16 bits."
 
 
 def statement(site: Site) -> Iterator[Edit]:
@@ -25,11 +25,11 @@ def statement(site: Site) -> Iterator[Edit]:
     changes = {**wide(site, line), **_raised(site, [line])}
     if not changes and all(each.op in ELEMENTWISE for each in map(site.term, _calls(line))):
         return
-    within = _bare(changed(line, changes))
+    within = bare(changed(line, changes))
     yield Edit(
         "the statement in float32, outside of autocast",
-        _WHY,
-        {line: _island(site, [within], [line])},
+        WHY,
+        {line: outside_autocast(site, [within], [line])},
     )
 
 
@@ -50,8 +50,8 @@ def adjacent(site: Site) -> Iterator[Edit]:
             gone = dict.fromkeys(part[1:], cst.RemoveFromParent())
             yield Edit(
                 f"{len(part)} statements in float32, outside of autocast",
-                _WHY,
-                {part[0]: _island(site, kept, part), **gone},
+                WHY,
+                {part[0]: outside_autocast(site, kept, part), **gone},
             )
 
 
@@ -112,7 +112,7 @@ def _cast_first(
         yield cst.parse_statement(f"{', '.join(often)} = {values}\n")
     left = {n: to for n, to in changes.items() if dotted(n) not in often}
     first, *others = (changed(each, left) for each in part)
-    yield from (_bare(first), *others)
+    yield from (bare(first), *others)
 
 
 def arguments(site: Site) -> Iterator[Edit]:
@@ -132,7 +132,7 @@ def arguments(site: Site) -> Iterator[Edit]:
     yield Edit(
         f"{joined(names)} in float32 from the start of the function",
         "What is computed with float32 is float32, but for products of matrices.",
-        {rest[0]: cst.FlattenSentinel([raised, _bare(rest[0])])},
+        {rest[0]: cst.FlattenSentinel([raised, bare(rest[0])])},
     )
 
 
@@ -149,12 +149,12 @@ def function(site: Site) -> Iterator[Edit]:
     casts = [cst.parse_statement(f"{each} = {each}.float()\n") for each in names]
     changes = {node: made for each in rest for node, made in wide(site, each).items()}
     first, *others = (changed(each, changes) for each in rest)
-    block = _island(site, [*casts, _bare(first), *others], rest[:1])
+    block = outside_autocast(site, [*casts, bare(first), *others], rest[:1])
     new = site.function.body.with_changes(body=[*body[:kept], block])
-    yield Edit("the function in float32, outside of autocast", _WHY, {site.function.body: new})
+    yield Edit("the function in float32, outside of autocast", WHY, {site.function.body: new})
 
 
-def _island(
+def outside_autocast(
     site: Site, body: Sequence[cst.BaseStatement], instead_of: Sequence[cst.BaseStatement]
 ) -> cst.BaseStatement:
     """Statements in a block without autocast; comments above the first stay above the block."""
@@ -165,7 +165,8 @@ def _island(
     return made.with_changes(body=cst.IndentedBlock(body), leading_lines=leading)
 
 
-def _bare(node: cst.BaseStatement) -> cst.BaseStatement:
+def bare(node: cst.BaseStatement) -> cst.BaseStatement:
+    """A statement without the comments above it."""
     return node.with_changes(leading_lines=()) if hasattr(node, "leading_lines") else node
 
 

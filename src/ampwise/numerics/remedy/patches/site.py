@@ -7,7 +7,7 @@ is on the way to the use, in the same function, and no loop leads past another o
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import libcst as cst
@@ -61,6 +61,11 @@ class Site:
     dtypes: Mapping[int, Mapping[str, set[str]]] = field(
         default_factory=dict[int, Mapping[str, set[str]]]
     )
+
+    def of(self, data: bytes) -> Site | None:
+        """The same line in a text that is changed below it; None where lines above have moved."""
+        source = SourceFile.of(self.source.path, data, self.line)
+        return replace(self, source=source) if source.imports == self.source.imports else None
 
     # -- where -------------------------------------------------------------------------------------
 

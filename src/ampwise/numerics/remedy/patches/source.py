@@ -28,6 +28,11 @@ UNREADABLE = (cst.ParserSyntaxError, SyntaxError, ValueError, RecursionError)
 """What `SourceFile.of` raises for a file that cannot be changed."""
 
 
+def encoding_of(data: bytes) -> str:
+    """The encoding that a file declares, or that is Python's own."""
+    return tokenize.detect_encoding(io.BytesIO(data).readline)[0]
+
+
 def code_of(node: cst.CSTNode) -> str:
     """The text of a node."""
     return cst.Module([]).code_for_node(node)
@@ -87,7 +92,7 @@ class SourceFile:
     @classmethod
     def of(cls, path: Path, data: bytes, line: int) -> SourceFile:
         """Read a file's bytes; see `UNREADABLE`."""
-        encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
+        encoding = encoding_of(data)
         lines = lines_of(data.decode(encoding))
         tree = ast.parse(data)
         first, last = _around(tree, line, len(lines))
