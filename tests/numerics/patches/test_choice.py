@@ -78,7 +78,7 @@ class Trials:
         self.outcomes = outcomes
         self.tried = []
 
-    def of(self, number, data):
+    def of(self, number, data, beside):
         self.tried.append((number, data))
         return self.outcomes[data]
 
