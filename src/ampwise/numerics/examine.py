@@ -37,7 +37,7 @@ from ampwise.numerics.result import Diagnosis, Fix
 from ampwise.places import NOWHERE
 from ampwise.step.compiled import is_compiled
 from ampwise.step.recorder import Stash, finite
-from ampwise.step.replayable import Replayable, Replayed
+from ampwise.step.replayable import Replayable, Replayed, lower_scales
 from ampwise.telemetry.ring import StepRecord
 
 _SETTLED = 4096.0
@@ -214,12 +214,10 @@ class Examiner:
         known = ranks.all(lambda: loss_of(list(losses)) is not None)
         if not self.step.scales_loss or not all(known):
             return False
-        scale, least = float(stash.scale), self.step.least_scale
-        while scale > least:
-            scale = max(least, scale / 16)
-            if all(ranks.all(lambda scale=scale: self.step.replay(stash, scale=scale).clean)):
-                return True
-        return False
+        return any(
+            all(ranks.all(lambda scale=scale: self.step.replay(stash, scale=scale).clean))
+            for scale in lower_scales(self.step, stash)
+        )
 
     def _benign(self, found: Diagnosis, stash: Stash, trace: Trace) -> Diagnosis:
         _only_scaled(found)
@@ -275,7 +273,6 @@ def _beyond_fixes(fixes: Sequence[Fix], wanted: Reference, step: Replayable) -> 
 
 def _settled(step: Replayable, stash: Stash) -> Stash:
     """The same window under a loss scale that has settled."""
-    scale = stash.scale.clone()
-    while float(scale) > step.least_scale and not step.replay(stash, scale=float(scale)).clean:
-        scale /= 2
-    return Stash(stash.step, scale, stash.micro_batches)
+    scales = [float(stash.scale), *lower_scales(step, stash, by=2)]
+    settled = next((e for e in scales if step.replay(stash, scale=e).clean), scales[-1])
+    return Stash(stash.step, torch.full_like(stash.scale, settled), stash.micro_batches)

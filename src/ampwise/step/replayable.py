@@ -6,7 +6,7 @@ that looks into a step needs to know which of them it has.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -170,3 +170,11 @@ class Replayable(Protocol):
     def how_scaled(self, scale: float) -> str:
         """What to write for a loss scale that begins with this."""
         ...
+
+
+def lower_scales(step: Replayable, stash: Stash, by: float = 16.0) -> Iterator[float]:
+    """Loss scales below a window's own, each lower by a factor, to the lowest it comes to."""
+    scale = float(stash.scale)
+    while scale > step.least_scale:
+        scale = max(step.least_scale, scale / by)
+        yield scale

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ampwise.numerics.explain.cause import Cause, Fault
 from ampwise.numerics.remedy.candidate import Candidate
+from ampwise.step.replayable import lower_scales
 from ampwise_lint.base.words import power
 
 
@@ -17,14 +18,14 @@ def in_words(scale: float) -> str:
 
 def _remedies(fault: Fault) -> list[Candidate]:
     """The largest power of two below the scale at which the step is clean."""
-    scale = float(fault.stash.scale)
-    while scale > fault.step.least_scale:
-        scale /= 2
-        if fault.step.replay(fault.stash, scale=scale).clean:
+    step, stash = fault.step, fault.stash
+    scale = float(stash.scale)
+    for scale in lower_scales(step, stash, by=2):
+        if step.replay(stash, scale=scale).clean:
             break
     lower = Candidate(
         "a lower initial loss scale",
-        f"{fault.step.how_scaled(scale)}; left alone it settles by itself",
+        f"{step.how_scaled(scale)}; left alone it settles by itself",
         scale=scale,
     )
     return [lower, *fault.in_bfloat16()]

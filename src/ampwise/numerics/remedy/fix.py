@@ -26,7 +26,7 @@ from ampwise.numerics.remedy.candidate import AS_IT_IS, Candidate
 from ampwise.numerics.remedy.costs import costs, replayed
 from ampwise.numerics.result import Fix
 from ampwise.step.recorder import Stash, finite
-from ampwise.step.replayable import Replayable, Replayed
+from ampwise.step.replayable import Replayable, Replayed, lower_scales
 from ampwise_lint.base.words import power
 
 _LOSS_WITHIN = 0.05
@@ -156,13 +156,11 @@ def _reference_of_changed(
 def _settled(step: Replayable, stash: Stash, candidate: Candidate) -> tuple[Candidate, Replayed]:
     """The same candidate under the loss scale that training would come to, and its replay."""
     result = replayed(step, stash, candidate, until_bad=True)
-    settles = step.scales_loss and candidate.scale is None
-    scale = float(stash.scale)
-    least = step.least_scale
-    while settles and scale > least and not result.clean and result.error is None:
-        if not all(map(finite, result.losses)):
+    if not step.scales_loss or candidate.scale is not None:
+        return candidate, result
+    for scale in lower_scales(step, stash):
+        if result.clean or result.error is not None or not all(map(finite, result.losses)):
             break
-        scale = max(least, scale / 16)
         candidate = replace(candidate, scale=scale)
         result = replayed(step, stash, candidate, until_bad=True)
     return candidate, result
