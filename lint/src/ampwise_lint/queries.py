@@ -483,7 +483,7 @@ def is_of_each(event: Event) -> bool:
     loop = event.context.loops[-1].node if event.context.loops else None
     if not isinstance(loop, ast.For):
         return False
-    return bool(names(loop.target) & names(event.node))
+    return bool((names(loop.target) - {"self"}) & names(event.node))
 
 
 def is_simple(trace: Trace) -> bool:

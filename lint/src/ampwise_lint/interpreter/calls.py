@@ -342,9 +342,19 @@ def _prepared(state: State, network: Value) -> AbstractContextManager[None]:
 
 def _as_returned(state: State, network: Value, output: Value) -> Value:
     """What a network returns: a trainer that has prepared it casts that up."""
-    if key_of(network) in state.prepared and isinstance(output, Tensor):
-        return output.but(dtype="float32", guessed=False, region=None)
-    return output
+    return _raised(output) if key_of(network) in state.prepared else output
+
+
+def _raised(output: Value) -> Value:
+    match output:
+        case Tensor():
+            return output.but(dtype="float32", guessed=False, region=None)
+        case ListValue(items=items):
+            return ListValue([*map(_raised, items)])
+        case DictValue(items=items):
+            return replace(output, items={key: _raised(each) for key, each in items.items()})
+        case _:
+            return output
 
 
 def _output(state: State, node: ast.Call, value: Value) -> Value:

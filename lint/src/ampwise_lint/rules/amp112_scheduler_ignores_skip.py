@@ -51,7 +51,7 @@ from ampwise_lint.source.project import Module
 from ampwise_lint.source.roles import dotted
 from ampwise_lint.triggers import SCALER
 from ampwise_lint.values.abstract import Scheduler
-from ampwise_lint.values.events import ScalerStep, SchedulerStep, Site, Update
+from ampwise_lint.values.events import Condition, ScalerStep, SchedulerStep, Site, Update
 
 
 @rule("AMP112", "scheduler-ignores-skip", "info", fix="unsafe", triggers=(SCALER,))
@@ -75,7 +75,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
 
 OTHER = re.compile(
     r"wd|weight_decay|moment|ema|beta|kl|temp|tau|noise|mask|prun|drop|sampl|teacher|curric|aug|loss|gamma"
-    r"|spars|prof",
+    r"|spars|prof|margin",
     re.IGNORECASE,
 )
 """What else is scheduled: of these nothing is known, and a skipped step may well count."""
@@ -115,12 +115,18 @@ def _is_as_often(event: SchedulerStep, step: ScalerStep) -> bool:
 
 
 def _asks(event: SchedulerStep) -> bool:
-    """Whether it stands under a condition that looks at the scale, in the loop of the steps."""
+    """Whether a condition in the loop of the steps looks at the scale, or counts steps."""
     held = event.context.loops[0].held if event.context.loops else 0
     return any(
-        "scale" in each.key or "skip" in each.key or "overflow" in each.key
+        "scale" in each.key or "skip" in each.key or "overflow" in each.key or _counts_steps(each)
         for each in event.context.conditions[held:]
     )
+
+
+def _counts_steps(condition: Condition) -> bool:
+    """``before < optimizer._step_count``: PyTorch counts the steps that were made."""
+    test = getattr(condition.node, "test", None)
+    return test is not None and "_step_count" in ast.unparse(test)
 
 
 def _edits(event: SchedulerStep, trace: Trace) -> tuple[Edit, ...]:

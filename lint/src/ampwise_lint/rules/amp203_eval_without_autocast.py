@@ -62,7 +62,7 @@ OFF = re.compile(r"amp|scaler|fp16|half|mixed|precision")
 @rule("AMP203", "eval-without-autocast", "warning", fix="unsafe", triggers=(SCALER, AUTOCAST))
 def check(code: Analysis) -> Iterator[Mistake]:
     all_trained = [each for trace in code.traces for each in _trained(trace)]
-    trained = _by_name(all_trained)
+    trained = _by_name(each for each in all_trained if not _is_of_trainer(each))
     plain = _by_name(each for trace in code.traces for each in _trained_without(trace))
     networks = {_network(each) for each in all_trained}
     covered = _covered(code)
@@ -221,6 +221,11 @@ def _trained(trace: Trace) -> list[Forward]:
         and not each.context.no_grad
         and each.training is not False
     ]
+
+
+def _is_of_trainer(event: Forward) -> bool:
+    """Whether autocast goes with the network, which another function may be given, too."""
+    return event.context.region is not None and event.context.region.of_trainer
 
 
 def _trained_without(trace: Trace) -> list[Forward]:

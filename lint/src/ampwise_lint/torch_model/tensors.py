@@ -195,7 +195,8 @@ def decides(state: State, node: ast.expr, test: Value) -> None:
 
 
 WEIGHT = re.compile(
-    r"(^|[._'])(lambda|lamb|lam|alpha|beta|gamma|coeff?|w)(_\w+|\d+)?'?\]?$|(weight|lambda|coeff?)'?\]?$"
+    r"(^|[._'])(lambda|lamb|lam|alpha|beta|gamma|coeff?|w)(_\w+|\d+)?'?\]?$"
+    r"|(weights?|lambdas?|coeff?s?)'?\]?( or [\d.]+\))?$"
 )
 """Names of what one term of a loss is weighted with: a setting, and no share of a window."""
 

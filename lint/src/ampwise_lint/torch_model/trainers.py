@@ -8,6 +8,7 @@ Lightning fits has its steps called there.
 from __future__ import annotations
 
 import ast
+from dataclasses import replace
 
 from ampwise_lint.path.state import State
 from ampwise_lint.source import library
@@ -107,7 +108,8 @@ def prepared(state: State, node: ast.Call, trainer: Wrapper, name: str, a: Argum
     found: list[Value] = []
     for number, each in enumerate(a.positional):
         if isinstance(each, Model | Instance):
-            state.prepared[key_of(each)] = region_of(state, node, trainer)
+            region = region_of(state, node, trainer)
+            state.prepared[key_of(each)] = replace(region, of_trainer=True)
         kept = isinstance(each, Model | Instance | Optimizer)
         found.append(each if kept else Unknown(f"{trainer.path}.{name}()[{number}]", "called"))
     return ListValue(found) if len(found) > 1 else found[0]

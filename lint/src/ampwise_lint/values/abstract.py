@@ -361,6 +361,8 @@ class Region:
     """``cuda``, ``cpu`` ..., None where the code does not tell."""
     dtype: str | None
     """``float16``, ``bfloat16``, None where the code does not tell."""
+    of_trainer: bool = False
+    """It goes with a network that a trainer has prepared, wherever that is called."""
 
 
 @dataclass(eq=False, slots=True)
