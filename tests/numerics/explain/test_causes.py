@@ -364,6 +364,26 @@ def test_a_sum_of_ones_in_16_bits_counts():
     assert "counts to 256 and goes on in steps of 4" in found.explanation
 
 
+class Degree(nn.Module):
+    """A mean over neighbours, whose number is added up in the format of the features."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(8, 8)
+
+    def forward(self, x):
+        h, to = self.lin(x), torch.zeros(len(x), dtype=torch.long)
+        total = torch.zeros(1, 8).index_add_(0, to, h.float())
+        degree = h.new_zeros(1).index_add_(0, to, torch.ones_like(h[:, 0]))  # <- here
+        return total / degree
+
+
+def test_ones_added_up_at_an_index_count():
+    found = diagnose(task(Degree, square, data(1200, 8) + 1), "bf16", steps=2)
+    assert (found.cause, origin_line(found)) == ("PRECISION_LOSS", line_of(Degree))
+    assert "counts to 256" in found.explanation
+
+
 def test_positions_are_told_their_steps():
     found = diagnose(CASES["rounded positions"].make(), "bf16", steps=2)
     assert "counts to 256 and goes on in steps of 4. Neighbours become one" in found.explanation

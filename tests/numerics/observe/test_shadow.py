@@ -66,6 +66,20 @@ def test_shadow_gradients_are_those_of_a_float64_model(precision):
         assert noise <= 1e-9 * max(wanted.norm(), 1e-6 * float(step.loss_scale.scale)), name
 
 
+def test_a_batch_may_repeat_one_value_in_memory():
+    torch.manual_seed(0)
+    model, mask = nn.Linear(8, 8), torch.tensor([[1.0], [3.0]]).expand(2, 8)
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), policy="bf16")
+
+    def loss(model, batch):
+        return (model(batch[0]) * batch[1]).square().mean()
+
+    again, batch = Replay(step), (data(2, 8), mask)
+    run = shadow(again, again.rehearsal(lambda step, x: step.micro_batch(loss, x), [batch]))
+    exact = loss(copy.deepcopy(model).double(), [each.double() for each in batch])
+    assert float(run.losses[0]) == pytest.approx(float(exact.detach()), rel=1e-12)
+
+
 def test_watching_and_shadowing_leave_the_replay_as_it_is():
     task = load_task("charlm", {"size": "tiny"})
     arm = Arm(task, Policy.parse("bf16"), Settings(torch.device("cpu")))

@@ -30,7 +30,8 @@ RIGHT_DB, WRONG_DB = 20.0, 15.0
 _LOW_DB = 20.0
 """Below this an operation is looked at more closely."""
 _FLOAT32_BYTES = 4
-_COUNTS = frozenset(["add", "add_", "cumsum", "cumsum_"])
+_SUMS = ("add", "cumsum", "index_add", "scatter_add")
+_COUNTS = frozenset([*_SUMS, *(f"{each}_" for each in _SUMS)])
 """Operations that count, where all that they are given are integers."""
 _FROM_INTEGERS = frozenset(["arange", "_to_copy", "cumsum"])
 """Operations that turn integers into floating point: positions, counters."""
@@ -244,7 +245,7 @@ def _are_integers(args: Any, result: Tensor) -> bool:
     numbers = [float(each) for each in args if isinstance(each, int | float)]
     floats = [each for each in tensors(args) if each.is_floating_point()]
     return all(map(float.is_integer, numbers)) and all(
-        bool((each == each.round()).all()) and 0 < float(each.abs().max()) <= most
+        bool((each == each.round()).all()) and float(each.abs().max()) <= most
         for each in floats
         if each.numel()
     )

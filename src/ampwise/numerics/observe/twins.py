@@ -53,6 +53,9 @@ class Twins:
         place = self._twins[key][1].as_strided(
             tensor.size(), tensor.stride(), tensor.storage_offset()
         )
+        for dim, (size, stride) in enumerate(zip(place.size(), place.stride(), strict=True)):
+            if size > 1 and stride == 0:  # expanded: one element stands for all
+                place, values = place.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
         place.copy_(values)
 
     def raised(self, value: Any) -> Any:
