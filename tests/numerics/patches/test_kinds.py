@@ -329,3 +329,26 @@ def test_float32_arguments_come_before_an_island_of_the_function():
     module = code.replace("t / (", "self.head(t) / (")
     raised = module.replace("    # areas\n", "    # areas\n    p, t = p.float(), t.float()\n")
     assert raised not in texts(module, "p t", cause="RANGE_OVERFLOW", op="div")
+
+
+def test_a_format_that_another_method_has_a_default_for_is_float32():
+    code = (
+        "class Adam16(torch.optim.Optimizer):\n"
+        "    def __init__(self, params, state_dtype=torch.float16):\n"
+        "        self.state_dtype = state_dtype\n\n"
+        "    def step(self):\n"
+        "        v = self.state[p]\n"
+        "        p.sub_(p.grad / (v.sqrt() + self.eps))  # <-\n"
+    )
+    wanted = code.replace("=torch.float16", "=torch.float32")
+    assert wanted in texts(code, cause="EPS_UNDERFLOW", op="div")
+
+
+def test_an_island_asks_nothing_of_what_only_a_lambda_knows():
+    code = (
+        "def f(x, i):\n    at = lambda table: table.gather(-1, i) + table  # <-\n"
+        "    y = at(x)\n    return y\n"
+    )
+    found = texts(code, "x table", cause="RANGE_OVERFLOW", op="add")
+    assert any("with torch.autocast(x.device.type, enabled=False)" in each for each in found)
+    assert not any("table.device" in each or "table = table" in each for each in found)

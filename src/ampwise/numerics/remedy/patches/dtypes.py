@@ -81,7 +81,8 @@ def _is_called(site: Site, name: cst.Attribute) -> bool:
 def _uncast(site: Site) -> Iterator[Edit]:
     """The casts at the line; or else those of what its names stand for; or all of the function.
 
-    State that is kept in a dictionary is no name.
+    State that is kept in a dictionary is no name; and its format may be an argument that another
+    method of the class has a default for.
     """
     if site.statement is None:
         return
@@ -93,7 +94,9 @@ def _uncast(site: Site) -> Iterator[Edit]:
         if site.is_half(name):
             behind |= _taken_over(site, list(walk(value, cst.BaseExpression)))
     everywhere = {} if site.function is None else wide(site, site.function)
-    for changes in (here, behind, everywhere):
+    around = None if site.function is None else site.source.class_around(site.function)
+    of_class = {} if around is None else wide(site, around)
+    for changes in (here, behind, everywhere, of_class):
         if changes:
             yield Edit("a cast to float32 in place of 16 bits", _FLOAT32, changes, separable=True)
 

@@ -104,7 +104,8 @@ def _cast_first(
         own = {**wide(site, each), **_raised(site, [each])}
         changes |= {n: to for n, to in own.items() if dotted(n).partition(".")[0] not in made}
         made |= _bound(site, [each])
-    used = [each.value for each in changes if isinstance(each, cst.Name)]
+    names = [each for each in changes if isinstance(each, cst.Name)]
+    used = [each.value for each in names if not site.is_label(each)]
     later = {name for each in rest for name in _read(site, each)}
     often = [name for name in dict.fromkeys(used) if used.count(name) > 1 and name not in later]
     if often:

@@ -210,7 +210,12 @@ class Site:
         ]
 
     def is_label(self, name: cst.Name) -> bool:
-        """Whether a name is an attribute's, a keyword's, or one that is assigned to."""
+        """Whether a name is an attribute's, a keyword's, or one that is assigned to.
+
+        Or one that only a lambda or a comprehension knows.
+        """
+        if any(name.value in _known_in(each) for each in self.source.up(name)):
+            return True
         above = self.source.parents[name]
         while isinstance(above, cst.Element | cst.Tuple):  # a, b = ...
             above = self.source.parents[above]
@@ -221,6 +226,18 @@ class Site:
                 return label is name
             case _:
                 return False
+
+
+def _known_in(node: cst.CSTNode) -> set[str]:
+    """Names that only the inside of an expression knows."""
+    match node:
+        case cst.Lambda(params=params):
+            return {each.name.value for each in walk(params, cst.Param)}
+        case cst.GeneratorExp() | cst.ListComp() | cst.SetComp() | cst.DictComp():
+            targets = [each.target for each in walk(node, cst.CompFor)]
+            return {each.value for target in targets for each in walk(target, cst.Name)}
+        case _:
+            return set()
 
 
 def _written(node: cst.CSTNode) -> cst.CSTNode | None:

@@ -132,6 +132,10 @@ class SourceFile:
         """Whether a node is another, or a part of it."""
         return node is outer or any(each is outer for each in self.up(node))
 
+    def class_around(self, node: cst.CSTNode) -> cst.ClassDef | None:
+        """The class that a node stands in."""
+        return next((each for each in self.up(node) if isinstance(each, cst.ClassDef)), None)
+
     def statement(self, node: cst.CSTNode) -> cst.BaseStatement | None:
         """The statement that an expression stands in."""
         for each in self.up(node):
