@@ -23,13 +23,14 @@ from torch import Tensor
 from ampwise import formats
 from ampwise.data import leaves
 from ampwise.numerics.explain import float8
-from ampwise.numerics.observe.ancestry import Ancestor, back_from, largest_before, narrow_before
+from ampwise.numerics.observe.ancestry import Ancestor, back_from, largest_before
 from ampwise.numerics.observe.exact import UnsupportedError, exact
 from ampwise.numerics.observe.extent import extent_of, lost_elements, samples_in
 from ampwise.numerics.observe.gradient_errors import GradientErrors, in_words
 from ampwise.numerics.observe.operation_errors import RIGHT_DB, WRONG_DB, OperationError
 from ampwise.numerics.observe.roots import HISTORY, Root
 from ampwise.numerics.observe.shadow import ShadowRun, shadow
+from ampwise.numerics.observe.shares import rounded_first
 from ampwise.numerics.observe.trace import Trace
 from ampwise.numerics.observe.values import passed, which_loss
 from ampwise.numerics.result import CauseName, Extent, Passed, percent
@@ -69,6 +70,8 @@ _DIVIDES = ("div", "reciprocal", "rsqrt", "log", "log2", "log10", "pow")
 """Operations to which a small argument matters as much as a large one."""
 
 _TURNS = ("sin", "cos", "tan")
+
+_NARROW = ("float16", "bfloat16")
 
 _GROWS = ("cumprod", "prod", "pow", "exp", "exp2", "expm1")
 """Operations that make a small relative, or absolute, error of an argument a large one."""
@@ -192,10 +195,11 @@ def _culprits(
                      each.dtype, severe=True)]  # fmt: skip
     for each in (error for error in run.errors if error.place.phase == "forward"):
         if each.inputs_db >= RIGHT_DB and each.propagated_db < WRONG_DB:
-            before = shadow(step, stash, errors=False, at=(each.name, each.place, each.occurrence))
+            at = (each.name, each.place, each.occurrence)
+            before = shadow(step, stash, errors=False, at=at, shares=True)
             own = each.local_db < RIGHT_DB and not _inherits(each, before)
             began = None if own else _where_it_began(before, each, damage)
-            lost = began or _lost_at(each, damage)
+            lost = began or _lost_at(each, damage, None if own else _rounded(before))
             return [replace(lost, extent=_extent(each, before, stash), history=_history(before))]
     return []
 
@@ -236,13 +240,10 @@ def _where_it_began(run: ShadowRun, error: OperationError, damage: str) -> Lost 
         lost = (each for maker in makers for each in back_from(maker) if each.cancelled)
         if (made_by := next(lost, None)) is not None:
             return _cancelled_at(made_by, error, damage)
-    narrow = [each for each in map(narrow_before, makers) if each is not None]
-    shows = error.name in (*_TURNS, *_GROWS) or error.dtype not in ("float16", "bfloat16")
-    if not narrow or not shows:
+    made_by = _rounded(run)
+    if made_by is None or not _shows(error, made_by):
         return None
-    made_by = max(narrow, key=lambda each: abs(each.extreme))
-    fmt, most = formats.lookup(made_by.dtype), made_by.extreme
-    kept = f"{figure(most)} {{}} kept in {fmt} at a spacing of {fmt.ulp(most):g}"
+    kept = _kept(made_by)
     line = f"on line {error.place.line}"
     if error.name in _TURNS:
         words = (
@@ -251,6 +252,8 @@ def _where_it_began(run: ShadowRun, error: OperationError, damage: str) -> Lost 
         )
     else:
         shows = "makes a small error large" if error.name in _GROWS else "only shows it"
+        if error.dtype in _NARROW and _subtracts(error.name):
+            shows = f"takes a difference of about {error.exact_amax:.3g} of such numbers"
         words = (
             f"{made_by.name} on line {made_by.place.line} rounds: {kept.format('is')}. "
             f"{error.name} {line}, in {error.dtype}, {shows}: it keeps "
@@ -259,6 +262,29 @@ def _where_it_began(run: ShadowRun, error: OperationError, damage: str) -> Lost 
     cause = "CANCELLATION" if _subtracts(error.name) else "PRECISION_LOSS"
     return Lost(cause, f"{words}. Silently wrong: {damage}.", made_by.place, made_by.name,
                 made_by.dtype, severe=True)  # fmt: skip
+
+
+def _rounded(run: ShadowRun) -> Ancestor | None:
+    """The first rounding that spoiled what an operation was given."""
+    pairs = zip(run.brought, run.makers, strict=False)
+    return rounded_first([(share, maker) for share, maker in pairs if maker is not None])
+
+
+def _shows(error: OperationError, made_by: Ancestor) -> bool:
+    """Whether an operation only shows an error that began before it.
+
+    A difference in 16 bits of what its own function made is where the digits cancel.
+    """
+    if error.name in (*_TURNS, *_GROWS) or error.dtype not in _NARROW:
+        return True
+    here, there = error.place, made_by.place
+    return _subtracts(error.name) and (here.file, here.function) != (there.file, there.function)
+
+
+def _kept(made_by: Ancestor) -> str:
+    """How its largest result is rounded, around the verb."""
+    fmt, most = formats.lookup(made_by.dtype), made_by.extreme
+    return f"{figure(most)} {{}} kept in {fmt} at a spacing of {fmt.ulp(most):g}"
 
 
 def _cancelled_at(made_by: Ancestor, error: OperationError, damage: str) -> Lost:
@@ -302,7 +328,7 @@ def _subtracts(name: str) -> bool:
     return any(word in name for word in _DIFFERENCES)
 
 
-def _lost_at(error: OperationError, damage: str) -> Lost:
+def _lost_at(error: OperationError, damage: str, made_by: Ancestor | None) -> Lost:
     fmt = formats.lookup(error.dtype)
     own = error.local_db < RIGHT_DB
     if own and error.flushed > 0.5:
@@ -317,6 +343,8 @@ def _lost_at(error: OperationError, damage: str) -> Lost:
             f"{error.name} subtracts nearly equal numbers: its result, about {error.exact_amax:.3g}"
             f", keeps {error.propagated_db:.0f} dB, its inputs had {error.inputs_db:.0f} dB"
         )
+        if made_by is not None:
+            words = f"{words}. Before it, {_kept(made_by).format('is')}"
     else:
         cause = "PRECISION_LOSS"
         words = (
