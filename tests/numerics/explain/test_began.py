@@ -11,8 +11,11 @@ from torch import nn
 
 from ampwise.numerics.diagnose import diagnose
 from ampwise.numerics.observe.ancestry import Ancestor, flushed_first
+from ampwise.numerics.observe.shadow import shadow
 from ampwise.numerics.observe.shares import brought, rounded_first
 from ampwise.places import Place
+from ampwise.step import TrainStep
+from ampwise.step.replay import Replay
 from tests.numerics.cases import apart, data, line_of, task
 
 
@@ -251,3 +254,27 @@ def test_each_argument_brings_its_own_error():
     product = torch.ops.aten.mul.Tensor
     assert brought(product, (given, {}), (raised, {}), made_by) == [1.5, 1.0]
     assert brought(product, (given, {}), (raised, {}), [None, made_by[1]]) == [0.0, 1.0]
+
+
+class InPlace(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        h = self.one(x)
+        h[:, :4].add_(self.two(x)[:, :4])
+        return torch.exp(h)
+
+
+def test_arguments_of_an_operation_in_place_are_those_before_it():
+    model = InPlace()
+    step = Replay(TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), policy="bf16"))
+    stash = step.rehearsal(lambda step, x: step.micro_batch(apart, x), [data(4, 8)])
+    shown = next(each for each in shadow(step, stash).errors if each.name == "exp")
+    at = (shown.name, shown.place, shown.occurrence)
+    maker = shadow(step, stash, errors=False, at=at, shares=True).makers[0]
+    assert maker is not None
+    assert maker.name == "add_"
+    pairs = zip(maker.brought, maker.parents, strict=True)
+    assert all(0 < share <= each.error for share, each in pairs)

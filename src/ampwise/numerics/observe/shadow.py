@@ -205,8 +205,6 @@ class Shadow(TorchDispatchMode):
         floating = [each for each in tensors((args, kwargs)) if each.dtype in FLOATS]
         given = copied((args, kwargs)) if op.mutates else (args, kwargs)
         raised = tree_map(self._twins.raised, args), tree_map(self._twins.raised, kwargs)
-        if op.mutates and self._shares:  # before their twins are written
-            raised = copied(raised)
         result = func(*args, **kwargs)
         results = [] if op.empty else [
             each for each in written(op, args, kwargs, result)
