@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+import re
+
 import pytest
 import torch
 from torch import nn
 
 from ampwise.numerics.diagnose import diagnose
 from ampwise.numerics.observe.ancestry import Ancestor, flushed_first
+from ampwise.numerics.observe.shadow import shadow
+from ampwise.numerics.observe.shares import brought, rounded_first
 from ampwise.places import Place
+from ampwise.step import TrainStep
+from ampwise.step.replay import Replay
 from tests.numerics.cases import apart, data, line_of, task
 
 
@@ -136,3 +143,138 @@ def test_an_operation_of_a_derivative_is_called_that():
     assert found.origin is not None
     assert found.origin.line == line_of(Nearby)
     assert "in its backward," in found.explanation
+
+
+class Values(nn.Module):
+    """Large values come out of 16 bits, and a reward in float32 is added much later."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(8, 1)
+        nn.init.constant_(self.lin.bias, 700.0)
+
+    def forward(self, x):
+        return self.lin(x).squeeze(-1)  # <- here
+
+
+def temporal_difference(model, batch):
+    now, later = model(batch), model(batch.flip(0)).detach()
+    return (1.0 + 0.999 * later - now).square().mean()
+
+
+def test_rounding_is_placed_in_the_function_that_spoiled_a_value_first():
+    found = diagnose(task(Values, temporal_difference, data(64, 8)), "bf16", steps=1)
+    assert found.cause == "CANCELLATION"
+    assert found.origin is not None
+    assert (found.origin.op, found.origin.line) == ("addmm", line_of(Values))
+    assert "is kept in bfloat16 at a spacing of 4. sub on line" in found.explanation
+    first = next(each for each in found.fixes if each.what.startswith("line "))
+    assert first.verified
+    assert first.what == f"line {found.origin.line} in float32"
+
+
+class Tokens(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(8, 64)
+
+    def forward(self, x):
+        logp = torch.log_softmax(self.head(x), -1).to(torch.bfloat16)
+        return logp[..., 0].sum(-1)  # <- here
+
+
+class Ratio(nn.Module):
+    """The probability of a sequence beside that of a model some updates ago."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = Tokens()
+        self.old = copy.deepcopy(self.now).requires_grad_(False)
+        with torch.no_grad():
+            for each in self.old.parameters():
+                each.add_(0.004 * torch.randn_like(each))
+
+    def forward(self, x):
+        return torch.exp(self.now(x) - self.old(x))
+
+
+def test_a_sum_that_rounds_before_a_difference_in_16_bits_is_where_it_began():
+    found = diagnose(task(Ratio, apart, data(32, 128, 8), lr=1e-9), "bf16", steps=1)
+    assert found.origin is not None
+    assert (found.origin.op, found.origin.line) == ("sum", line_of(Tokens))
+    assert re.search(
+        r"sum on line \d+ rounds: -5\d\d is kept in bfloat16 at a spacing of 4\. sub on line \d+, "
+        r"in bfloat16, takes a difference of about [\d.]+ of such numbers",
+        found.explanation,
+    )
+
+
+def _ancestor(index, own, error, *before, line=1, extreme=1.0):
+    place = Place("forward", "", 0, __file__, line)
+    shares, parents = [each[0] for each in before], [each[1] for each in before]
+    return Ancestor(
+        "mul", place, "bfloat16", 50.0, 50.0, (), tuple(parents), extreme=extreme,
+        error=error, own=own, brought=tuple(shares), index=index,
+    )  # fmt: skip
+
+
+def test_the_first_rounding_counts_that_brings_about_as_much_as_the_largest():
+    early = _ancestor(1, 1.0, 1.0, line=1)
+    late = _ancestor(2, 1.5, 1.8, (1.0, early), line=2)
+    assert rounded_first([(1.8, late)]) is early
+
+
+def test_a_rounding_that_hardly_comes_through_is_not_where_it_began():
+    early = _ancestor(1, 1.0, 1.0, line=1)
+    late = _ancestor(2, 1.5, 1.5, (0.01, early), line=2)
+    assert rounded_first([(1.5, late)]) is late
+
+
+def test_an_error_is_followed_along_the_argument_that_brings_it():
+    larger = _ancestor(1, 1.0, 1.0, line=1, extreme=1e6)  # a rounding that goes nowhere
+    small = _ancestor(2, 1.0, 1.0, line=2)
+    joined = _ancestor(3, 0.0, 1.0, (1e-4, larger), (1.0, small), line=3)
+    assert rounded_first([(1.0, joined)]) is small
+    assert rounded_first([(0.0, larger)]) is None
+
+
+def test_of_one_line_that_rounds_again_and_again_the_largest_number_is_told():
+    last = start = _ancestor(0, 1.0, 1.0, extreme=1.0)
+    for index in range(1, 9):
+        last = _ancestor(index, 1.0, 1.4, (1.0, last), extreme=1.0 + index)
+    found = rounded_first([(1.4, last)])
+    assert found is last
+    assert found is not start
+
+
+def test_each_argument_brings_its_own_error():
+    given = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])
+    raised = torch.tensor([1.5, 2.0]).double(), torch.tensor([3.0, 4.5]).double()
+    made_by = [_ancestor(1, 0.5, 0.5), _ancestor(2, 0.5, 0.5)]
+    product = torch.ops.aten.mul.Tensor
+    assert brought(product, (given, {}), (raised, {}), made_by) == [1.5, 1.0]
+    assert brought(product, (given, {}), (raised, {}), [None, made_by[1]]) == [0.0, 1.0]
+
+
+class InPlace(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        h = self.one(x)
+        h[:, :4].add_(self.two(x)[:, :4])
+        return torch.exp(h)
+
+
+def test_arguments_of_an_operation_in_place_are_those_before_it():
+    model = InPlace()
+    step = Replay(TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), policy="bf16"))
+    stash = step.rehearsal(lambda step, x: step.micro_batch(apart, x), [data(4, 8)])
+    shown = next(each for each in shadow(step, stash).errors if each.name == "exp")
+    at = (shown.name, shown.place, shown.occurrence)
+    maker = shadow(step, stash, errors=False, at=at, shares=True).makers[0]
+    assert maker is not None
+    assert maker.name == "add_"
+    pairs = zip(maker.brought, maker.parents, strict=True)
+    assert all(0 < share <= each.error for share, each in pairs)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ampwise.numerics.diagnose import diagnose
+from ampwise.numerics.examine import Examiner
 from ampwise.numerics.observe.reference import reference
 from ampwise.numerics.remedy.candidate import AS_IT_IS
 from ampwise.numerics.remedy.fix import Judgement, judged
@@ -111,8 +112,21 @@ def test_a_fix_may_need_a_loss_scale_below_1():
 
 def test_a_scale_that_settles_below_1_is_no_fault():
     found = diagnose(task(lambda: Plain(8), mean_times(1e7), data(8, 8)), "fp16", steps=1)
-    assert (found.status, found.cause) in {("benign", "SCALE_TOO_HIGH"), ("clean", None)}
+    assert (found.status, found.cause) == ("benign", "SCALE_TOO_HIGH")
     assert found.findings == []
+    lower = fix(found, "a lower initial loss scale")
+    assert lower.verified, lower.cost
+    assert "init_scale=2.0**-5" in lower.how
+
+
+def test_a_finite_step_is_looked_at_under_a_scale_that_has_settled_below_1():
+    model = Plain(8)
+    step = Replay(TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), policy="fp16"))
+    loss = mean_times(1e7)
+    stash = step.rehearsal(lambda step, x: step.micro_batch(loss, x), [data(8, 8)])
+    found = Examiner(step, "plain").quiet(stash)
+    assert (found.status, found.cause) == ("clean", None)
+    assert "SQNR of the gradient against float64" in found.notes[0]
 
 
 def test_a_fix_under_which_only_backward_fails_says_so():

@@ -6,9 +6,10 @@ operation whose result is wrong although its inputs were right is where the valu
 
 A loss may be a small difference of large terms (a policy gradient with normalised advantages, a
 critic): its error is held against the terms. And training follows the gradient, not the loss:
-while the gradient is right, a wrong loss is only noted. A gradient that is mostly noise is no fault
-of the precision either where training has come to its end: the noise is as small as ever, and the
-signal is gone.
+while the gradient is right, a wrong loss is only noted. So is a line that makes a small error
+large, where the gradient is far from exact and float32 there makes it better. A gradient that is
+mostly noise is no fault of the precision either where training has come to its end: the noise is as
+small as ever, and the signal is gone.
 """
 
 from __future__ import annotations
@@ -23,15 +24,17 @@ from torch import Tensor
 from ampwise import formats
 from ampwise.data import leaves
 from ampwise.numerics.explain import float8
-from ampwise.numerics.observe.ancestry import Ancestor, back_from, largest_before, narrow_before
+from ampwise.numerics.observe.ancestry import Ancestor, back_from, largest_before
 from ampwise.numerics.observe.exact import UnsupportedError, exact
 from ampwise.numerics.observe.extent import extent_of, lost_elements, samples_in
 from ampwise.numerics.observe.gradient_errors import GradientErrors, in_words
 from ampwise.numerics.observe.operation_errors import RIGHT_DB, WRONG_DB, OperationError
 from ampwise.numerics.observe.roots import HISTORY, Root
 from ampwise.numerics.observe.shadow import ShadowRun, shadow
+from ampwise.numerics.observe.shares import rounded_first
 from ampwise.numerics.observe.trace import Trace
 from ampwise.numerics.observe.values import passed, which_loss
+from ampwise.numerics.remedy.precision import in_float32
 from ampwise.numerics.result import CauseName, Extent, Passed, percent
 from ampwise.places import NOWHERE, Place
 from ampwise.policy import PRESETS
@@ -51,6 +54,13 @@ LOSS_WITHIN = 0.02
 SOUND_DB = 20.0
 """SQNR of the whole gradient above which a wrong loss does no harm."""
 
+NOTED_DB, GAINED_DB = 25.0, 6.0
+"""SQNR of the whole gradient below which a line is noted that makes its error large; and by how
+much the gradient is better with it in float32."""
+
+_TRIED = 3
+"""Lines that are tried for that."""
+
 _FLOOR_LOSS, _FLOOR_NOISE = 0.01, 0.1
 """Training is at its end when the loss is this small beside the first one, and the noise of the
 gradient this small beside the first gradient."""
@@ -69,6 +79,8 @@ _DIVIDES = ("div", "reciprocal", "rsqrt", "log", "log2", "log10", "pow")
 """Operations to which a small argument matters as much as a large one."""
 
 _TURNS = ("sin", "cos", "tan")
+
+_NARROW = ("float16", "bfloat16")
 
 _GROWS = ("cumprod", "prod", "pow", "exp", "exp2", "expm1")
 """Operations that make a small relative, or absolute, error of an argument a large one."""
@@ -124,6 +136,8 @@ def silent_faults(
     if not any(each.severe for each in found):  # else they follow from it
         found += _underflow(step, stash, run, errors)
     found = _rounded_integers(run, damage) + found
+    if not found and errors.sqnr_db < NOTED_DB and not _near_its_end(run, errors, stash, begun):
+        found += _moderate(step, stash, run, errors)
     if errors.sqnr_db < 0 and not any(each.severe for each in found):
         found.append(_unexplained(run, damage))
     return sorted(found, key=lambda each: not each.severe), run, errors
@@ -190,14 +204,62 @@ def _culprits(
         each, cause, words = cast
         return [Lost(cause, f"{words}. Silently wrong: {damage}.", each.place, each.name,
                      each.dtype, severe=True)]  # fmt: skip
-    for each in (error for error in run.errors if error.place.phase == "forward"):
-        if each.inputs_db >= RIGHT_DB and each.propagated_db < WRONG_DB:
-            before = shadow(step, stash, errors=False, at=(each.name, each.place, each.occurrence))
-            own = each.local_db < RIGHT_DB and not _inherits(each, before)
-            began = None if own else _where_it_began(before, each, damage)
-            lost = began or _lost_at(each, damage)
-            return [replace(lost, extent=_extent(each, before, stash), history=_history(before))]
+    each = next(filter(_enlarges, run.errors), None)
+    if each is None:
+        return []
+    at = (each.name, each.place, each.occurrence)
+    before = shadow(step, stash, errors=False, at=at, shares=True)
+    own = each.local_db < RIGHT_DB and not _inherits(each, before)
+    began = None if own else _where_it_began(before, each, damage)
+    lost = began or _lost_at(each, damage, None if own else _rounded(before))
+    return [replace(lost, extent=_extent(each, before, stash), history=_history(before))]
+
+
+def _near_its_end(
+    run: ShadowRun, errors: GradientErrors, stash: Stash, begun: StepRecord | None
+) -> bool:
+    """Whether little is left to learn, as far as that is known."""
+    return begun is not None and bool(_floor(run, errors, stash, begun))
+
+
+def _moderate(step: Replayable, stash: Stash, run: ShadowRun, errors: GradientErrors) -> list[Lost]:
+    """A line that makes a small error large, and the gradient worse, though training goes on.
+
+    Said where float32 there was tried, and the gradient is better by it.
+    """
+    first: dict[Place, OperationError] = {}
+    for each in filter(_enlarges, run.errors):
+        first.setdefault(each.place, each)
+    for each in list(first.values())[:_TRIED]:
+        at = (each.name, each.place, each.occurrence)
+        began = _rounded(shadow(step, stash, errors=False, at=at, shares=True))
+        for island in in_float32(step, each.place if began is None else began.place, ()):
+            result = step.replay(stash, around=island.around)
+            kept = GradientErrors(result.gradients, run.gradients).sqnr_db
+            if result.clean and kept >= errors.sqnr_db + GAINED_DB:
+                words = _enlarged(each, began)
+                return [_note(
+                    f"{words}. The gradient has {errors.sqnr_db:.0f} dB against float64; with "
+                    f"{island.what}, tried on this step, it has {kept:.0f} dB."
+                )]  # fmt: skip
     return []
+
+
+def _enlarges(error: OperationError) -> bool:
+    """Whether what a forward operation gives is wrong, and what it was given is right."""
+    known = error.inputs_db >= RIGHT_DB and error.propagated_db < WRONG_DB
+    return known and error.place.phase == "forward"
+
+
+def _enlarged(error: OperationError, made_by: Ancestor | None) -> str:
+    words = (
+        f"On line {error.place.line} {error.name} keeps {error.propagated_db:.0f} dB of its "
+        f"result, of {error.inputs_db:.0f} dB in its inputs"
+    )
+    if made_by is None:
+        return words
+    rounds = f"{made_by.name} on line {made_by.place.line} rounds"
+    return f"{words}; {rounds}: {_kept(made_by).format('is')}"
 
 
 def _sound_without(step: Replayable, stash: Stash, run: ShadowRun) -> bool:
@@ -236,13 +298,10 @@ def _where_it_began(run: ShadowRun, error: OperationError, damage: str) -> Lost 
         lost = (each for maker in makers for each in back_from(maker) if each.cancelled)
         if (made_by := next(lost, None)) is not None:
             return _cancelled_at(made_by, error, damage)
-    narrow = [each for each in map(narrow_before, makers) if each is not None]
-    shows = error.name in (*_TURNS, *_GROWS) or error.dtype not in ("float16", "bfloat16")
-    if not narrow or not shows:
+    made_by = _rounded(run)
+    if made_by is None or not _shows(error, made_by):
         return None
-    made_by = max(narrow, key=lambda each: abs(each.extreme))
-    fmt, most = formats.lookup(made_by.dtype), made_by.extreme
-    kept = f"{figure(most)} {{}} kept in {fmt} at a spacing of {fmt.ulp(most):g}"
+    kept = _kept(made_by)
     line = f"on line {error.place.line}"
     if error.name in _TURNS:
         words = (
@@ -251,6 +310,8 @@ def _where_it_began(run: ShadowRun, error: OperationError, damage: str) -> Lost 
         )
     else:
         shows = "makes a small error large" if error.name in _GROWS else "only shows it"
+        if error.dtype in _NARROW and _subtracts(error.name):
+            shows = f"takes a difference of about {error.exact_amax:.3g} of such numbers"
         words = (
             f"{made_by.name} on line {made_by.place.line} rounds: {kept.format('is')}. "
             f"{error.name} {line}, in {error.dtype}, {shows}: it keeps "
@@ -259,6 +320,29 @@ def _where_it_began(run: ShadowRun, error: OperationError, damage: str) -> Lost 
     cause = "CANCELLATION" if _subtracts(error.name) else "PRECISION_LOSS"
     return Lost(cause, f"{words}. Silently wrong: {damage}.", made_by.place, made_by.name,
                 made_by.dtype, severe=True)  # fmt: skip
+
+
+def _rounded(run: ShadowRun) -> Ancestor | None:
+    """The first rounding that spoiled what an operation was given."""
+    pairs = zip(run.brought, run.makers, strict=False)
+    return rounded_first([(share, maker) for share, maker in pairs if maker is not None])
+
+
+def _shows(error: OperationError, made_by: Ancestor) -> bool:
+    """Whether an operation only shows an error that began before it.
+
+    A difference in 16 bits of what its own function made is where the digits cancel.
+    """
+    if error.name in (*_TURNS, *_GROWS) or error.dtype not in _NARROW:
+        return True
+    here, there = error.place, made_by.place
+    return _subtracts(error.name) and (here.file, here.function) != (there.file, there.function)
+
+
+def _kept(made_by: Ancestor) -> str:
+    """How its largest result is rounded, around the verb."""
+    fmt, most = formats.lookup(made_by.dtype), made_by.extreme
+    return f"{figure(most)} {{}} kept in {fmt} at a spacing of {fmt.ulp(most):g}"
 
 
 def _cancelled_at(made_by: Ancestor, error: OperationError, damage: str) -> Lost:
@@ -302,7 +386,7 @@ def _subtracts(name: str) -> bool:
     return any(word in name for word in _DIFFERENCES)
 
 
-def _lost_at(error: OperationError, damage: str) -> Lost:
+def _lost_at(error: OperationError, damage: str, made_by: Ancestor | None) -> Lost:
     fmt = formats.lookup(error.dtype)
     own = error.local_db < RIGHT_DB
     if own and error.flushed > 0.5:
@@ -317,6 +401,8 @@ def _lost_at(error: OperationError, damage: str) -> Lost:
             f"{error.name} subtracts nearly equal numbers: its result, about {error.exact_amax:.3g}"
             f", keeps {error.propagated_db:.0f} dB, its inputs had {error.inputs_db:.0f} dB"
         )
+        if made_by is not None:
+            words = f"{words}. Before it, {_kept(made_by).format('is')}"
     else:
         cause = "PRECISION_LOSS"
         words = (

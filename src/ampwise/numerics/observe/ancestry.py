@@ -17,7 +17,6 @@ DIFFERENCES = frozenset(["sub", "sub_", "rsub", "add", "add_", "sum", "mean"])
 _CANCELLED_DB = 10.0
 """Loss of SQNR from the inputs to a difference above which its digits cancelled."""
 
-_NARROW = ("float16", "bfloat16")
 _ELEMENTWISE = frozenset(["sub", "sub_", "rsub", "add", "add_"])
 _SUMS = frozenset(["add", "add_"])
 _BOUNDS = frozenset(["clamp", "clamp_", "clamp_min", "clamp_min_", "clamp_max", "clamp_max_"])
@@ -47,6 +46,11 @@ class Ancestor:
         Elements of its result that are 0 and too small for the format.
     extreme
         The value of the largest magnitude in its result, with its sign.
+    error, own, brought
+        Norm of its result's error; of what it rounds away by itself; and of what each of `parents`
+        brings. Known where it was asked for (`shares`).
+    index
+        Its number in the order of execution.
     """
 
     name: str
@@ -60,6 +64,10 @@ class Ancestor:
     rounded_to: float | None = None
     flushed: int = 0
     extreme: float = 0.0
+    error: float = 0.0
+    own: float = 0.0
+    brought: tuple[float, ...] = ()
+    index: int = 0
 
     @property
     def where(self) -> str:
@@ -105,11 +113,6 @@ def largest_before(start: Ancestor, most: int) -> list[Ancestor]:
     while found[-1].parents and len(found) < most:
         found.append(max(found[-1].parents, key=lambda each: abs(each.extreme)))
     return found[::-1]
-
-
-def narrow_before(start: Ancestor | None) -> Ancestor | None:
-    """The nearest operation, from `start` on, that rounded to 16 bits."""
-    return next((each for each in back_from(start) if each.dtype in _NARROW), None)
 
 
 def lost_constants(name: str, args: Any, ideal: Any, result: Tensor) -> tuple[float, ...]:

@@ -39,6 +39,7 @@ from ampwise.numerics.observe.operations import (
     tensors,
     written,
 )
+from ampwise.numerics.observe.shares import brought, distance, own_error
 from ampwise.numerics.observe.terms import Terms
 from ampwise.numerics.observe.trace import sources
 from ampwise.numerics.observe.twins import Key, Twins, key_of
@@ -69,6 +70,8 @@ class ShadowRun:
         inputs as they are.
     makers
         What made each tensor among them; None where it comes from outside.
+    brought
+        The error that each of these brings into the result, where that was asked for.
     """
 
     replayed: Replayed
@@ -79,6 +82,7 @@ class ShadowRun:
     inputs: tuple[Any, Any] | None = None
     actual: tuple[Any, Any] | None = None
     makers: list[Ancestor | None] = field(default_factory=list["Ancestor | None"])
+    brought: list[float] = field(default_factory=list[float])
 
 
 def shadow(
@@ -87,6 +91,7 @@ def shadow(
     *,
     errors: bool = True,
     at: tuple[str, Place, int] | None = None,
+    shares: bool = False,
     policy: Policy | None = None,
     scale: float | None = None,
 ) -> ShadowRun:
@@ -99,11 +104,13 @@ def shadow(
     at
         Name, place and occurrence of an operation: keep the shadows of its inputs and what they
         were made of, and stop there.
+    shares
+        Measure, up to `at`, which argument brings which error (two to six times the work).
     policy, scale
         As for `Replayable.replay`.
     """
     with placing(step.models) as places:
-        mode = Shadow(places, errors=errors, at=at)
+        mode = Shadow(places, errors=errors, at=at, shares=shares)
         for _, tensor, _ in sources(step.models, stash):
             mode.source(tensor)
         replayed = step.replay(stash, around=lambda: mode, policy=policy, scale=scale)
@@ -142,7 +149,10 @@ class Shadow(TorchDispatchMode):
         Of the numbers that are sums.
     """
 
-    def __init__(self, places: Places, *, errors: bool, at: tuple[str, Place, int] | None) -> None:
+    def __init__(
+        self, places: Places, *, errors: bool, at: tuple[str, Place, int] | None,
+        shares: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         self._twins = Twins()
         self.terms = Terms(self._twins)
@@ -151,10 +161,12 @@ class Shadow(TorchDispatchMode):
         self._inputs: tuple[Any, Any] | None = None
         self._actual: tuple[Any, Any] | None = None
         self._makers: list[Ancestor | None] = []
+        self._brought: list[float] = []
         self._seen: dict[tuple[str, Place], int] = {}
         self._places = places
         self._measure = errors
         self._at = at
+        self._shares = shares
         self._count = 0
         self._made: dict[Key, Ancestor] = {}
 
@@ -170,7 +182,7 @@ class Shadow(TorchDispatchMode):
     def seen(self, replayed: Replayed) -> ShadowRun:
         """What it saw of operations."""
         return ShadowRun(replayed, self._errors.found, inputs=self._inputs, actual=self._actual,
-                         makers=self._makers)  # fmt: skip
+                         makers=self._makers, brought=self._brought)  # fmt: skip
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -189,7 +201,7 @@ class Shadow(TorchDispatchMode):
         occurrence = self._seen.get((op.name, place), 0)
         self._seen[op.name, place] = occurrence + 1
         if self._at == (op.name, place, occurrence):
-            self._stop(args, kwargs)
+            self._stop(func, args, kwargs)
         floating = [each for each in tensors((args, kwargs)) if each.dtype in FLOATS]
         given = copied((args, kwargs)) if op.mutates else (args, kwargs)
         raised = tree_map(self._twins.raised, args), tree_map(self._twins.raised, kwargs)
@@ -230,8 +242,8 @@ class Shadow(TorchDispatchMode):
 
     def _remember(self, made: Made, propagated_db: float) -> None:
         """Note which operation made what was written, and from what."""
-        keys = map(key_of, made.floating)
-        parents = tuple(self._made[key] for key in keys if key in self._made)
+        made_by = [self._made.get(key_of(each)) for each in made.floating]
+        parents = tuple(each for each in made_by if each is not None)
         result, name, ideal = made.written[0], made.operation.name, made.raised[0]
         wanted = made.references[0] if made.references else result.double()
         count, rounded_to = cancelled(name, made.args, ideal, result, wanted)
@@ -242,15 +254,36 @@ class Shadow(TorchDispatchMode):
         lost = lost_constants(name, made.args, ideal, result)
         maker = Ancestor(
             name, made.place, dtype_name(result.dtype), made.inputs_db, propagated_db, lost,
-            parents, count, rounded_to, gone, extreme,
+            parents, count, rounded_to, gone, extreme, *self._split(made, made_by),
+            made.index,
         )  # fmt: skip
         self._made.update(dict.fromkeys(map(key_of, made.written), maker))
 
-    def _stop(self, args: Any, kwargs: Any) -> None:
+    def _split(
+        self, made: Made, made_by: list[Ancestor | None]
+    ) -> tuple[float, float, tuple[float, ...]]:
+        """The error of a result, what the operation adds to it, and what each parent brings."""
+        result, wanted = made.written[0], made.references[0] if made.references else None
+        if not self._shares or wanted is None or wanted.shape != result.shape:
+            return 0.0, 0.0, tuple(0.0 for each in made_by if each is not None)
+        func, given = made.operation.func, (made.args, made.kwargs)
+        shares = brought(func, given, made.raised, made_by, wanted, made.result)
+        return (
+            distance(result, wanted),
+            own_error(func, given, result, made.result),
+            tuple(share for share, by in zip(shares, made_by, strict=True) if by is not None),
+        )
+
+    def _stop(self, func: Any, args: Any, kwargs: Any) -> None:
         """Keep what the operation that was asked for is given, and go no further."""
         self._inputs = (tree_map(self._twins.raised, args), tree_map(self._twins.raised, kwargs))
         self._actual = copied((args, kwargs))
         self._makers = [self._made.get(key_of(each)) for each in tensors(args)]
+        if self._shares:
+            floating = [each for each in tensors((args, kwargs)) if each.dtype in FLOATS]
+            made_by = [self._made.get(key_of(each)) for each in floating]
+            found = iter(brought(func, (args, kwargs), self._inputs, made_by))
+            self._brought = [next(found) if each.dtype in FLOATS else 0.0 for each in tensors(args)]
         raise _ReachedError
 
     def _shadowed(
