@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import libcst as cst
 
 from ampwise.numerics.remedy.patches.constants import assigned, terms
-from ampwise.numerics.remedy.patches.edit import Edit, enclosed, method
+from ampwise.numerics.remedy.patches.edit import Edit, enclosed, method, raised
 from ampwise.numerics.remedy.patches.site import HALF, Site
 from ampwise.numerics.remedy.patches.source import Change, code_of, dotted, walk
 from ampwise.numerics.remedy.patches.terms import Term
@@ -236,10 +236,8 @@ def _from_here_on(site: Site) -> Iterator[Edit]:
     names = list(dict.fromkeys(each.value for each in used if not site.is_label(each)))
     if not names:
         return
-    raised = ", ".join(f"{each}.float()" for each in names)
-    cast = cst.parse_statement(f"{', '.join(names)} = {raised}\n")
     both = [
-        cast.with_changes(leading_lines=line.leading_lines),
+        raised(names).with_changes(leading_lines=line.leading_lines),
         line.with_changes(leading_lines=()),
     ]
     what = f"{joined(names)} in float32 from here on"

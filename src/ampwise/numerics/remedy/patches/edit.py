@@ -162,3 +162,11 @@ def leaves(site: Site, changes: Mapping[cst.CSTNode, Change], node: cst.CSTNode)
 def comments(node: cst.CSTNode) -> int:
     """How many comments stand in an expression."""
     return sum(1 for _ in walk(node, cst.Comment))
+
+
+def raised(names: Sequence[str]) -> cst.BaseStatement:
+    """``a, b = a.float(), b.float()``."""
+    values = ", ".join(f"{each}.float()" for each in names)
+    made = cst.parse_statement(f"{', '.join(names)} = {values}\n")
+    assert isinstance(made, cst.SimpleStatementLine)
+    return made

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import libcst as cst
 
 from ampwise.numerics.remedy.patches.dtypes import ELEMENTWISE, wide
-from ampwise.numerics.remedy.patches.edit import Edit, method
+from ampwise.numerics.remedy.patches.edit import Edit, method, raised
 from ampwise.numerics.remedy.patches.site import HALF, OTHER, Site
 from ampwise.numerics.remedy.patches.source import Change, changed, dotted, walk
 from ampwise_lint.base.words import joined
@@ -79,14 +79,7 @@ def _calls_a_module(node: cst.CSTNode) -> bool:
 def _bound(site: Site, part: Sequence[cst.CSTNode]) -> set[str]:
     """Names that statements assign to."""
     names = [each for node in part for each in walk(node, cst.Name)]
-    return {each.value for each in names if _is_target(site, each)}
-
-
-def _is_target(site: Site, name: cst.Name) -> bool:
-    above = site.source.parents[name]
-    while isinstance(above, cst.Element | cst.Tuple):
-        above = site.source.parents[above]
-    return isinstance(above, cst.AssignTarget)
+    return {each.value for each in names if isinstance(site.holder(each), cst.AssignTarget)}
 
 
 def _read(site: Site, node: cst.CSTNode) -> set[str]:
@@ -109,8 +102,7 @@ def _cast_first(
     later = {name for each in rest for name in _read(site, each)}
     often = [name for name in dict.fromkeys(used) if used.count(name) > 1 and name not in later]
     if often:
-        values = ", ".join(f"{each}.float()" for each in often)
-        yield cst.parse_statement(f"{', '.join(often)} = {values}\n")
+        yield raised(often)
     left = {n: to for n, to in changes.items() if dotted(n) not in often}
     first, *others = (changed(each, left) for each in part)
     yield from (bare(first), *others)
@@ -127,13 +119,11 @@ def arguments(site: Site) -> Iterator[Edit]:
     names = [each for each in _arguments(site.function) if _is_half_at(site, each, rest[0])]
     if not names or any(_calls_a_module(each) for each in rest):
         return
-    values = ", ".join(f"{each}.float()" for each in names)
-    cast = cst.parse_statement(f"{', '.join(names)} = {values}\n")
-    raised = cast.with_changes(leading_lines=getattr(rest[0], "leading_lines", ()))
+    cast = raised(names).with_changes(leading_lines=getattr(rest[0], "leading_lines", ()))
     yield Edit(
         f"{joined(names)} in float32 from the start of the function",
         "What is computed with float32 is float32, but for products of matrices.",
-        {rest[0]: cst.FlattenSentinel([raised, bare(rest[0])])},
+        {rest[0]: cst.FlattenSentinel([cast, bare(rest[0])])},
     )
 
 

@@ -209,6 +209,13 @@ class Site:
             and self._reaching(each.value, self.source.start(each)) is binding
         ]
 
+    def holder(self, name: cst.Name) -> cst.CSTNode:
+        """What a name stands in, tuples left out: ``a, b = ...``."""
+        above = self.source.parents[name]
+        while isinstance(above, cst.Element | cst.Tuple):
+            above = self.source.parents[above]
+        return above
+
     def is_label(self, name: cst.Name) -> bool:
         """Whether a name is an attribute's, a keyword's, or one that is assigned to.
 
@@ -216,10 +223,7 @@ class Site:
         """
         if any(name.value in _known_in(each) for each in self.source.up(name)):
             return True
-        above = self.source.parents[name]
-        while isinstance(above, cst.Element | cst.Tuple):  # a, b = ...
-            above = self.source.parents[above]
-        match above:
+        match self.holder(name):
             case cst.AssignTarget() | cst.Param():
                 return True
             case cst.Attribute(attr=label) | cst.Arg(keyword=label):
