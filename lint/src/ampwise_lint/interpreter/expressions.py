@@ -45,6 +45,7 @@ from ampwise_lint.values.abstract import (
     loop_of,
     truth,
 )
+from ampwise_lint.values.contents import are_parts
 
 BUILTINS = frozenset(dir(builtins))
 
@@ -270,8 +271,7 @@ def _for_each_part(
     over = state.evaluate(generator.iter, quiet=True)
     if not isinstance(over, ListValue) or over.repeats:
         return None
-    kinds = {type(each) for each in over.items}
-    if len(kinds) < 2 or not kinds & {Optimizer, Scaler} or len(over.items) > ITEMS:
+    if not are_parts(over.items) or len(over.items) > ITEMS:
         return None
     before = dict(state.scope.names)
     made: list[Value] = []

@@ -34,14 +34,13 @@ from ampwise_lint.values.abstract import (
     ListValue,
     Loader,
     Manager,
-    Optimizer,
-    Scaler,
     Scope,
     Tensor,
     Unknown,
     Value,
     is_periodic,
 )
+from ampwise_lint.values.contents import are_parts
 from ampwise_lint.values.events import (
     Accumulate,
     Backward,
@@ -247,9 +246,7 @@ def _parts_with_state(over: Value | None) -> int:
             pass
         case _:
             return 0
-    kinds = {type(each) for each in values}
-    differ = len(kinds) > 1 and kinds & {Optimizer, Scaler}
-    return min(len(values), MOST_PARTS) if differ else 0
+    return min(len(values), MOST_PARTS) if are_parts(values) else 0
 
 
 def _steps_in(state: State, node: ast.stmt, since: int) -> bool:

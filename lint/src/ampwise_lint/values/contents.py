@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ampwise_lint.values.abstract import ListValue, Model, Tensor, Value
+from ampwise_lint.values.abstract import ListValue, Model, Optimizer, Scaler, Tensor, Value
 
 
 def flatten(values: Sequence[Value]) -> list[Value]:
@@ -47,3 +47,9 @@ def origins(*tensors: Value) -> Iterator[Tensor]:
             seen.add(id(each))
             yield each
             waiting += flatten(each.inputs)
+
+
+def are_parts(values: Sequence[Value]) -> bool:
+    """Whether these are parts of a training that differ, an optimizer or a scaler among them."""
+    kinds = {type(each) for each in values}
+    return len(kinds) > 1 and bool(kinds & {Optimizer, Scaler})
