@@ -31,6 +31,9 @@ from dataclasses import dataclass
 
 from ampwise.errors import PolicyError, nearest
 
+HALF = ("float16", "bfloat16")
+"""The names of the two formats of 16 bits."""
+
 
 @dataclass(frozen=True, slots=True)
 class FloatFormat:

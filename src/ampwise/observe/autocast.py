@@ -15,13 +15,12 @@ from typing import Any
 import torch
 from torch.amp.autocast_mode import autocast
 
-from ampwise.formats import dtype_name
+from ampwise.formats import HALF, dtype_name
 from ampwise.lines import Line, users_line
 from ampwise.observe.patches import Patches
 from ampwise.observe.result import Asked, Region
 from ampwise.observe.session import Session
 
-_HALF = ("float16", "bfloat16")
 _ENABLED = 2
 """Place of ``enabled`` among autocast's arguments."""
 
@@ -74,7 +73,7 @@ class Autocasts:
         """16-bit formats that regions asked for, whether torch then switched them on or not."""
         on = ((dtype, line) for _, dtype, enabled, line in self._entered if enabled)
         found = dict.fromkeys((*on, *self._refused))
-        return [Asked(dtype, *line) for dtype, line in found if dtype in _HALF]
+        return [Asked(dtype, *line) for dtype, line in found if dtype in HALF]
 
     @contextmanager
     def overridden(self, dtype: torch.dtype | None) -> Generator[None]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ampwise.formats import dtype_name
+from ampwise.formats import HALF, dtype_name
 from ampwise.lines import NOWHERE, Line
 from ampwise.observe.autocast import Autocasts
 from ampwise.observe.census import Census
@@ -19,8 +19,6 @@ from ampwise.observe.scalers import Scalers
 from ampwise.observe.steps import Attempt
 from ampwise.step.accelerate import autocast_dtype
 from ampwise.step.modules import held_by
-
-_HALF = ("float16", "bfloat16")
 
 
 class Dtypes(Listener):
@@ -85,7 +83,7 @@ def _float32_products() -> str:
 
 def _entered(autocasts: Autocasts) -> bool:
     """Whether a region that asks for 16 bits was on: the next best evidence."""
-    return any(each.enabled and each.dtype in _HALF for each in autocasts.regions())
+    return any(each.enabled and each.dtype in HALF for each in autocasts.regions())
 
 
 def _by_trainers(known: Iterable[str], line: Line) -> list[Asked]:

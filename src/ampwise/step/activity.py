@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from ampwise.errors import InactivePolicyError
-from ampwise.formats import FLOAT8_E4M3FN, dtype_name
+from ampwise.formats import FLOAT8_E4M3FN, HALF, dtype_name
 from ampwise.policy import Policy
 from ampwise.step.warn import warn_user
 
@@ -43,7 +43,6 @@ _FLOAT8 = "matmul_with_hp_or_float8_argsBackward"
 """Autograd node of a linear layer in float8, of torchao's."""
 
 _WHOLE_PARTS = ("CompiledFunctionBackward", "CheckpointFunctionBackward")
-_HALF = ("float16", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,7 @@ class Activity:
     def mismatch(self, policy: Policy) -> str:
         """How what ran differs from what was asked; empty where it does not, or may not."""
         ran = self.matmul_dtypes
-        lowered = {name: count for name, count in ran.items() if name in _HALF}
+        lowered = {name: count for name, count in ran.items() if name in HALF}
         if not policy.autocast:
             return (
                 f"{_counted(lowered)} of {sum(ran.values())} matrix products: the model, or the "
