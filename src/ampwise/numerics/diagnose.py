@@ -175,6 +175,8 @@ def explore(task: Task, config: DiagnoseConfig, progress: Progress) -> Explored:
     _in_update(task, config, arm, arm.step.steps, quiet)
     if quiet.status != "clean" or found is None:
         found = quiet
+    else:  # what is said of the last step, beside a skipped one before it
+        found.notes += [f"Step {quiet.step}: {each}" for each in quiet.notes]
     return Explored(arm, found, stash, examiner.wanted)
 
 

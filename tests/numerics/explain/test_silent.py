@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ampwise.numerics.diagnose import diagnose
-from ampwise.numerics.explain import silent
+from ampwise.numerics.explain import spread
 from ampwise.numerics.observe.shadow import shadow
 from ampwise.numerics.result import percent
 from ampwise.report.diagnosis import render, to_html
@@ -184,9 +184,9 @@ def test_a_line_that_makes_the_gradient_worse_is_noted_with_what_helps():
     (note,) = _said(Decay)
     line = line_of(Decay)
     assert re.search(
-        rf"exp keeps \d+ dB of its result, of 4\d dB in its inputs; cumsum on line {line} rounds: "
-        r"\d+ is kept in bfloat16 at a spacing of 4\. The gradient has \d+ dB against float64; "
-        rf"with line {line} in float32, tried on this step, it has [45]\d dB\.",
+        rf"made by rounding on line {line} \(cumsum in bfloat16, (>99|100|9\d)%\): the gradient has an "
+        rf"SQNR of \d+ dB against float64\. With line {line} in float32, tried on this step, it has "
+        r"[45]\d dB\.",
         note,
     ), note
 
@@ -196,5 +196,5 @@ def test_nothing_is_noted_of_the_same_sums_in_float32():
 
 
 def test_nothing_is_noted_that_float32_does_not_make_better(monkeypatch):
-    monkeypatch.setattr(silent, "GAINED_DB", 200.0)
+    monkeypatch.setattr(spread, "_GAINED_DB", 200.0)
     assert _said(Decay) == []

@@ -68,9 +68,7 @@ def _remedies(fault: Fault) -> list[Candidate]:
     wide = change.Raised(fault.step.device.type, torch.float64)
     doubled = Candidate(
         f"the function around line {place.line} in float64",
-        ".double() on its inputs, and .float() on what it returns. Cheaper, but not tried: "
-        f"take the difference on line {place.line} before anything is rounded or squared, as "
-        "torch.var does, or sigmoid(-x) for 1 - sigmoid(x)",
+        ".double() on its inputs, and .float() on what it returns",
         on(scope, wide, change.lowered),
     )
     others = fault.in_another_precision()

@@ -23,17 +23,21 @@ class UnsupportedError(Exception):
     """The operation has no float64 form."""
 
 
-def exact(func: Any, args: Any, kwargs: Any, result: Any = None) -> Any:
+def exact(
+    func: Any, args: Any, kwargs: Any, result: Any = None, *, discrete: bool = False
+) -> list[Tensor]:
     """An operation in float64, on inputs that are raised to it; in-place ones on copies.
 
     Parameters
     ----------
     result
         What the actual run gave, for the random draws that are followed.
+    discrete
+        Give the integers and masks that it writes, not the numbers.
 
     Returns
     -------
-    Any
+    list of Tensor
         The written arguments and results, as `operations.written` lists them.
 
     Raises
@@ -42,7 +46,7 @@ def exact(func: Any, args: Any, kwargs: Any, result: Any = None) -> Any:
         When there is no such form.
     """
     name = func._overloadpacket.__name__
-    if name in _SPECIAL:
+    if name in _SPECIAL and not discrete:
         return _SPECIAL[name](args, kwargs, result)
     if _draws(func, name, args, kwargs) or name in _NO_FORM or "foreach" in name:
         raise UnsupportedError(name)
@@ -55,7 +59,7 @@ def exact(func: Any, args: Any, kwargs: Any, result: Any = None) -> Any:
         made = func(*args, **kwargs)
     except (RuntimeError, TypeError, NotImplementedError) as error:
         raise UnsupportedError(name) from error
-    return written(operation(func), args, kwargs, made)
+    return written(operation(func), args, kwargs, made, discrete=discrete)
 
 
 def _draws(func: Any, name: str, args: Any, kwargs: Any) -> bool:

@@ -61,7 +61,7 @@ def in_words(extent: Extent) -> str:
 
 
 def _span(span: Span) -> str:
-    if span.count == span.size:
+    if span.count in (0, span.size):
         return ""
     shown = ", ".join(map(str, span.first)) + (", ..." if span.count > len(span.first) else "")
     name = span.name if span.count == 1 else {"index": "indices"}.get(span.name, f"{span.name}s")

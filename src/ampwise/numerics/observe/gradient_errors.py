@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -18,6 +18,10 @@ MISSING = 0.5
 
 LEAST_SHARE = 1e-3
 """Share of the norm of all gradients below which one is too small to be looked at by itself."""
+
+GRADIENT_DB = 3.0
+"""SQNR of the whole gradient below which a step is wrong: an error of 70 % of its norm. Small and
+ill-conditioned networks (batch norm over a few samples) fall to 8 dB in bfloat16, and train."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,18 +94,31 @@ class GradientErrors:
                 found[name] = error
         return found
 
-    def noisy(self) -> dict[str, float]:
-        """Weight matrices that train on noise: SQNR of their gradients, in dB, where it is below 0.
+    def noisy(self, below_db: float = 0.0) -> dict[str, float]:
+        """Weight matrices that train on noise: SQNR of their gradients, in dB, where it is low.
 
         Beside large gradients the noise of a small one does not show in that of the whole. Vectors
         are left out: see `missing` for the bias before a normalisation.
         """
         least = (LEAST_SHARE * self.norm) ** 2
-        return {
+        matrices = {
             name: decibels(math.sqrt(sums.ideal), math.sqrt(sums.noise))
             for name, sums in self._sums.items()
-            if self._reference[name].dim() >= 2 and sums.ideal > least and sums.noise > sums.ideal
+            if self._reference[name].dim() >= 2 and sums.ideal > least
         }
+        return {name: kept for name, kept in matrices.items() if kept < below_db}
+
+    @property
+    def worst_db(self) -> float:
+        """The least SQNR of a weight matrix, in dB; inf where none is large enough to look at."""
+        return min(self.noisy(math.inf).values(), default=math.inf)
+
+    def relative(self, names: Collection[str]) -> float:
+        """Error of some gradients beside their norm; of all as one vector, of others each alone."""
+        if set(names) >= self._sums.keys():
+            return self.noise / self.norm if self.norm else 0.0
+        sums = [self._sums[each] for each in names]
+        return math.sqrt(sum(each.noise / each.ideal for each in sums if each.ideal))
 
 
 def _sums(actual: Tensor, ideal: Tensor, scale: float) -> _Sums:

@@ -88,6 +88,12 @@ class OperationError:
     func: Any = None
     miscounts: Extent | None = None
 
+    @property
+    def enlarges(self) -> bool:
+        """Whether what a forward operation gives is wrong, and what it was given is right."""
+        known = self.inputs_db >= RIGHT_DB and self.propagated_db < WRONG_DB
+        return known and self.place.phase == "forward"
+
 
 @dataclass(slots=True)
 class Made:

@@ -53,8 +53,16 @@ def operation(func: Any) -> Operation:
     return Operation(name, func, mutates, name in _EMPTY, composite)
 
 
-def written(operation: Operation, args: Any, kwargs: Any, result: Any) -> list[Tensor]:
-    """Results that are no views of the inputs, and inputs that were written."""
+def written(
+    operation: Operation, args: Any, kwargs: Any, result: Any, *, discrete: bool = False
+) -> list[Tensor]:
+    """Results that are no views of the inputs, and inputs that were written.
+
+    Parameters
+    ----------
+    discrete
+        Integers and masks instead of numbers with a point.
+    """
     found: list[Tensor] = []
     if operation.mutates:
         for place, argument in enumerate(operation.func._schema.arguments):
@@ -63,7 +71,12 @@ def written(operation: Operation, args: Any, kwargs: Any, result: Any) -> list[T
                 found += tensors(value)
     own = {memory(each) for each in tensors((args, kwargs))}
     found += [each for each in tensors(result) if memory(each) not in own]
-    return [each for each in found if each.is_floating_point() or each.is_complex()]
+    return [each for each in found if is_discrete(each) is discrete]
+
+
+def is_discrete(tensor: Tensor) -> bool:
+    """Whether a tensor holds integers, indices or a mask."""
+    return not (tensor.is_floating_point() or tensor.is_complex())
 
 
 def arguments_by_name(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:

@@ -3,8 +3,9 @@
 Each operation runs three times: as it is, in float64 on the shadows of its inputs (the *propagated*
 result, as if nothing had been rounded since the batch), and in float64 on the actual inputs (the
 *local* result: what this operation alone rounds away). Shadows are kept by storage (`twins`).
-Integers, masks and random draws follow the actual run, so the two never take different branches. An
-operation that has no float64 form is taken as exact from there on.
+Integers, masks and random draws follow the actual run, so the two never take different branches;
+unless the shadow is told to decide by itself what is compared, sorted or chosen. An operation that
+has no float64 form is taken as exact from there on.
 
 Memory: 8 bytes for every element that the run keeps alive, so 2 to 4 times that of the run.
 """
@@ -32,6 +33,7 @@ from ampwise.numerics.observe.operation_errors import (
     Qualities,
 )
 from ampwise.numerics.observe.operations import (
+    Operation,
     copied,
     is_for_subclass,
     is_hollow,
@@ -49,6 +51,7 @@ from ampwise.step.recorder import Stash
 from ampwise.step.replayable import Replayable, Replayed
 
 _PRUNE_EVERY = 256
+_FLOAT32_BYTES = 4
 
 
 @dataclass(slots=True)
@@ -72,6 +75,9 @@ class ShadowRun:
         What made each tensor among them; None where it comes from outside.
     brought
         The error that each of these brings into the result, where that was asked for.
+    decided
+        Whether everything that was compared, sorted or chosen came out as without rounding; of a
+        run whose errors are measured.
     """
 
     replayed: Replayed
@@ -83,6 +89,7 @@ class ShadowRun:
     actual: tuple[Any, Any] | None = None
     makers: list[Ancestor | None] = field(default_factory=list["Ancestor | None"])
     brought: list[float] = field(default_factory=list[float])
+    decided: bool = True
 
 
 def shadow(
@@ -92,6 +99,8 @@ def shadow(
     errors: bool = True,
     at: tuple[str, Place, int] | None = None,
     shares: bool = False,
+    decides: bool = False,
+    rounds: Callable[[Place], bool] | None = None,
     policy: Policy | None = None,
     scale: float | None = None,
 ) -> ShadowRun:
@@ -106,11 +115,16 @@ def shadow(
         were made of, and stop there.
     shares
         Measure, up to `at`, which argument brings which error (two to six times the work).
+    decides
+        Let the shadow make comparisons, sorts and choices of its own, on its own values.
+    rounds
+        Places at which the shadow rounds what it makes, as the run does there: it shows the harm
+        that is done at these, and nowhere else.
     policy, scale
         As for `Replayable.replay`.
     """
     with placing(step.models) as places:
-        mode = Shadow(places, errors=errors, at=at, shares=shares)
+        mode = Shadow(places, errors=errors, at=at, shares=shares, decides=decides, rounds=rounds)
         for _, tensor, _ in sources(step.models, stash):
             mode.source(tensor)
         replayed = step.replay(stash, around=lambda: mode, policy=policy, scale=scale)
@@ -151,10 +165,13 @@ class Shadow(TorchDispatchMode):
 
     def __init__(
         self, places: Places, *, errors: bool, at: tuple[str, Place, int] | None,
-        shares: bool = False,
+        shares: bool = False, decides: bool = False,
+        rounds: Callable[[Place], bool] | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        self._twins = Twins()
+        self._decides, self._rounds = decides, rounds
+        self._decided = True
+        self._twins = Twins(discrete=decides)
         self.terms = Terms(self._twins)
         self._errors = OperationErrors(self._twins)
         self._qualities = Qualities()
@@ -182,7 +199,8 @@ class Shadow(TorchDispatchMode):
     def seen(self, replayed: Replayed) -> ShadowRun:
         """What it saw of operations."""
         return ShadowRun(replayed, self._errors.found, inputs=self._inputs, actual=self._actual,
-                         makers=self._makers, brought=self._brought)  # fmt: skip
+                         makers=self._makers, brought=self._brought,
+                         decided=self._decided)  # fmt: skip
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -210,6 +228,7 @@ class Shadow(TorchDispatchMode):
             each for each in written(op, args, kwargs, result)
             if each.dtype in FLOATS and not is_hollow(each)
         ]  # fmt: skip
+        self._decide(op, args, kwargs, raised, result)
         rounded = self._errors.follow(floating, results)
         if not results:
             if rounded and op.name == "_to_copy":
@@ -217,12 +236,55 @@ class Shadow(TorchDispatchMode):
             return result
         inputs_db = self._qualities.worst(floating)
         references = self._shadowed(func, raised, result, results)
+        if references is not None and self._rounds is not None and self._rounds(place):
+            self._round(func, given, result, results, references)
         if references is not None and place.phase == "forward":
             self.terms.note(op, args, kwargs, results)
         if self._measure or self._at is not None:
             self._look(Made(index, occurrence, op, place, given[0], given[1], raised, floating,
                             result, results, references, inputs_db))  # fmt: skip
         return result
+
+    def _decide(
+        self, op: Operation, args: Any, kwargs: Any, raised: tuple[Any, Any], result: Any
+    ) -> None:
+        """Let integers and masks be what they are without rounding, or see whether they are."""
+        if not ((self._measure and self._decided) or self._decides) or op.empty:
+            return
+        made = written(op, args, kwargs, result, discrete=True)
+        if not made:
+            return
+        try:
+            wanted = exact(op.func, *raised, result, discrete=True)
+        except UnsupportedError:
+            return
+        for tensor, ideal in zip(made, wanted, strict=False):
+            if ideal.shape != tensor.shape or is_hollow(tensor):
+                continue
+            if self._decides:
+                self._twins.write(tensor, ideal)
+            elif not op.mutates and not torch.equal(tensor, ideal):
+                self._decided = False
+
+    def _round(
+        self, func: Any, given: tuple[Any, Any], result: Any, results: list[Tensor],
+        references: list[Tensor],
+    ) -> None:  # fmt: skip
+        """Give shadows the error that the operation itself makes of what it is given.
+
+        Rounded where it only rounds; what a kernel loses inside, such as a sum in 16 bits, is
+        added.
+        """
+        try:
+            local = exact(func, *given, result)
+        except UnsupportedError:
+            return
+        for tensor, reference, own in zip(results, references, local, strict=False):
+            if tensor.element_size() < _FLOAT32_BYTES and tensor.shape == reference.shape:
+                error = (tensor.detach().double() - own).nan_to_num(0.0, 0.0, 0.0)
+                rounds = tensor == own.to(tensor.dtype)
+                narrow = reference.to(tensor.dtype).double()
+                self._twins.write(tensor, torch.where(rounds, narrow, reference + error))
 
     def _look(self, made: Made) -> None:
         """Measure what was made, and note what it was made of, as far as that is asked for."""

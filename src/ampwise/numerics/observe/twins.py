@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ampwise.numerics.observe.exact import FLOATS
-from ampwise.numerics.observe.operations import is_hollow, memory
+from ampwise.numerics.observe.operations import is_discrete, is_hollow, memory
 
 Key = tuple[int, torch.dtype]
 
@@ -24,14 +24,21 @@ def key_of(tensor: Tensor) -> Key:
 
 
 class Twins:
-    """The shadows of a run."""
+    """The shadows of a run.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    discrete
+        Also of integers and masks, which otherwise are those of the run.
+    """
+
+    def __init__(self, *, discrete: bool = False) -> None:
+        self._discrete = discrete
         self._twins: dict[Key, tuple[Any, Tensor]] = {}
 
     def of(self, tensor: Tensor) -> Tensor | None:
         """The shadow of a tensor; None where there is none."""
-        if tensor.dtype not in FLOATS or tensor.is_sparse or is_hollow(tensor):
+        if not self._has(tensor) or is_hollow(tensor):
             return None
         found = self._twins.get(key_of(tensor))
         if found is None:
@@ -60,10 +67,16 @@ class Twins:
 
     def raised(self, value: Any) -> Any:
         """An argument as it would be without rounding; what is no such tensor stays as it is."""
-        if not isinstance(value, Tensor) or value.dtype not in FLOATS or value.is_sparse:
+        if not isinstance(value, Tensor) or not self._has(value):
             return value
         twin = self.of(value)
-        return value.detach().double() if twin is None else twin.clone()
+        to = torch.float64 if value.dtype in FLOATS else value.dtype
+        return (value.detach() if twin is None else twin).to(to, copy=True)
+
+    def _has(self, tensor: Tensor) -> bool:
+        """Whether tensors of this kind have shadows."""
+        known = tensor.dtype in FLOATS or (self._discrete and is_discrete(tensor))
+        return known and not tensor.is_sparse
 
     def prune(self) -> Container[Key]:
         """Let go of the twins of memory that is gone; the keys of those that are left."""

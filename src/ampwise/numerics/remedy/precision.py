@@ -18,6 +18,7 @@ from ampwise.numerics.remedy.interventions import Scope, on
 from ampwise.places import Place
 from ampwise.policy import PRESETS, RECIPES
 from ampwise.step.replayable import Replayable
+from ampwise_lint.base.words import joined
 
 T = TypeVar("T")
 
@@ -80,6 +81,18 @@ def in_float32(step: Replayable, place: Place, spans: Sequence[Place]) -> list[C
         names = [each.module for each in several]
         found.append(replace(_islands(step, modules, names), otherwise=True))
     return found
+
+
+def lines_in_float32(step: Replayable, places: Sequence[Place]) -> list[Candidate]:
+    """The lines of some places together, for each file that has more than one of them."""
+    files: dict[str, set[int]] = {}
+    for each in places:
+        files.setdefault(each.file, set()).add(each.line)
+    return [
+        _raised(step, f"lines {joined(map(str, sorted(lines)))}", Scope(file, *lines))
+        for file, lines in files.items()
+        if len(lines) > 1
+    ]
 
 
 def _raised(step: Replayable, what: str, scope: Scope, *, otherwise: bool = False) -> Candidate:

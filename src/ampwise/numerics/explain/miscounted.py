@@ -1,0 +1,36 @@
+"""Positions or counters beyond the integers that a format holds."""
+
+from __future__ import annotations
+
+from ampwise import formats
+from ampwise.numerics.explain.lost import Lost, note
+from ampwise.numerics.observe.shadow import ShadowRun
+
+
+def rounded_integers(run: ShadowRun, damage: str) -> list[Lost]:
+    """Positions or counters beyond the integers that the format holds.
+
+    A fault where something becomes wrong by them, such as the cosine of a position or an index. The
+    length that a mean divides by may be rounded as any other number.
+    """
+    harm = bool(damage) or any(each.miscounted for each in run.errors)
+    for each in run.errors:
+        if each.integers and each.place.phase == "forward":
+            fmt = formats.lookup(each.dtype)
+            most = 2 ** (fmt.mantissa_bits + 1)
+            if each.name.startswith("add") and each.exact_amax <= most + 1:
+                text = (
+                    f"Counts stop at {most:,} in {fmt}. On line {each.place.line} {most:,} + 1 is "
+                    f"{most:,} again."
+                )
+            else:
+                text = (
+                    f"Positions or counts of up to {each.exact_amax:,.0f} are kept in {fmt}, which "
+                    f"counts to {most:,} and goes on in steps of "
+                    f"{fmt.ulp(each.exact_amax):g}. Neighbours become one."
+                )
+            if not harm:
+                return [note(f"{text} Here (line {each.place.line}) it does no harm.")]
+            return [Lost("PRECISION_LOSS", text, each.place, each.name, each.dtype,
+                         severe=True, extent=each.miscounts)]  # fmt: skip
+    return []
