@@ -185,12 +185,16 @@ def _facts(found: Diagnosis) -> list[str]:
     if found.extent is not None:
         facts.append(f"Broken: {in_words(found.extent)}.")
     if found.history:
-        facts.append(f"How it came to that: {' -> '.join(map(_passed, found.history))}.")
+        here = "" if found.origin is None else found.origin.file
+        passed = (_passed(each, here) for each in found.history)
+        facts.append(f"How it came to that: {' -> '.join(passed)}.")
     return facts
 
 
-def _passed(each: Passed) -> str:
-    where = f" (line {each.line})" if each.line else ""
+def _passed(each: Passed, here: str) -> str:
+    """An operation that a value came through, with its file where that is not the origin's."""
+    where = f" (line {each.line})" if each.file == here else f" ({place(each.file, each.line)})"
+    where = where if each.line else ""
     exact = " in float64" if each.dtype == "float64" else ""
     return f"{each.op}{where} {figure(each.extreme)}{exact}"
 

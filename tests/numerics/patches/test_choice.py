@@ -16,9 +16,9 @@ BEFORE = b"a\nb\nc\nd\n"
 MOST = enough_db("float16")
 
 
-def held(what, grade, step_db, *next_db, lines=1, own=False):
+def held(what, grade, step_db, *next_db, lines=1, own=False, left=""):
     data = b"x\n" * lines + b"".join(BEFORE.splitlines(keepends=True)[lines:])
-    outcome = Outcome("", own, step_db, 5, next_db=list(next_db))
+    outcome = Outcome("", own, step_db, 5, next_db=list(next_db), left=left)
     return Held(1, Proposal(what, "", data, grade), outcome)
 
 
@@ -45,6 +45,22 @@ FLOAT32 = held("float32", Grade.FLOAT32, 64, 51, 54, 66)
 def test_the_patch_that_is_near_on_all_steps_is_taken_and_then_the_small_one(taken, other):
     for both in ([taken, other], [other, taken]):
         assert best_of(both, MOST, BEFORE) is taken
+
+
+def test_a_patch_that_leaves_something_wrong_is_taken_only_where_all_do():
+    wrong = held("a name", Grade.FLOAT32, 64, 60, left="the loss is 226 and should be 375")
+    right = held("the function", Grade.FUNCTION, 50, 44)
+    assert may_win(right.proposal, wrong, MOST)
+    assert best_of([wrong, right], MOST, BEFORE) is right
+    assert "there the loss is 226 and should be 375" in why(right, [wrong, right], MOST)
+    also = held("the function", Grade.FUNCTION, 50, 44, left=wrong.outcome.left)
+    assert best_of([wrong, also], MOST, BEFORE) is wrong
+
+
+def test_layers_in_float32_are_not_looked_at_where_another_patch_is_near():
+    layers = held("the caller", Grade.LAYERS, 106, 105)
+    assert not may_win(layers.proposal, held("a statement", Grade.STATEMENTS, 66, 37), MOST)
+    assert may_win(layers.proposal, held("a statement", Grade.STATEMENTS, 30, 12), MOST)
 
 
 def test_what_cannot_be_compared_is_taken_as_it_comes():

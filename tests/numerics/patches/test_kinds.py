@@ -186,6 +186,21 @@ def test_names_are_raised_for_all_that_comes_below():
     assert wanted in texts(code, "a b", cause="RANGE_OVERFLOW", op="mul")
 
 
+def test_names_can_be_raised_without_each_other():
+    code = "def f(a, b):\n    dot = (a * b).sum()  # <-\n    return dot / a.norm()\n"
+    both = [each for each in made(code, "a b", cause="RANGE_OVERFLOW", op="mul") if each.parts == 2]
+    fewer = {each.only([1]).data.decode().removeprefix(HEAD) for each in both if each.only}
+    assert code.replace("    dot", "    b = b.float()\n    dot") in fewer
+
+
+@pytest.mark.parametrize(
+    "cast", ["x.to(y.dtype)", "x.half()", "x.type_as(y)", "x.to(torch.float16)"]
+)
+def test_what_is_cast_to_16_bits_is_raised_before_the_cast(cast):
+    code = f"def f(x, y):\n    return torch.exp({cast})  # <-\n"
+    assert code.replace(cast, "x.float()") in texts(code, "y", cause="RANGE_OVERFLOW", op="exp")
+
+
 def test_a_float32_sum_of_16_bit_parts_is_raised_where_these_come_in():
     code = (
         "def loss(model, batch):\n"

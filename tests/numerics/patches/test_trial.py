@@ -83,7 +83,8 @@ def test_a_source_is_judged_by_what_it_does_in_a_fresh_process(trials, gain):
     assert trials.control() == ""
     right = trials.of(1, GAIN.replace("self.project(x) *", "self.project(x).float() *").encode())
     assert right.verified
-    assert right.next_steps == 5
+    assert right.next_steps == 25  # they are quick
+    assert right.left == ""
     assert right.sqnr_db is not None
     assert right.sqnr_db > 40
     assert len(right.next_db) == 5
@@ -101,6 +102,10 @@ def test_a_source_is_judged_by_what_it_does_in_a_fresh_process(trials, gain):
         "        moved = float((weight - Model.first).abs().max())\n"
         "        return 1e5 if moved < 2.5e-3 else float('inf')\n\n    def forward",
     )
+    beside = GAIN.replace("self.project(x) *", "self.project(x).float() *").replace(
+        "        return h", "        torch.full((4,), 3e4).half().sum()\n        return h"
+    )
+    assert trials.of(6, beside.encode()).left.startswith("sum on line 14 overflows")
     ends = trials.of(5, later.encode())
     assert not ends.complaint
     assert (ends.next_steps, ends.next_complaint) == (2, "its loss is not finite")
@@ -206,6 +211,8 @@ def test_a_status_says_what_was_shown_or_why_it_is_a_suggestion():
     stopped = Outcome("", False, 41.2, 2, "its loss is not finite").in_words(3)
     assert stopped.startswith("suggestion: the failing step is mended, but step 6 is not right")
     assert "patched source in float64" in Outcome("", True, 41.2, 5).in_words(3)
+    wrong = Outcome("", False, 41.2, 5, left="the loss is 2 and should be 3").in_words(3)
+    assert wrong.endswith("the next 5 steps train; but the loss is 2 and should be 3")
     ahead = Outcome("", False, 62.0, 5, next_db=[40.0, 56.0, 16.0]).in_words(3)
     assert "62 dB from float64 (on the next 3 steps, 16 dB at worst), and" in ahead
 

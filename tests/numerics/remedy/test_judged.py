@@ -185,7 +185,7 @@ def test_computing_in_float64_is_called_so():
     wide = fix(found, "the function around line")
     assert wide.verified
     assert "in float64" in wide.what
-    assert "not tried: take the difference" in wide.how
+    assert "not tried" not in wide.how
 
 
 # -- what could not be tried -----------------------------------------------------------------------

@@ -23,7 +23,8 @@ _ALIKE_DB = 6.0
 _COARSE_DB = 10.0
 """The same, where the nearer patch has a whole function in float32, or a limit."""
 _SOUND_DB = 20.0
-"""A stable formula that keeps this on all steps is taken, whatever float32 around it would add."""
+"""A stable formula that keeps this on all steps is taken, whatever float32 around it would add; and
+layers in float32 are not looked at where another patch does."""
 _NO_LESS_DB = 1.0
 """What an edit may add, and still be superfluous."""
 
@@ -79,15 +80,18 @@ def enough_db(dtype: str) -> float:
 
 def may_win(each: Proposal, best: Held, most: float) -> bool:
     """Whether a proposal that was not tried could be taken in place of the best so far."""
+    if best.outcome.left:
+        return True
     if not best.measured:
         return False
-    if _is_sound_formula(best):
+    if _is_sound_formula(best) or (each.grade == Grade.LAYERS and best.worst() >= _SOUND_DB):
         return False
     return each.grade < best.proposal.grade or best.worst() < most - _ALIKE_DB
 
 
 def best_of(held: Sequence[Held], most: float, before: bytes) -> Held:
-    """The patch to take."""
+    """The patch to take: one that leaves nothing wrong, if there is one."""
+    held = [each for each in held if not each.outcome.left] or held
     if not all(each.measured for each in held):
         return held[0]
     nearest = max(held, key=lambda each: each.worst(most) + each.mean(most))
@@ -113,7 +117,12 @@ def is_as_good(less: Outcome, best: Held) -> bool:
     """Whether nothing is lost with a part of a patch left out."""
     pairs = zip(Held(0, best.proposal, less).steps_db, best.steps_db, strict=False)
     same_length = len(less.next_db) == len(best.outcome.next_db)
-    return less.verified and same_length and all(a >= b - _NO_LESS_DB for a, b in pairs)
+    return (
+        less.verified
+        and less.left == best.outcome.left
+        and same_length
+        and all(a >= b - _NO_LESS_DB for a, b in pairs)
+    )
 
 
 def why(taken: Held, held: Sequence[Held], most: float) -> str:
@@ -124,6 +133,8 @@ def why(taken: Held, held: Sequence[Held], most: float) -> str:
 
 def _before(taken: Held, other: Held, most: float) -> str:
     name = f"{other.proposal.what} ({in_db(other.worst())} at worst)"
+    if other.outcome.left and not taken.outcome.left:
+        return f"taken before {name}: there {other.outcome.left}"
     if taken.worst(most) > other.worst(most) + _ALIKE_DB:
         return f"taken before {name}: it is nearer"
     if taken.mean(most) > other.mean(most) + _ALIKE_DB:

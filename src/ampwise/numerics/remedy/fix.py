@@ -183,8 +183,8 @@ def _complaint(
     errors = gradient_errors(
         result, wanted, float(stash.scale) if candidate.scale is None else candidate.scale
     )
-    if errors.sqnr_db < _SOUND_DB and (wrong := _wrong_loss(result, wanted)):
-        return wrong
+    if errors.sqnr_db < _SOUND_DB and (wrong := wrong_loss(result, wanted)):
+        return f"finite, but {wrong}"
     if wanted.is_zero(errors.norm):
         return ""
     wrong = list(errors.missing())
@@ -197,12 +197,12 @@ def _complaint(
     return f"finite, but a fault is left: {in_words(noisy)}" if noisy else ""
 
 
-def _wrong_loss(result: Replayed, wanted: Reference) -> str:
+def wrong_loss(result: Replayed, wanted: Reference) -> str:
     """How a loss differs from what it should be; empty where none does."""
     within = wanted.within or [0.0] * len(wanted.losses)
     known = zip(result.losses, wanted.losses, wanted.terms, within, strict=True)
     for index, (loss, ideal, terms, missed) in enumerate(known):
         if abs(float(loss) - ideal) > max(_LOSS_WITHIN * terms, missed):
             which = which_loss(index, len(wanted.losses))
-            return f"finite, but {which} is {float(loss):.4g} and should be {ideal:.4g}"
+            return f"{which} is {float(loss):.4g} and should be {ideal:.4g}"
     return ""

@@ -28,9 +28,10 @@ from ampwise.numerics.remedy.verify import Trials, in_db
 from ampwise.numerics.result import Diagnosis
 from ampwise.step.recorder import finite
 
-_MORE = 3
-"""Patches that are tried after one holds, if they could be better."""
-_MOST_PARTS = 6
+_MORE, _MANY_MORE = 3, 8
+"""Patches that are tried after one holds, if they could be better; and while all that hold leave
+something wrong."""
+_MOST_PARTS = 10
 """Edits of a patch up to which it is tried without each."""
 
 
@@ -100,7 +101,8 @@ def _held(
     held: list[Held] = []
     since: list[Held] = []
     for number, each in enumerate(found, 1):
-        if trials.over or len(since) == _MORE:
+        wrong = all(each.outcome.left for each in held)
+        if trials.over or len(since) == (_MANY_MORE if wrong else _MORE):
             return
         if held and not may_win(each, best(held), most):
             continue

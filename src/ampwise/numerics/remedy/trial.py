@@ -11,6 +11,7 @@ where it was before the failing step, and asked:
    that of the patched source counts.
 2. Does training go on: the step itself and the next ones, with finite losses and parameters, and
    skipped only as long as a loss scale settles?
+3. Is anything left wrong that its gradients do not show: a loss, or a line that still overflows?
 
 What its gradients keep on the next steps, as the source on disk would make them in float64, is
 measured between the two (`ahead`).
@@ -25,17 +26,21 @@ from __future__ import annotations
 import json
 import math
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ampwise.bench.arm import Arm
 from ampwise.errors import kind_and_words
-from ampwise.numerics.observe.reference import reference
+from ampwise.lines import is_users
+from ampwise.numerics.observe.reference import Reference, reference
+from ampwise.numerics.observe.trace import watch
 from ampwise.numerics.remedy import ahead, fix, handover
 from ampwise.numerics.remedy.candidate import AS_IT_IS
 from ampwise.numerics.remedy.fresh import serve
@@ -44,6 +49,7 @@ from ampwise.numerics.remedy.patch_cost import cost_beside_original
 from ampwise.numerics.remedy.verify import (
     CONTROL,
     COST,
+    MOST_STEPS,
     NEXT_STEPS,
     PATCH,
     Outcome,
@@ -123,7 +129,20 @@ def _judged(arm: Arm, stash: Stash, content: Mapping[str, Any]) -> tuple[Outcome
     judged = fix.judged(step, stash, AS_IT_IS, wanted)
     if judged.complaint:
         return Outcome(judged.complaint), judged.scale
-    return Outcome("", own, judged.sqnr_db), judged.scale
+    left = _left(step, replace(stash, scale=torch.full_like(stash.scale, judged.scale)), wanted)
+    return Outcome("", own, judged.sqnr_db, left=left), judged.scale
+
+
+def _left(step: Replay, stash: Stash, wanted: Reference) -> str:
+    """What is wrong in a step whose gradients are right: a loss, or a line that overflows."""
+    trace = watch(step, stash)
+    if wanted.finite and (loss := fix.wrong_loss(trace.replayed, wanted)):
+        return loss
+    for each in trace.roots.values():
+        narrow = any(made.dtype == torch.float16 for made in each.outputs)
+        if narrow and each.has_finite_inputs and is_users(each.place.file):
+            return f"{each.name} on line {each.place.line} overflows, where nothing reads it"
+    return ""
 
 
 def _updated(arm: Arm, stash: Stash, wanted: Mapping[str, Tensor]) -> Outcome:
@@ -143,17 +162,23 @@ def _updated(arm: Arm, stash: Stash, wanted: Mapping[str, Tensor]) -> Outcome:
 
 def _trained(arm: Arm, windows: Iterable[list[Any]]) -> tuple[int, str]:
     """How many steps were made after the failing one, and what was wrong with the next."""
-    made = 0
-    for window in islice(windows, NEXT_STEPS + 1 + _SETTLING):
+    made, skipped, began = 0, 0, time.process_time()
+    for window in windows:
         for batch in window:
             loss = arm.iteration(arm.step, batch)
             if not finite(loss):
                 return max(0, made - 1), "its loss is not finite"
-        made += not arm.step.history[-1].skipped
-        if made == NEXT_STEPS + 1:
-            bad = [n for n, p in arm.model.named_parameters() if not finite(p)]
-            return NEXT_STEPS, f"{bad[0]} is not finite then" if bad else ""
-    return max(0, made - 1), "its gradients are not finite"
+        if arm.step.history[-1].skipped:
+            skipped += 1
+            if skipped > _SETTLING:
+                return max(0, made - 1), "its gradients are not finite"
+            continue
+        made += 1
+        late = time.process_time() - began > ahead.LIMIT_S
+        if made > MOST_STEPS or (made > NEXT_STEPS and late):
+            break
+    bad = [n for n, p in arm.model.named_parameters() if not finite(p)]
+    return made - 1, f"{bad[0]} is not finite then" if bad else ""
 
 
 if __name__ == "__main__":

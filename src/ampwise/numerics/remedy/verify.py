@@ -15,7 +15,8 @@ from ampwise.numerics.remedy.fresh import LATE, Fresh, log_of
 from ampwise_lint.base.words import counted
 
 CONTROL, PATCH, COST = "control", "patch", "cost"
-NEXT_STEPS = 5
+NEXT_STEPS, MOST_STEPS = 5, 25
+"""Steps after the failing one that have to train; and those that are made where they are quick."""
 TIMEOUT_S = 120.0
 """Seconds for one trial; a step that takes longer is not tried."""
 NEARER_DB = 10.0
@@ -47,6 +48,8 @@ class Outcome:
         What the patch costs beside the original; None where that was not measured.
     of_update
         Whether it was the step's update that failed, and is held against float64.
+    left
+        What is still wrong in the failing step, though its gradients are right.
     """
 
     complaint: str
@@ -57,6 +60,7 @@ class Outcome:
     next_db: list[float] = field(default_factory=list[float])
     cost: Cost | None = None
     of_update: bool = False
+    left: str = ""
 
     @property
     def verified(self) -> bool:
@@ -87,9 +91,10 @@ class Outcome:
         if known and self.next_db and not self.own_reference:
             steps = counted(len(self.next_db), "step")
             near += f" (on the next {steps}, {in_db(min(self.next_db))} at worst)"
+        left = f"; but {self.left}" if self.left else ""
         return (
             f"verified: the patched source, in a fresh process, makes step {step} finite{near}, "
-            f"and the next {counted(self.next_steps, 'step')} train"
+            f"and the next {counted(self.next_steps, 'step')} train{left}"
         )
 
 

@@ -27,7 +27,6 @@ import ast
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from functools import partial
 from pathlib import Path
 
 from ampwise.numerics.remedy.patches import (
@@ -56,6 +55,7 @@ class Grade(IntEnum):
     STATEMENTS = 3
     FUNCTION = 4
     LIMIT = 5
+    LAYERS = 6
 
 
 KINDS: tuple[tuple[Kind, Grade], ...] = (
@@ -71,6 +71,8 @@ KINDS: tuple[tuple[Kind, Grade], ...] = (
     (island.function, Grade.FUNCTION),
     (domain.clamps, Grade.LIMIT),
 )
+
+_SEVERAL = 2
 
 FORMULAS: tuple[Kind, ...] = (primitives.edits, domain.edits, domain.clamps)
 """What may also be needed in a function that is in float32 altogether."""
@@ -126,12 +128,13 @@ def around(
     for caller in callers:
         at_call: Kind = lambda _, at=caller: calls.edits(at)  # noqa: E731
         for each in _made(caller.site, at_call, Grade.STATEMENTS):
-            yield _of_files(each.what, each.why, each.grade, site, {caller.site: each.data})
+            yield _in_caller(each, site, caller.site)
     for among_layers in (False, True):
         for caller in (each.site for each in callers if each.among_layers is among_layers):
             what = f"the calling function, line {caller.line}, in float32, outside of autocast"
-            for each in _made(caller, island.function, Grade.FUNCTION):
-                yield _of_files(what, each.why, each.grade, site, {caller: each.data})
+            grade = Grade.LAYERS if among_layers else Grade.FUNCTION
+            for each in _made(caller, island.function, grade):
+                yield _of_files(what, each.why, grade, site, {caller: each.data})
         if not among_layers:
             islands = (islands_in(each, site) for each in chains)
             yield from (each for each in islands if each is not None)
@@ -163,23 +166,34 @@ def _of_files(
     return Proposal(what, why, own, grade, beside=files)
 
 
+def _in_caller(made: Proposal, site: Site, caller: Site) -> Proposal:
+    """What was proposed for a caller, as a proposal for the file of the fault."""
+    found = _of_files(made.what, made.why, made.grade, site, {caller: made.data})
+    only = made.only
+    if only is None:
+        return found
+    return replace(found, parts=made.parts, only=lambda kept: _in_caller(only(kept), site, caller))
+
+
 def _made(site: Site, kind: Kind, grade: Grade) -> Iterator[Proposal]:
     for edit in kind(site):
         try:
-            yield _proposal(site, edit, grade, range(len(edit.changes)))
+            yield _proposal(site, edit, grade)
         except UNREADABLE:
             continue
 
 
-def _proposal(site: Site, edit: Edit, grade: Grade, kept: Collection[int]) -> Proposal:
-    """The file with some of an edit's changes."""
-    changes = {each: edit.changes[each] for n, each in enumerate(edit.changes) if n in kept}
-    data = site.source.edited(changes)
+def _proposal(site: Site, edit: Edit, grade: Grade) -> Proposal:
+    """The file with an edit made."""
+    data = site.source.edited(edit.changes)
     ast.parse(data)
-    if not edit.separable:
+    if edit.parts < _SEVERAL:
         return Proposal(edit.what, edit.why, data, grade)
-    only = partial(_proposal, site, edit, grade)
-    return Proposal(edit.what, edit.why, data, grade, len(edit.changes), only)
+
+    def only(kept: Collection[int]) -> Proposal:
+        return _proposal(site, edit.only(kept), grade)
+
+    return Proposal(edit.what, edit.why, data, grade, edit.parts, only)
 
 
 def _also_float32(site: Site, first: Proposal) -> Iterator[Proposal]:

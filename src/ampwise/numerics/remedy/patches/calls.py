@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import libcst as cst
 
 from ampwise.numerics.remedy.patches.dtypes import ELEMENTWISE, TENSORS, may_be_half
-from ampwise.numerics.remedy.patches.edit import Edit, method
+from ampwise.numerics.remedy.patches.edit import Edit, widened
 from ampwise.numerics.remedy.patches.island import bare, outside_autocast
 from ampwise.numerics.remedy.patches.site import OTHER, Site
 from ampwise.numerics.remedy.patches.source import Change, changed, dotted, walk
@@ -69,14 +69,14 @@ def edits(at: CallSite) -> Iterator[Edit]:
         return
     helpers: list[cst.Call] = []
     changes: dict[cst.CSTNode, Change] = {
-        each: method(each, "float") for each in _begins_with(at, call, helpers)
+        each: widened(each) for each in _begins_with(at, call, helpers)
     }
     if not changes:
         return
     names = [dotted(each.func).rpartition(".")[2] for each in reversed(helpers)]
     given = "is given" if len(dict.fromkeys(names)) == 1 else "are given"
     what = f"what {joined(dict.fromkeys(names))} {given}, in float32"
-    yield Edit(what, _WHY, changes)
+    yield Edit(what, _WHY, changes, separable=True)
     line = site.statement
     runs_layers = any(isinstance(each, cst.Call) for each in changes)
     if isinstance(line, cst.SimpleStatementLine) and not runs_layers:

@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterator
 
 from ampwise import formats
+from ampwise.formats import HALF
 from ampwise.numerics.remedy.patches.edit import Edit
-from ampwise.numerics.remedy.patches.site import HALF, Site
+from ampwise.numerics.remedy.patches.site import Site
 from ampwise.numerics.remedy.patches.template import Guard, Rewrite
 
 _SINGULAR = {

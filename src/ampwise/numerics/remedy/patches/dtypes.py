@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import libcst as cst
 
+from ampwise.formats import HALF
 from ampwise.numerics.remedy.patches.constants import assigned, terms
-from ampwise.numerics.remedy.patches.edit import Edit, enclosed, method, raised
-from ampwise.numerics.remedy.patches.site import HALF, Site
+from ampwise.numerics.remedy.patches.edit import Edit, enclosed, method, raised, widened
+from ampwise.numerics.remedy.patches.site import Site
 from ampwise.numerics.remedy.patches.source import Change, code_of, dotted, walk
 from ampwise.numerics.remedy.patches.terms import Term
 from ampwise_lint.base.words import joined
@@ -131,7 +132,7 @@ def _followed(site: Site) -> Iterator[Edit]:
         if not isinstance(asked, cst.Attribute):
             continue
         changes: dict[cst.CSTNode, Change] = {
-            leaf.node: method(leaf.node, "float") for leaf in _leaves(site, site.term(asked.value))
+            leaf.node: widened(leaf.node) for leaf in _leaves(site, site.term(asked.value))
         }
         if changes and not any(site.source.inside(each, asked) for each in changes):
             what = f"{code_of(asked.value)}, whose format this takes over, in float32"
@@ -152,7 +153,7 @@ def _raised(site: Site) -> Iterator[Edit]:
     changes: dict[cst.CSTNode, Change] = {}
     for term in found:
         for operand in _operands(site, term):
-            changes[operand] = method(operand, "float")
+            changes[operand] = widened(operand)
     if changes:
         yield Edit(f"the operands of {found[0].op} in float32", _FLOAT32, changes, separable=True)
 
@@ -197,7 +198,7 @@ def _formula(site: Site) -> Iterator[Edit]:
     changes: dict[cst.CSTNode, Change] = {}
     for term in found:
         for leaf in _leaves(site, term):
-            changes[leaf.node] = method(leaf.node, "float")
+            changes[leaf.node] = widened(leaf.node)
     nested = [each for each in changes if any(up in changes for up in site.source.up(each))]
     for each in nested:
         del changes[each]
@@ -234,14 +235,17 @@ def _from_here_on(site: Site) -> Iterator[Edit]:
         return
     used = [each for each in walk(line, cst.Name) if site.is_half(each)]
     names = list(dict.fromkeys(each.value for each in used if not site.is_label(each)))
-    if not names:
-        return
-    both = [
-        raised(names).with_changes(leading_lines=line.leading_lines),
-        line.with_changes(leading_lines=()),
-    ]
-    what = f"{joined(names)} in float32 from here on"
-    yield Edit(what, _FLOAT32, {line: cst.FlattenSentinel(both)})
+    below = line.with_changes(leading_lines=())
+
+    def raises(some: Sequence[str]) -> Edit:
+        cast = raised(some).with_changes(leading_lines=line.leading_lines)
+        what = f"{joined(some)} in float32 from here on"
+        return Edit(
+            what, _FLOAT32, {line: cst.FlattenSentinel([cast, below])}, names=some, fewer=raises
+        )
+
+    if names:
+        yield raises(names)
 
 
 # -- a cast that is missing -----------------------------------------------------------------------

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import libcst as cst
 
+from ampwise.formats import HALF
 from ampwise.numerics.remedy.patches.site import Binding, Site
-from ampwise.numerics.remedy.patches.source import Change, changed, walk
+from ampwise.numerics.remedy.patches.source import Change, changed, dotted, walk
 
 _WEAK = (
     cst.BinaryOperation, cst.UnaryOperation, cst.BooleanOperation, cst.Comparison, cst.IfExp,
@@ -35,12 +36,29 @@ class Edit:
         One sentence of what it changes in the numbers.
     separable
         Whether each change can be made without the others.
+    names, fewer
+        Names that a change casts at once, and the same edit for some of them.
     """
 
     what: str
     why: str
     changes: Mapping[cst.CSTNode, Change]
     separable: bool = False
+    names: Sequence[str] = ()
+    fewer: Callable[[Sequence[str]], Edit] | None = None
+
+    @property
+    def parts(self) -> int:
+        """Of how many parts it is that may be made without each other."""
+        return len(self.changes) if self.separable else max(1, len(self.names))
+
+    def only(self, kept: Collection[int]) -> Edit:
+        """The edit with some of its parts."""
+        if self.fewer is not None:
+            return self.fewer([each for n, each in enumerate(self.names) if n in kept])
+        return replace(self, changes={
+            each: to for n, (each, to) in enumerate(self.changes.items()) if n in kept
+        })  # fmt: skip
 
 
 def enclosed(node: cst.BaseExpression) -> cst.BaseExpression:
@@ -60,6 +78,24 @@ def like(original: cst.BaseExpression, made: cst.BaseExpression) -> cst.BaseExpr
 def method(node: cst.BaseExpression, name: str, *args: cst.BaseExpression) -> cst.Call:
     """``node.name(*args)``."""
     return cst.Call(cst.Attribute(enclosed(node), cst.Name(name)), [cst.Arg(each) for each in args])
+
+
+def widened(node: cst.BaseExpression) -> cst.Call:
+    """``node.float()``; of a cast to another format, with the cast left out."""
+    match node:
+        case cst.Call(func=cst.Attribute(value=inner, attr=cst.Name(value=name)), args=args) if (
+            name in ("half", "bfloat16", "type_as")
+            or (name in ("to", "type") and len(args) == 1 and _is_a_format(args[0].value))
+        ):
+            return method(inner, "float")
+        case _:
+            return method(node, "float")
+
+
+def _is_a_format(node: cst.BaseExpression) -> bool:
+    """Whether an expression is called a format: ``x.dtype``, ``dtype``, ``torch.float16``."""
+    name = dotted(node).rpartition(".")[2]
+    return name in (*HALF, "half", "dtype")
 
 
 def replaced(

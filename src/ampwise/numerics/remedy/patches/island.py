@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 
 import libcst as cst
 
+from ampwise.formats import HALF
 from ampwise.numerics.remedy.patches.dtypes import ELEMENTWISE, wide
 from ampwise.numerics.remedy.patches.edit import Edit, method, raised
-from ampwise.numerics.remedy.patches.site import HALF, OTHER, Site
+from ampwise.numerics.remedy.patches.site import OTHER, Site
 from ampwise.numerics.remedy.patches.source import Change, changed, dotted, walk
 from ampwise_lint.base.words import joined
 
@@ -119,12 +120,18 @@ def arguments(site: Site) -> Iterator[Edit]:
     names = [each for each in _arguments(site.function) if _is_half_at(site, each, rest[0])]
     if not names or any(_calls_a_module(each) for each in rest):
         return
-    cast = raised(names).with_changes(leading_lines=getattr(rest[0], "leading_lines", ()))
-    yield Edit(
-        f"{joined(names)} in float32 from the start of the function",
-        "What is computed with float32 is float32, but for products of matrices.",
-        {rest[0]: cst.FlattenSentinel([cast, bare(rest[0])])},
-    )
+
+    def raises(some: Sequence[str]) -> Edit:
+        cast = raised(some).with_changes(leading_lines=getattr(rest[0], "leading_lines", ()))
+        return Edit(
+            f"{joined(some)} in float32 from the start of the function",
+            "What is computed with float32 is float32, but for products of matrices.",
+            {rest[0]: cst.FlattenSentinel([cast, bare(rest[0])])},
+            names=some,
+            fewer=raises,
+        )
+
+    yield raises(names)
 
 
 def function(site: Site) -> Iterator[Edit]:

@@ -12,10 +12,10 @@ from functools import cached_property
 
 import libcst as cst
 
+from ampwise.formats import HALF
 from ampwise.numerics.remedy.patches.source import SourceFile, dotted, walk
 from ampwise.numerics.remedy.patches.terms import Term, read
 
-HALF = ("float16", "bfloat16")
 OTHER = "other"
 """What a name holds that is no tensor."""
 
