@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ampwise.numerics.observe import budget
 from ampwise.numerics.observe.budget import carriers
 from ampwise.numerics.observe.gradient_errors import GradientErrors
 from ampwise.numerics.observe.shadow import ShadowRun, shadow
@@ -108,3 +109,9 @@ def test_the_line_that_spoils_a_decision_is_found():
     run.gradients = wanted.gradients
     found = carriers(step, stash, run, list(run.gradients))
     assert found[0].place.line == line_of(Chosen)
+
+
+def test_it_takes_no_more_than_its_time(monkeypatch):
+    step, stash, run = looked_at(Two())
+    monkeypatch.setattr(budget, "_MOST_S", -1.0)
+    assert carriers(step, stash, run, list(run.gradients)) == []

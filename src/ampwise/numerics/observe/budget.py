@@ -9,8 +9,10 @@ by one.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 from ampwise.numerics.observe.gradient_errors import GradientErrors
 from ampwise.numerics.observe.operation_errors import OperationError
@@ -21,7 +23,8 @@ from ampwise.step.replayable import Replayable
 
 _LEAST = 0.1
 """Share of the error below which a line is not looked for."""
-_MOST_RUNS = 48
+_MOST_RUNS, _MOST_S = 48, 60.0
+"""Shadows that are run, and seconds after which no further one is begun: lines are left out then."""
 
 _Line = tuple[str, int]
 
@@ -64,21 +67,21 @@ def carriers(
         if each.local_db < math.inf and each.place.file:
             at = each.place.file, each.place.line
             lines[at] = min(lines.get(at, each), each, key=_rank)
-    whole = _error(GradientErrors(run.replayed.gradients, run.gradients), names)
-    left = _MOST_RUNS
+    whole = GradientErrors(run.replayed.gradients, run.gradients).relative(names) ** 2
+    runs, began = count(), time.monotonic()
 
     def harm(some: Collection[_Line]) -> float:
-        nonlocal left
-        left -= 1
+        if next(runs) >= _MOST_RUNS or time.monotonic() - began > _MOST_S:
+            return 0.0
         alone = shadow(
             step, stash, errors=False, decides=not run.decided,
             rounds=lambda place: (place.file, place.line) in some,
         )  # fmt: skip
-        share = _error(GradientErrors(alone.gradients, run.gradients), names) / whole
+        share = GradientErrors(alone.gradients, run.gradients).relative(names) ** 2 / whole
         return share if math.isfinite(share) else math.inf  # rounded there, it breaks
 
     def among(some: Sequence[_Line]) -> Iterator[tuple[_Line, float]]:
-        share = harm(set(some)) if left else 0.0
+        share = harm(set(some))
         if share < _LEAST:
             return
         if len(some) == 1:
@@ -95,7 +98,3 @@ def carriers(
 
 def _rank(error: OperationError) -> tuple[bool, float]:
     return error.place.phase != "forward", error.local_db
-
-
-def _error(errors: GradientErrors, names: Collection[str]) -> float:
-    return errors.relative(names) ** 2
