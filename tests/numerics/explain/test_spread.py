@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ampwise.numerics.diagnose import diagnose
+from ampwise.numerics.explain import spread
 from ampwise.tasks import Task
 from tests.numerics.cases import data, line_of
 
@@ -106,4 +107,11 @@ def test_choices_made_on_rounded_numbers_are_a_fault_of_what_rounds_them():
 
 def test_the_same_choice_where_the_numbers_hold_is_none():
     found = diagnose(trained(Centred, quantized, data(256, 8)), "bf16", steps=3)
+    assert (found.status, found.findings) == ("clean", []), found.explanation
+
+
+def test_an_error_that_float32_on_no_line_mends_is_no_fault(monkeypatch):
+    monkeypatch.setattr(spread, "_MENDED_DB", 200.0)
+    monkeypatch.setattr(spread, "_GAINED_DB", 200.0)
+    found = diagnose(trained(Averaged, averaged, data(32, 64, 8)), "bf16-pure", steps=3)
     assert (found.status, found.findings) == ("clean", []), found.explanation

@@ -24,7 +24,7 @@ from ampwise.step.replayable import Replayable
 _LEAST = 0.1
 """Share of the error below which a line is not looked for."""
 _MOST_RUNS, _MOST_S = 48, 60.0
-"""Shadows that are run, and seconds after which no further one is begun: lines are left out then."""
+"""Shadows that are run, and seconds after which none is begun: lines are left out then."""
 
 _Line = tuple[str, int]
 
