@@ -7,9 +7,9 @@ from unittest import mock
 
 import pytest
 
-from ampwise.numerics.remedy import patch
 from ampwise.numerics.remedy.choice import Held, best_of, enough_db, may_win, why
 from ampwise.numerics.remedy.patches import Grade, Proposal
+from ampwise.numerics.remedy.search import Search
 from ampwise.numerics.remedy.verify import Outcome
 
 BEFORE = b"a\nb\nc\nd\n"
@@ -85,10 +85,12 @@ def test_the_reason_is_said_with_its_figures():
     assert said.endswith("(66 dB at worst): about as near, and float32 is only where it is needed")
 
 
-class Trials:
+class Tries:
     """Outcomes by the parts that a patch has left."""
 
     over = False
+    in_words = staticmethod(lambda outcome: outcome.in_words(1))
+    cost_of = staticmethod(lambda number: None)
 
     def __init__(self, outcomes):
         self.outcomes = outcomes
@@ -97,6 +99,10 @@ class Trials:
     def of(self, number, data, beside):
         self.tried.append((number, data))
         return self.outcomes[data]
+
+
+SITE = mock.Mock(compute_dtype="float16")
+SITE.source.data = BEFORE
 
 
 def parted(kept):
@@ -109,10 +115,22 @@ def test_an_edit_that_nothing_is_lost_without_is_left_out():
         Outcome("", False, 60.0, 5, next_db=[55.0]),
         Outcome("", False, 60.0, 5, next_db=[50.0]),
     )
-    trials = Trials({b"0,1": good, b"0": worse, b"1": Outcome("still not finite")})
-    whole = Held(4, parted([0, 1, 2]), good)
-    left = patch._least(whole, trials, 9, mock.Mock())
-    assert left.proposal.data == b"0,1"
-    assert [data for _, data in trials.tried] == [b"0,1", b"0", b"1"]
-    assert left.number in {number for number, _ in trials.tried}
-    assert len({4, *(number for number, _ in trials.tried)}) == 4
+    whole = parted([0, 1, 2])
+    tries = Tries({whole.data: good, b"0,1": good, b"0": worse, b"1": Outcome("not finite")})
+    search = Search(SITE, [whole], tries, mock.Mock())
+    search.run()
+    assert search.tried[-1].verified
+    assert search.tried[-1].proposal.data == b"0,1"
+    assert [data for _, data in tries.tried] == [whole.data, b"0,1", b"0", b"1"]
+    assert len({number for number, _ in tries.tried}) == 4
+
+
+def test_what_held_is_told_if_the_time_is_over():
+    """Of a script that waits: `progress` ends the search."""
+    progress = mock.Mock()
+    progress.stage.side_effect = [None, TimeoutError]
+    tries = Tries({EPS.proposal.data: EPS.outcome})
+    search = Search(SITE, [EPS.proposal, FLOAT32.proposal], tries, progress)
+    with pytest.raises(TimeoutError):
+        search.run()
+    assert [each.verified for each in search.tried] == [True]

@@ -75,7 +75,7 @@ def trials(gain, tmp_path):
     wanted = reference(Replay(arm.step), stash)
     handover.save(folder / "step.pt", Failing(source, arm, settings, stash), wanted)
     with fresh(folder, settings.device) as processes:
-        yield Trials(folder, gain, processes)
+        yield Trials(folder, gain, processes, stash.step)
 
 
 @pytest.mark.slow

@@ -67,7 +67,7 @@ def test_one_that_takes_too_long_is_ended_and_the_next_begins(processes, tmp_pat
 def test_how_a_process_ended_is_said(processes, tmp_path):
     write(tmp_path, "import os, sys\nprint('out of luck', file=sys.stderr, flush=True)\n"
                     "os.kill(os.getpid(), 9)\n")  # fmt: skip
-    trials = Trials(tmp_path, tmp_path / "task_of_mine.py", processes)
+    trials = Trials(tmp_path, tmp_path / "task_of_mine.py", processes, 1)
     assert trials.control() == "no outcome: the process ended with -9: out of luck"
 
 
@@ -90,5 +90,5 @@ def test_a_process_that_could_not_import_is_an_outcome(tmp_path):
     with Forked(tmp_path) as processes:
         os.killpg(processes._parent.pid, signal.SIGKILL)
         time.sleep(0.1)
-        trials = Trials(tmp_path, tmp_path / "task.py", processes)
+        trials = Trials(tmp_path, tmp_path / "task.py", processes, 1)
         assert trials.control().startswith("no outcome: the process ended with -9")

@@ -8,19 +8,20 @@ replay does not run (a loss that is made again from its operations) can only be 
 from __future__ import annotations
 
 import gc
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import CodeType, FunctionType
 
-from ampwise.numerics.observe.reference import Reference, reference
+from ampwise.numerics.observe.reference import reference
 from ampwise.numerics.progress import Progress
 from ampwise.numerics.remedy import fix
 from ampwise.numerics.remedy.candidate import Candidate
-from ampwise.numerics.remedy.costs import Run, cost_of
+from ampwise.numerics.remedy.costs import Cost, Run, cost_of
 from ampwise.numerics.remedy.own_source import OwnSource, Tried, add_to, own_source
-from ampwise.numerics.remedy.patches import Proposal
+from ampwise.numerics.remedy.search import Search
+from ampwise.numerics.remedy.verify import Outcome
 from ampwise.numerics.result import Diagnosis
 from ampwise.step.compiled import is_compiled
 from ampwise.step.recorder import Stash
@@ -38,32 +39,18 @@ def add_patches(
         Folders whose code is the user's own.
     """
     source = own_source(found, step, stash, roots)
-    if source is None:
+    if source is None or not (made := source.proposals):
         return
-    tried: list[Tried] = []
-    try:
-        tried.extend(_tried(found, source, step, stash, progress))
-    finally:  # `progress` may end it
-        add_to(found, source, tried)
-
-
-def _tried(
-    found: Diagnosis, source: OwnSource, step: Replayable, stash: Stash, progress: Progress
-) -> Iterator[Tried]:
-    """Each proposal with its status, up to the first that is verified."""
+    if why := _cannot(source, step):
+        add_to(found, source, [Tried(made[0], f"suggestion: not run: {why}")])
+        return
     assert found.origin is not None
-    made = source.proposals
-    if made and (why := _cannot(source, step)):
-        yield Tried(made[0], f"suggestion: not run: {why}")
-        return
-    wanted = reference(step, stash)
-    for number, each in enumerate(made, 1):
-        progress.stage(f"patch {number} of at most {len(made)}: {each.what}")
-        patched = Patched.of(found.origin.file, source.site.source.data, each.data)
-        tried = _judged(each, patched, step, stash, wanted)
-        yield tried
-        if tried.verified:
-            return
+    tries = _InPlace(found.origin.file, source.site.source.data, step, stash)
+    search = Search(source.site, made, tries, progress)
+    try:
+        search.run()
+    finally:  # `progress` may end it
+        add_to(found, source, search.tried)
 
 
 def _cannot(source: OwnSource, step: Replayable) -> str:
@@ -76,30 +63,54 @@ def _cannot(source: OwnSource, step: Replayable) -> str:
     return ""
 
 
-def _judged(
-    proposal: Proposal, patched: Patched, step: Replayable, stash: Stash, wanted: Reference
-) -> Tried:
-    """A patch held against the step; where float64 fails, too, against its own float64."""
-    if not patched.functions:
-        return Tried(proposal, "suggestion: not run: the function that it changes was not found")
-    candidate, whose = Candidate(proposal.what, "", patched.in_place), "float64"
-    if not wanted.finite:
-        whose = "the patched source in float64"
-        with patched.in_place():
-            wanted = reference(step, stash)
-    judged = fix.judged(step, stash, candidate, wanted)
-    if judged.complaint:
-        return Tried(proposal, f"suggestion: tried in place of the function: {judged.complaint}")
-    sqnr_db = judged.sqnr_db
-    known = sqnr_db is not None and sqnr_db > 0  # not of a gradient that is 0
-    near = f", its gradients {sqnr_db:.0f} dB from {whose}" if known else ""
-    original = Run(step, stash)
-    return Tried(
-        proposal,
-        f"verified: step {stash.step}, run again with the patched function in its place, is finite"
-        f"{near}; the script goes on without it",
-        cost_of(original, replace(original, candidate=candidate)),
-    )
+class _InPlace:
+    """Tries patches by replays of the step, with the functions that they change in place.
+
+    Where float64 fails, too, a patch is held against its own float64.
+
+    Parameters
+    ----------
+    file
+        As functions say where they are from.
+    before
+        Its text.
+    """
+
+    over = False  # `progress` ends it
+
+    def __init__(self, file: str, before: bytes, step: Replayable, stash: Stash) -> None:
+        self._file, self._before = file, before
+        self._step, self._stash = step, stash
+        self._wanted = reference(step, stash)
+        self._candidates: dict[int, Candidate] = {}
+
+    def of(self, number: int, data: bytes, beside: Mapping[Path, bytes]) -> Outcome:
+        """Run the step again with a patch."""
+        assert not beside  # none of `OwnSource.proposals` has another file
+        patched = Patched.of(self._file, self._before, data)
+        if not patched.functions:
+            return Outcome("the function that it changes was not found")
+        candidate = self._candidates[number] = Candidate("", "", patched.in_place)
+        wanted, own = self._wanted, not self._wanted.finite
+        if own:
+            with patched.in_place():
+                wanted = reference(self._step, self._stash)
+        judged = fix.judged(self._step, self._stash, candidate, wanted)
+        return Outcome(judged.complaint, own, judged.sqnr_db)
+
+    def in_words(self, outcome: Outcome) -> str:
+        """An outcome, as a status of a patch."""
+        if outcome.complaint:
+            return f"suggestion: tried in place of the function: {outcome.complaint}"
+        return (
+            f"verified: step {self._stash.step}, run again with the patched function in its "
+            f"place, is finite{outcome.near}; the script goes on without it"
+        )
+
+    def cost_of(self, number: int) -> Cost | None:
+        """What a patch costs beside the step as it is."""
+        original = Run(self._step, self._stash)
+        return cost_of(original, replace(original, candidate=self._candidates[number]))
 
 
 @dataclass(frozen=True)

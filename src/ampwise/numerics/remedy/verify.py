@@ -85,17 +85,23 @@ class Outcome:
                 f"verified: the patched source, in a fresh process, makes the update of step "
                 f"{step} as float64 does, and the next {counted(self.next_steps, 'step')} train"
             )
-        whose = "the patched source in float64" if self.own_reference else "float64"
-        known = self.sqnr_db is not None and self.sqnr_db > 0  # not of a gradient that is 0
-        near = f", its gradients {self.sqnr_db:.0f} dB from {whose}" if known else ""
-        if known and self.next_db and not self.own_reference:
-            steps = counted(len(self.next_db), "step")
-            near += f" (on the next {steps}, {in_db(min(self.next_db))} at worst)"
         left = f"; but {self.left}" if self.left else ""
         return (
-            f"verified: the patched source, in a fresh process, makes step {step} finite{near}, "
-            f"and the next {counted(self.next_steps, 'step')} train{left}"
+            f"verified: the patched source, in a fresh process, makes step {step} finite"
+            f"{self.near}, and the next {counted(self.next_steps, 'step')} train{left}"
         )
+
+    @property
+    def near(self) -> str:
+        """How near to its reference it is, as part of a sentence; empty where that is not known."""
+        if self.sqnr_db is None or self.sqnr_db <= 0:  # a gradient that is 0
+            return ""
+        whose = "the patched source in float64" if self.own_reference else "float64"
+        near = f", its gradients {self.sqnr_db:.0f} dB from {whose}"
+        if self.next_db and not self.own_reference:
+            steps = counted(len(self.next_db), "step")
+            near += f" (on the next {steps}, {in_db(min(self.next_db))} at worst)"
+        return near
 
 
 def in_db(value: float) -> str:
@@ -125,13 +131,17 @@ class Trials:
     ----------
     processes
         What runs them.
+    step
+        Number of the step.
     silent
         Whether the step is within the limits of `fix` as it is, and only less exact than it could
         be: then a patch has to bring it clearly nearer to float64.
     """
 
-    def __init__(self, folder: Path, file: Path, processes: Fresh, *, silent: bool = False) -> None:
-        self._folder, self._processes, self._silent = folder, processes, silent
+    def __init__(
+        self, folder: Path, file: Path, processes: Fresh, step: int, *, silent: bool = False
+    ) -> None:
+        self._folder, self._processes, self._silent, self._step = folder, processes, silent, step
         self._least_db: float | None = None
         self._began = time.monotonic()
         self._file = file
@@ -162,6 +172,10 @@ class Trials:
             now = f"{outcome.sqnr_db:.0f} dB, {self._least_db - NEARER_DB:.0f} dB without it"
             return replace(outcome, complaint=f"its gradients are not nearer to float64 ({now})")
         return outcome
+
+    def in_words(self, outcome: Outcome) -> str:
+        """An outcome, as a status of a patch."""
+        return outcome.in_words(self._step)
 
     def cost_of(self, number: int) -> Cost | None:
         """What a patch costs that was tried; None where that was not measured."""

@@ -1,0 +1,119 @@
+"""Patches tried in order: until one holds, some that could be better, then without idle edits.
+
+Where they are tried is not known here: in fresh processes (`verify`), or in the script that waits
+(`live`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from ampwise.numerics.progress import Progress
+from ampwise.numerics.remedy.choice import Held, best_of, enough_db, is_as_good, may_win, why
+from ampwise.numerics.remedy.costs import Cost
+from ampwise.numerics.remedy.own_source import Tried
+from ampwise.numerics.remedy.patches import Proposal
+from ampwise.numerics.remedy.patches.site import Site
+from ampwise.numerics.remedy.verify import Outcome, in_db
+
+_MORE, _MANY_MORE = 3, 8
+"""Patches that are tried after one holds, if they could be better; and while all that hold leave
+something wrong."""
+_MOST_PARTS = 10
+"""Edits of a patch up to which it is tried without each."""
+
+
+class Tries(Protocol):
+    """What patches of a file are tried with."""
+
+    @property
+    def over(self) -> bool:
+        """Whether no further one is to be tried."""
+        ...
+
+    def of(self, number: int, data: bytes, beside: Mapping[Path, bytes]) -> Outcome:
+        """What becomes of the step with another text of the file, and of others beside it."""
+        ...
+
+    def cost_of(self, number: int) -> Cost | None:
+        """What a patch costs that was tried; None where that was not measured."""
+        ...
+
+    def in_words(self, outcome: Outcome) -> str:
+        """An outcome, as a status of a patch."""
+        ...
+
+
+class Search:
+    """Tries proposals for a site, and knows at any time what came of them."""
+
+    def __init__(
+        self, site: Site, found: Sequence[Proposal], tries: Tries, progress: Progress
+    ) -> None:
+        self._found, self._tries, self._progress = found, tries, progress
+        self._before, self._most = site.source.data, enough_db(site.compute_dtype)
+        self._failed: list[Held] = []
+        self._held: list[Held] = []
+        self._least: Held | None = None
+        self._cost: Cost | None = None
+
+    def run(self) -> None:
+        """Try them."""
+        self._try()
+        if self._held:
+            self._least = self._without_idle(self._best)
+            self._cost = self._tries.cost_of(self._least.number)
+
+    @property
+    def tried(self) -> list[Tried]:
+        """Each with its status; last the one that is taken, if one holds."""
+        words = self._tries.in_words
+        tried = [Tried(each.proposal, words(each.outcome)) for each in self._failed]
+        if not self._held:
+            return tried
+        best = self._best
+        kept = f"where the one taken keeps {in_db(best.worst())}"
+        tried += [
+            Tried(each.proposal, f"suggestion: holds, too: {in_db(each.worst())} at worst, {kept}")
+            for each in self._held
+            if each is not best
+        ]
+        least, reason = self._least or best, why(best, self._held, self._most)
+        status = words(least.outcome) + (f"; {reason}" if reason else "")
+        return [*tried, Tried(least.proposal, status, self._cost)]
+
+    @property
+    def _best(self) -> Held:
+        return best_of(self._held, self._most, self._before)
+
+    def _try(self) -> None:
+        """Until one holds, then a few that could be better."""
+        more = 0
+        for number, each in enumerate(self._found, 1):
+            wrong = all(other.outcome.left for other in self._held)
+            if self._tries.over or more == (_MANY_MORE if wrong else _MORE):
+                return
+            if self._held and not may_win(each, self._best, self._most):
+                continue
+            more += bool(self._held)
+            self._progress.stage(f"patch {number} of at most {len(self._found)}: {each.what}")
+            tried = Held(number, each, self._tries.of(number, each.data, each.beside))
+            (self._held if tried.outcome.verified else self._failed).append(tried)
+
+    def _without_idle(self, best: Held) -> Held:
+        """A patch without the edits that nothing is lost without."""
+        only, kept = best.proposal.only, list(range(best.proposal.parts))
+        if only is None or not best.measured or len(kept) > _MOST_PARTS:
+            return best
+        for part in reversed(range(best.proposal.parts)):
+            if len(kept) == 1 or self._tries.over:
+                break
+            fewer = [each for each in kept if each != part]
+            self._progress.stage(f"the patch without one of its edits: {best.proposal.what}")
+            less, number = only(fewer), len(self._found) + 1 + part
+            outcome = self._tries.of(number, less.data, less.beside)
+            if is_as_good(outcome, best):
+                best, kept = Held(number, less, outcome), fewer
+        return best
