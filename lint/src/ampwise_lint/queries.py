@@ -91,6 +91,18 @@ def uses_half(code: Analysis) -> bool:
     return uses_amp(code) or code.any(CastDown)
 
 
+UNSEEN = " (if the float16 training that imports this network runs it)"
+
+
+def with_networks(code: Analysis) -> Iterator[tuple[Trace, str]]:
+    """All paths, and those through networks that nothing in sight runs, with what is said of them.
+
+    For mistakes that are some wherever float16 gets, as numbers that it does not hold.
+    """
+    yield from ((each, "") for each in code.traces)
+    yield from ((each, UNSEEN) for each in code.networks)
+
+
 @dataclass(slots=True)
 class Steps:
     """Where the steps of a file are made."""
