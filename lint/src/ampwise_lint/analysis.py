@@ -12,6 +12,8 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from typing import TypeVar, cast
 
 from ampwise_lint.drivers import derived, drivers, may_derive, setups
@@ -21,9 +23,9 @@ from ampwise_lint.interpreter.imports import run_module
 from ampwise_lint.path.oracle import Oracle, explore
 from ampwise_lint.path.state import Budget, BudgetError, Frame, State
 from ampwise_lint.prefilter import Prefilter
-from ampwise_lint.source.project import Module
+from ampwise_lint.source.project import Module, Project
 from ampwise_lint.source.roles import dotted
-from ampwise_lint.source.text import UnreadableError
+from ampwise_lint.source.text import UnreadableError, read_text
 from ampwise_lint.triggers import STEP
 from ampwise_lint.values.abstract import (
     Class,
@@ -79,8 +81,8 @@ class Analysis:
     module: Module
     traces: list[Trace] = field(default_factory=list[Trace])
     networks: list[Trace] = field(default_factory=list[Trace])
-    """Networks that the file imports and nothing in sight runs, each by itself in the float16 region
-    of the file's training. They hold numbers that float16 does not; which one is trained is open.
+    """Networks that the file imports and nothing in sight runs, each by itself in the float16
+    region of the file's training: those that hold numbers which float16 does not.
     """
     cut_short: bool = False
     """The file was too large to be walked to its end."""
@@ -267,24 +269,22 @@ def _run_networks(analysis: Analysis, prefilter: Prefilter, walked: set[int]) ->
         return
     budget = Budget(NETWORK_NODES)
     for path in sorted(prefilter.reached(module.path, module.source.text, module.used)):
-        try:
-            other = module.project.module(path)
-        except UnreadableError:
-            continue
         imported: dict[int, Scope] = {}
-        for root in _networks(other, region):
-            if id(root.node) in walked:
-                continue
+        for other, root in _networks(module.project, path, region):
+            walk = partial(_run, other, root, budget, imported)
+            if id(root.node) not in walked:
+                try:
+                    analysis.networks += explore(walk, NETWORK_PATHS)
+                except BudgetError:
+                    return
 
-            def walk(oracle: Oracle, other: Module = other, root: _Root = root) -> Trace:
-                state = State(other, oracle, budget, imported, HANDLERS)
-                _start(state, other, root)
-                return Trace(state.trace, root.name, oracle.decided)
 
-            try:
-                analysis.networks += explore(walk, NETWORK_PATHS)
-            except BudgetError:
-                return
+def _run(
+    module: Module, root: _Root, budget: Budget, imported: dict[int, Scope], oracle: Oracle
+) -> Trace:
+    state = State(module, oracle, budget, imported, HANDLERS)
+    _start(state, module, root)
+    return Trace(state.trace, root.name, oracle.decided)
 
 
 def _float16_region(analysis: Analysis) -> Region | None:
@@ -303,16 +303,20 @@ FLOAT16 = 2.0**-25, 65504.0
 """What is nearer to 0 is 0 in float16, what is beyond is inf."""
 
 
-def _networks(module: Module, region: Region) -> Iterator[_Root]:
+def _networks(project: Project, path: Path, region: Region) -> Iterator[tuple[Module, _Root]]:
     """Networks of a file in which a number stands that float16 does not hold."""
-    if not EXTREME.search(module.source.text):
+    try:
+        if not EXTREME.search(read_text(path).text):
+            return
+        module = project.module(path)
+    except UnreadableError:  # said when that file is checked itself
         return
     for class_ in module.tree.body:
-        if not isinstance(class_, ast.ClassDef):
-            continue
-        forward = [e for e in class_.body if isinstance(e, ast.FunctionDef) and e.name == "forward"]
-        if forward and any(map(_is_extreme, ast.walk(class_))):
-            yield _Root(forward[-1], (class_.name, "forward"), is_core=True, region=region)
+        if isinstance(class_, ast.ClassDef) and any(map(_is_extreme, ast.walk(class_))):
+            for each in class_.body:
+                if isinstance(each, ast.FunctionDef) and each.name == "forward":
+                    names = (class_.name, "forward")
+                    yield module, _Root(each, names, is_core=True, region=region)
 
 
 def _is_extreme(node: ast.AST) -> bool:
