@@ -534,6 +534,12 @@ def site_in(event: Event, module: Module) -> Site:
     return Site(event.node, event.module, context.functions)
 
 
+def file_of(node: ast.AST, event: Event, code: Analysis) -> Module | None:
+    """The file a node stands in: that of an event, or one on the way to it."""
+    ways = [event.module, *(each.module for each in event.context.sites), code.module]
+    return next((each for each in ways if each.holds(node)), None)
+
+
 def edit(what: Change, node: Node, text: str = "") -> Edit:
     """A change at a node."""
     return Edit(what, *span(node), text, node)

@@ -29,6 +29,7 @@ import ast
 from collections.abc import Iterator
 
 from ampwise_lint.analysis import Analysis
+from ampwise_lint.queries import file_of
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.nodes import Node
 from ampwise_lint.source.places import assignments, scope_of
@@ -47,7 +48,8 @@ def check(code: Analysis) -> Iterator[Mistake]:
     for save in code.of(Save):
         made = save.mapping.node if save.mapping is not None else None
         half = _resumable_half(made) if isinstance(made, ast.Dict) else None
-        place = None if half is None else (half, save.module)
+        home = file_of(half, save, code) if half is not None else None
+        place = (half, home) if half is not None and home is not None else None
         if place is None and save.mapping is not None:
             place = _half_state(save.mapping)
         if place is not None:
