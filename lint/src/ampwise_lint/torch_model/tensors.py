@@ -149,7 +149,6 @@ def arithmetic(state: State, node: Node, name: str, left: Value, right: Value) -
             result.divided = result.divided or not isinstance(other, Tensor) or other.host
             result.divisor = _divisor(node, other)
             if name == "mul":  # no division by what another loss may be divided by
-                result.factor = result.divisor
                 result.divisor = Unknown(f"1 / {key_of(result.divisor)}")
         elif isinstance(other, Const):
             result.factor = other
