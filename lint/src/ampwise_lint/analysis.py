@@ -7,8 +7,13 @@ with arguments nobody knows: those that no other function of the file calls go f
 from __future__ import annotations
 
 import ast
+import math
+import re
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from typing import TypeVar, cast
 
 from ampwise_lint.drivers import derived, drivers, may_derive, setups
@@ -18,14 +23,16 @@ from ampwise_lint.interpreter.imports import run_module
 from ampwise_lint.path.oracle import Oracle, explore
 from ampwise_lint.path.state import Budget, BudgetError, Frame, State
 from ampwise_lint.prefilter import Prefilter
-from ampwise_lint.source.project import Module
+from ampwise_lint.source.project import Module, Project
 from ampwise_lint.source.roles import dotted
+from ampwise_lint.source.text import UnreadableError, read_text
 from ampwise_lint.triggers import STEP
 from ampwise_lint.values.abstract import (
     Class,
     Const,
     Function,
     Instance,
+    Region,
     Scaler,
     Scope,
     Unknown,
@@ -73,6 +80,10 @@ class Analysis:
 
     module: Module
     traces: list[Trace] = field(default_factory=list[Trace])
+    networks: list[Trace] = field(default_factory=list[Trace])
+    """Networks that the file imports and nothing in sight runs, each by itself in the float16
+    region of the file's training: those that hold numbers which float16 does not.
+    """
     cut_short: bool = False
     """The file was too large to be walked to its end."""
 
@@ -112,6 +123,7 @@ def analyse(module: Module, prefilter: Prefilter) -> Analysis:
                 _explore(analysis, budget, walked, imported, root, FUNCTION_PATHS)
         for root in _steps_in_parts(analysis):
             _explore(analysis, budget, walked, imported, root, FUNCTION_PATHS)
+        _run_networks(analysis, prefilter, walked)
     except BudgetError:
         analysis.cut_short = True
     return analysis
@@ -138,6 +150,8 @@ class _Root:
     """A method of the same object that goes on with the step."""
     class_: ast.ClassDef | None = None
     """The class that inherits it."""
+    region: Region | None = None
+    """The autocast region it is run in."""
 
     @property
     def name(self) -> str:
@@ -210,7 +224,8 @@ def _start(state: State, module: Module, root: _Root) -> None:
         decorators = {dotted(each) for each in root.node.decorator_list}
         if owner is not None and "staticmethod" not in decorators:
             bound.owner = Unknown("cls", "given") if "classmethod" in decorators else owner
-        state.call(bound, Arguments(open=True), root.class_ or root.node)
+        with state.in_region(root.region) if root.region is not None else nullcontext():
+            state.call(bound, Arguments(open=True), root.class_ or root.node)
         if root.then and owner is not None:
             state.call(_method(owner, root.then), Arguments(open=True), root.node)
 
@@ -239,6 +254,74 @@ def _method(owner: Instance, name: str) -> Function:
     function, class_ = found
     assert isinstance(function, Function)
     return Function(function.node, function.module, function.scope, owner, class_)
+
+
+NETWORK_NODES = 60_000
+"""Nodes walked for networks that nothing in sight runs, all of a file's together."""
+NETWORK_PATHS = 12
+
+
+def _run_networks(analysis: Analysis, prefilter: Prefilter, walked: set[int]) -> None:
+    """Walk networks that the training may run by way of a registry, a name or a callable."""
+    module = analysis.module
+    region = _float16_region(analysis)
+    if region is None:
+        return
+    budget = Budget(NETWORK_NODES)
+    for path in sorted(prefilter.reached(module.path, module.source.text, module.used)):
+        imported: dict[int, Scope] = {}
+        for other, root in _networks(module.project, path, region):
+            walk = partial(_run, other, root, budget, imported)
+            if id(root.node) not in walked:
+                try:
+                    analysis.networks += explore(walk, NETWORK_PATHS)
+                except BudgetError:
+                    return
+
+
+def _run(
+    module: Module, root: _Root, budget: Budget, imported: dict[int, Scope], oracle: Oracle
+) -> Trace:
+    state = State(module, oracle, budget, imported, HANDLERS)
+    _start(state, module, root)
+    return Trace(state.trace, root.name, oracle.decided)
+
+
+def _float16_region(analysis: Analysis) -> Region | None:
+    """The region in which the file trains in float16 by a scaler, if it does."""
+    for trace in analysis.traces:
+        if any(isinstance(each.scaled, Scaler) for each in trace.of(Backward)):
+            for each in trace.of(Enter):
+                region = each.region
+                if region.enabled and region.dtype == "float16" and not each.context.no_grad:
+                    return region
+    return None
+
+
+EXTREME = re.compile(r"\b\d[\d.]*[eE][+-]?\d")
+FLOAT16 = 2.0**-25, 65504.0
+"""What is nearer to 0 is 0 in float16, what is beyond is inf."""
+
+
+def _networks(project: Project, path: Path, region: Region) -> Iterator[tuple[Module, _Root]]:
+    """Networks of a file in which a number stands that float16 does not hold."""
+    try:
+        if not EXTREME.search(read_text(path).text):
+            return
+        module = project.module(path)
+    except UnreadableError:  # said when that file is checked itself
+        return
+    for class_ in module.tree.body:
+        if isinstance(class_, ast.ClassDef) and any(map(_is_extreme, ast.walk(class_))):
+            for each in class_.body:
+                if isinstance(each, ast.FunctionDef) and each.name == "forward":
+                    names = (class_.name, "forward")
+                    yield module, _Root(each, names, is_core=True, region=region)
+
+
+def _is_extreme(node: ast.AST) -> bool:
+    number = node.value if isinstance(node, ast.Constant) else None
+    return isinstance(number, float) and (0 < number < FLOAT16[0] or FLOAT16[1] < number < math.inf)
 
 
 def _steps_in_parts(analysis: Analysis) -> list[_Root]:

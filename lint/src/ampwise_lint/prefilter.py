@@ -28,7 +28,8 @@ class Prefilter:
         if any(each.is_in(text) for each in self._anywhere):
             return True
         if STEP.is_in(text):
-            return self._is_mixed(text) or any(e.mixed for e in self._reached(path, text, read))
+            reached = self.reached(path, text, read)
+            return self._is_mixed(text) or any(self._of(each).mixed for each in reached)
         return self.runs_loop(path, text, read)
 
     def runs_loop(self, path: Path, text: str, read: set[Path]) -> bool:
@@ -49,16 +50,16 @@ class Prefilter:
     def _is_mixed(self, text: str) -> bool:
         return any(each.is_in(text) for each in self._in_step)
 
-    def _reached(self, path: Path, text: str, read: set[Path]) -> Iterator[Outline]:
-        """All files that a file imports, and those that they import."""
-        waiting = list(self._of(path, text).imports)
+    def reached(self, path: Path, text: str, read: set[Path]) -> Iterator[Path]:
+        """All files that a file imports, and those that they import; `read` is given them."""
+        waiting, known = list(self._of(path, text).imports), {path}
         while waiting:
             each = waiting.pop()
-            if each not in read:
+            if each not in known:
+                known.add(each)
                 read.add(each)
-                found = self._of(each)
-                yield found
-                waiting += found.imports
+                yield each
+                waiting += self._of(each).imports
 
     def _of(self, path: Path, text: str | None = None) -> Outline:
         seen = self._project.outlines

@@ -91,6 +91,18 @@ def uses_half(code: Analysis) -> bool:
     return uses_amp(code) or code.any(CastDown)
 
 
+UNSEEN = " (if the float16 training that imports this network runs it)"
+
+
+def with_networks(code: Analysis) -> Iterator[tuple[Trace, str]]:
+    """All paths, and those through networks that nothing in sight runs, with what is said of them.
+
+    For mistakes that are some wherever float16 gets, as numbers that it does not hold.
+    """
+    yield from ((each, "") for each in code.traces)
+    yield from ((each, UNSEEN) for each in code.networks)
+
+
 @dataclass(slots=True)
 class Steps:
     """Where the steps of a file are made."""
@@ -520,6 +532,12 @@ def site_in(event: Event, module: Module) -> Site:
             if each.module is module:
                 return each
     return Site(event.node, event.module, context.functions)
+
+
+def file_of(node: ast.AST, event: Event, code: Analysis) -> Module | None:
+    """The file a node stands in: that of an event, or one on the way to it."""
+    ways = [event.module, *(each.module for each in event.context.sites), code.module]
+    return next((each for each in ways if each.holds(node)), None)
 
 
 def edit(what: Change, node: Node, text: str = "") -> Edit:

@@ -104,6 +104,9 @@ def _of_instance(state: State, node: Node, owner: Instance, attr: str) -> Value:
     if attr in attributes and not _is_placeholder(state, class_, attributes[attr], attr, text):
         return as_role(state, attributes[attr], text)
     found = class_.lookup(attr)
+    is_table = found is not None and isinstance(found[0], DictValue) and id(node) in state.called
+    if is_table:  # a table of what a framework makes of it: a dict is not called
+        found = None
     if found is not None and not _is_placeholder(state, class_, found[0], attr, text):
         return _inherited(state, node, owner, found[0], text)
     if attr in NETWORK_METHODS and is_network(class_):

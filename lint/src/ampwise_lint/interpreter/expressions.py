@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import builtins
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from ampwise_lint.interpreter.attributes import attribute
@@ -45,7 +46,7 @@ from ampwise_lint.values.abstract import (
     loop_of,
     truth,
 )
-from ampwise_lint.values.contents import are_parts
+from ampwise_lint.values.contents import ONE_BY_ONE, are_parts
 
 BUILTINS = frozenset(dir(builtins))
 
@@ -271,16 +272,30 @@ def _for_each_part(
     over = state.evaluate(generator.iter, quiet=True)
     if not isinstance(over, ListValue) or over.repeats:
         return None
-    if not are_parts(over.items) or len(over.items) > ITEMS:
+    if not are_parts(over.items) or len(over.items) > ONE_BY_ONE:
         return None
-    before = dict(state.scope.names)
-    made: list[Value] = []
-    for each in over.items:
-        state.assign(generator.target, each)
-        made.append(state.evaluate(node.elt))
-    state.scope.names.clear()
-    state.scope.names.update(before)
-    return ListValue(made)
+    return ListValue([made for made, *_ in _for_each(state, node, over.items, node.elt)])
+
+
+def _for_each(
+    state: State, node: Comprehension, values: list[Value], *wanted: ast.expr
+) -> Iterator[list[Value]]:
+    """What a comprehension makes of each of the values that it runs over."""
+    with _own_names(state):
+        for each in values:
+            state.assign(node.generators[0].target, each)
+            yield [state.evaluate(part) for part in wanted]
+
+
+@contextmanager
+def _own_names(state: State) -> Generator[None]:
+    """The names of a comprehension are its own."""
+    names = dict(state.scope.names)
+    try:
+        yield
+    finally:
+        state.scope.names.clear()
+        state.scope.names.update(names)
 
 
 LISTED = Optimizer | Scheduler | Model | Instance | Scaler | Loader
@@ -290,70 +305,46 @@ Comprehension = ast.ListComp | ast.GeneratorExp | ast.SetComp | ast.DictComp
 
 
 def _yielded(state: State, node: Comprehension, wanted: ast.expr) -> Value:
-    """What a comprehension makes of one element; its names are its own."""
-    names = dict(state.scope.names)
-    try:
+    """What a comprehension makes of one element."""
+    with _own_names(state):
         for generator in node.generators:
             over = state.evaluate(generator.iter)
             state.assign(generator.target, element(state, node, generator.target, over, False))
             for test in generator.ifs:
                 state.evaluate(test, quiet=True)
         return state.evaluate(wanted)
-    finally:
-        state.scope.names.clear()
-        state.scope.names.update(names)
 
 
 def _dict_comprehension(state: State, node: ast.DictComp) -> Value:
-    made = _for_each_name(state, node) or _for_each_item(state, node)
-    if made is not None:
-        return made
+    if known := _known_elements(state, node):
+        made = _for_each(state, node, known, node.key, node.value)
+        items = {k.value if isinstance(k, Const) else key_of(k): value for k, value in made}
+        return DictValue(items, node)
     value = _yielded(state, node, node.value)
     return value if isinstance(value, Tensor) else DictValue({"": value}, node, open=True)
 
 
-def _for_each_name(state: State, node: ast.DictComp) -> Value | None:
-    """``{name: getattr(self, name) for name in ("model", "optimizer")}``."""
-    over = node.generators[0].iter
-    target = node.generators[0].target
-    if len(node.generators) > 1 or not isinstance(over, ast.Tuple | ast.List):
-        return None
-    if not isinstance(target, ast.Name) or not all(isinstance(e, ast.Constant) for e in over.elts):
-        return None
-    names = dict(state.scope.names)
-    items: dict[Any, Value] = {}
-    for each in over.elts:
-        state.scope.names[target.id] = state.evaluate(each)
-        key = state.evaluate(node.key)
-        items[key.value if isinstance(key, Const) else key_of(key)] = state.evaluate(node.value)
-    state.scope.names.clear()
-    state.scope.names.update(names)
-    return DictValue(items, node)
+def _known_elements(state: State, node: ast.DictComp) -> list[Value]:
+    """What it runs over, if that is written there or in sight.
 
-
-ITEMS = 8
-"""Entries of a dict that a comprehension over it is walked for."""
-
-
-def _for_each_item(state: State, node: ast.DictComp) -> Value | None:
-    """``{name: each.state_dict() for name, each in parts.items()}`` of what is in sight."""
-    (generator, *others), call = node.generators, node.generators[0].iter
-    if others or generator.ifs or not isinstance(call, ast.Call) or call.args:
-        return None
-    if not isinstance(call.func, ast.Attribute) or call.func.attr != "items":
-        return None
-    over = state.evaluate(call.func.value, quiet=True)
-    if not isinstance(over, DictValue) or over.open or not 1 < len(over.items) <= ITEMS:
-        return None
-    before = dict(state.scope.names)
-    items: dict[Any, Value] = {}
-    for key, value in over.items.items():
-        state.assign(generator.target, ListValue([Const(key), value]))
-        name = state.evaluate(node.key)
-        items[name.value if isinstance(name, Const) else key_of(name)] = state.evaluate(node.value)
-    state.scope.names.clear()
-    state.scope.names.update(before)
-    return DictValue(items, node)
+    ``{name: getattr(self, name) for name in ("model", "optimizer")}``,
+    ``{name: each.state_dict() for name, each in parts.items()}``.
+    """
+    (generator, *others) = node.generators
+    if others:
+        return []
+    match generator.iter:
+        case ast.Tuple(elts=names) | ast.List(elts=names) if isinstance(generator.target, ast.Name):
+            known = all(isinstance(each, ast.Constant) for each in names)
+            return [state.evaluate(each) for each in names] if known else []
+        case ast.Call(func=ast.Attribute(value=owner, attr="items"), args=[]) if not generator.ifs:
+            over = state.evaluate(owner, quiet=True)
+            if not isinstance(over, DictValue) or over.open:
+                return []
+            pairs: list[Value] = [ListValue([Const(k), each]) for k, each in over.items.items()]
+            return pairs if 1 < len(pairs) <= ONE_BY_ONE else []
+        case _:
+            return []
 
 
 def _named(state: State, node: ast.NamedExpr) -> Value:

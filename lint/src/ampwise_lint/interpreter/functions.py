@@ -25,6 +25,7 @@ from ampwise_lint.values.abstract import (
     Value,
 )
 from ampwise_lint.values.arguments import Arguments
+from ampwise_lint.values.contents import ONE_BY_ONE
 
 MAX_DEPTH = 14
 """Calls inside calls that are followed."""
@@ -72,10 +73,6 @@ def walk(state: State, function: Function, arguments: Arguments, node: Node) -> 
     return _walk(state, function, arguments, node)
 
 
-MAPPED = 8
-"""Items of a container that a function is walked for."""
-
-
 def _walk_each(state: State, function: Function, a: Arguments, node: Node) -> Value:
     """Walk a function for each item of the container it is given."""
     over, *others = a.positional
@@ -85,10 +82,10 @@ def _walk_each(state: State, function: Function, a: Arguments, node: Node) -> Va
 
     match over:
         case DictValue(items=items):
-            made = {key: of(value) for key, value in list(items.items())[:MAPPED]}
-            return DictValue(made, node, over.open or len(items) > MAPPED)
+            made = {key: of(value) for key, value in list(items.items())[:ONE_BY_ONE]}
+            return DictValue(made, node, over.open or len(items) > ONE_BY_ONE)
         case ListValue(items=items, repeats=repeats):
-            return ListValue([of(each) for each in items[:MAPPED]], repeats)
+            return ListValue([of(each) for each in items[:ONE_BY_ONE]], repeats)
         case _:
             return _walk(state, function, a, node)
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ast
 import re
+from dataclasses import replace
 
 from ampwise_lint.path.state import State
-from ampwise_lint.source.roles import LOSS
+from ampwise_lint.source.roles import LOSS, Role
 from ampwise_lint.values.abstract import (
     TRUE,
     Model,
@@ -32,21 +33,40 @@ NO_LOSS = (
 """Endings of names of things about losses that are none."""
 
 
+KINDS: dict[Role, type[Value]] = {
+    "scaler": Scaler,
+    "optimizer": Optimizer,
+    "scheduler": Scheduler,
+    "network": Model,
+}
+"""What is one of these is none of the others."""
+
+
 def as_role(state: State, value: Value, text: str) -> Value:
     """A value read under a name; an unknown one becomes what the name is used as in this file."""
     if not isinstance(value, Unknown) or value.made == "computed" or not text:
         return value
+    role = state.here.roles.of(text)
     known = state.converted.get(value.key)
+    if known is not None and _is_another(value, known, role):
+        value = replace(value, key=f"{value.key} as {role}")
+        known = state.converted.get(value.key)
     if known is not None:
         return known
-    made = _made(state, value, text)
+    made = _made(state, value, text, role)
     if made is not value:
         state.converted[value.key] = made
     return made
 
 
-def _made(state: State, value: Unknown, text: str) -> Value:
-    match state.here.roles.of(text):
+def _is_another(value: Unknown, known: Value, role: Role) -> bool:
+    """Whether one place made both, as the line of a registry does that builds what it is told."""
+    is_kind = role in KINDS and isinstance(known, tuple(KINDS.values()))
+    return value.made == "called" and is_kind and not isinstance(known, KINDS[role])
+
+
+def _made(state: State, value: Unknown, text: str, role: Role) -> Value:
+    match role:
         case "scaler":
             opaque = value.made == "called"
             return Scaler(_NOWHERE, state.here, TRUE, value.key, opaque=opaque)

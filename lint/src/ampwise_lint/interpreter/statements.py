@@ -40,7 +40,7 @@ from ampwise_lint.values.abstract import (
     Value,
     is_periodic,
 )
-from ampwise_lint.values.contents import are_parts
+from ampwise_lint.values.contents import ONE_BY_ONE, are_parts
 from ampwise_lint.values.events import (
     Accumulate,
     Backward,
@@ -233,10 +233,6 @@ def _loop(
     return state.execute(orelse) if orelse and flow != "break" else ""
 
 
-MOST_PARTS = 8
-"""Parts of a training that a loop is walked for, each by itself."""
-
-
 def _parts_with_state(over: Value | None) -> int:
     """How many parts a loop runs over that differ, an optimizer or a scaler among them."""
     match over:
@@ -246,7 +242,7 @@ def _parts_with_state(over: Value | None) -> int:
             pass
         case _:
             return 0
-    return min(len(values), MOST_PARTS) if are_parts(values) else 0
+    return min(len(values), ONE_BY_ONE) if are_parts(values) else 0
 
 
 def _steps_in(state: State, node: ast.stmt, since: int) -> bool:

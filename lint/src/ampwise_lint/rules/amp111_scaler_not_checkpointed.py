@@ -41,7 +41,7 @@ from functools import partial
 
 from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.findings import Edit
-from ampwise_lint.queries import edit, in_float16, is_real, is_scaled, receiver
+from ampwise_lint.queries import edit, file_of, in_float16, is_real, is_scaled, receiver
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.nodes import Node
 from ampwise_lint.source.places import (
@@ -264,8 +264,7 @@ def _is_same_scaler(module: Module, name: str, step: ast.AST, load: ast.AST) -> 
 def _save_mistake(code: Analysis, save: Save) -> Mistake:
     node, module = save.node, save.module
     made = save.mapping.node if save.mapping is not None else None
-    ways = [module, *(each.module for each in save.context.sites), code.module]
-    home = next((each for each in ways if made is not None and each.holds(made)), None)
+    home = file_of(made, save, code) if made is not None else None
     if isinstance(made, ast.Dict) and home is not None:
         within = functions_of(home, made)[:1]
         if home is not module or within != functions_of(module, node)[:1]:

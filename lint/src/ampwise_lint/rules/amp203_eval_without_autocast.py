@@ -1,8 +1,8 @@
 """# eval-without-autocast
 
 ## What it does
-Reports a validation forward (no gradients, in a loop) outside autocast, of a network that is
-trained inside autocast in the same file, or of a copy of it.
+Reports a validation forward (no gradients, in a loop or in a method such as `val_step`) outside
+autocast, of a network that is trained inside autocast in the same file, or of a copy of it.
 
 ## Why is this bad
 The figures are those of another precision than the one that trains and, mostly, the one that
@@ -302,7 +302,8 @@ def _validates(event: Forward) -> bool:
     """Whether it belongs to a validation: by the mode, or by a function's name."""
     if MEASURES.search(_name(event)):
         return False
-    if not event.is_root or not event.context.loops or _is_fallback(event):
+    is_repeated = bool(event.context.loops) or _is_step(event)
+    if not event.is_root or not is_repeated or _is_fallback(event):
         return False
     if _is_given_nothing(event):
         return False
@@ -313,11 +314,20 @@ def _validates(event: Forward) -> bool:
     names = [each.rpartition(".")[2] for each in event.context.functions[-2:]]
     if names and "train" in names[-1] and not event.context.no_grad:
         return False
-    loop = event.context.loops[-1].node
+    loop = event.context.loops[-1].node if event.context.loops else None
     if isinstance(loop, ast.For | ast.AsyncFor):
         names += [each.id for each in ast.walk(loop.iter) if isinstance(each, ast.Name)]
     names += [each for branch in event.context.conditions for each in _asked(branch)]
     return event.training is False or any(EVALUATION.search(each) for each in names)
+
+
+STEP = re.compile(r"^_?(val|valid|validation|eval|evaluation|test)_(step|batch|iter|iteration)$")
+
+
+def _is_step(event: Forward) -> bool:
+    """Whether a method is one that a framework calls for each batch of a validation."""
+    first = event.context.functions[:1]
+    return any(STEP.search(each.rpartition(".")[2]) and "." in each for each in first)
 
 
 def _is_given_nothing(event: Forward) -> bool:

@@ -5,7 +5,8 @@ Reports a literal that is to keep a tensor of a 16-bit dtype away from 0 or 1, a
 epsilon that is 0 in the dtype (below 3e-8 in float16); one that is absorbed, because what it is
 added to is surely too large (`1 + 1e-4`); and a bound such as `1 - 1e-6`, which the dtype rounds
 to 1. An epsilon is only called absorbed where the other term is at least some number whatever
-the data: ones, constants, a clamp, a constant plus what is never negative.
+the data: ones, constants, a clamp, a constant plus what is never negative. Also in networks that a
+float16 training imports and nothing in sight runs, as those that a registry or a name chooses.
 
 ## Why is this bad
 1e-8 and 1e-12 are 0 in float16, so they protect nothing: 0 / (0 + 1e-8) is NaN and
@@ -41,7 +42,7 @@ from functools import partial
 
 from ampwise_lint.analysis import Analysis
 from ampwise_lint.findings import Edit
-from ampwise_lint.queries import edit
+from ampwise_lint.queries import edit, with_networks
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.nodes import Node
 from ampwise_lint.source.places import grouped
@@ -61,12 +62,12 @@ UPPER = {"clamp": 2, "clip": 2, "clamp_": 2, "clamp_max": 1}
 
 @rule("AMP211", "eps-below-format", "warning", fix="unsafe", triggers=(AUTOCAST, HALF))
 def check(code: Analysis) -> Iterator[Mistake]:
-    for trace in code.traces:
+    for trace, unseen in with_networks(code):
         for event in trace.of(Op):
             message = _zero(event) or _absorbed(event) or _bound_at_one(event)
             if message:
                 mend = partial(_edits, event.module, event.node)
-                yield Mistake(event.node, event.module, message, mend=mend)
+                yield Mistake(event.node, event.module, message + unseen, mend=mend)
 
 
 def _zero(event: Op) -> str:

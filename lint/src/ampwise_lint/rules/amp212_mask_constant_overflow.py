@@ -3,6 +3,8 @@
 ## What it does
 Reports a constant beyond 65504, such as -1e9, that is filled into a float16 tensor: by
 `masked_fill`, `where`, `full_like`, assignment to a mask, or `+=` of a mask times the constant.
+A warning in networks that a float16 training imports and nothing in sight runs, as those that a
+registry or a name chooses.
 
 ## Why is this bad
 `masked_fill` and `full_like` raise RuntimeError "value cannot be converted to type c10::Half
@@ -32,7 +34,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ampwise_lint.analysis import Analysis
 from ampwise_lint.findings import Edit
-from ampwise_lint.queries import edit, receiver
+from ampwise_lint.queries import edit, receiver, with_networks
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.places import has_torch
 from ampwise_lint.source.roles import dotted
@@ -46,7 +48,7 @@ FILLS = {"masked_fill": 2, "masked_fill_": 2, "where": 2, "setitem": 2, "full_li
 
 @rule("AMP212", "mask-constant-overflow", "error", fix="unsafe", triggers=(AUTOCAST, HALF))
 def check(code: Analysis) -> Iterator[Mistake]:
-    for trace in code.traces:
+    for trace, unseen in with_networks(code):
         for event in trace.of(Op):
             if event.path in FILLS and (value := _constant(event.inputs, event.arguments)):
                 filled = _is_half(event)
@@ -59,8 +61,9 @@ def check(code: Analysis) -> Iterator[Mistake]:
                     event.module,
                     f"{value:g} does not fit into float16, which ends at 65,504: filling with it "
                     "raises RuntimeError or gives -inf; use torch.finfo(x.dtype).min, or a "
-                    "boolean mask",
+                    f"boolean mask{unseen}",
                     _edits(event, value),
+                    severity="warning" if unseen else None,
                 )
 
 

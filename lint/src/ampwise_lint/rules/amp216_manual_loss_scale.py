@@ -68,4 +68,4 @@ def _undoes(event: GradientRead, factor: Value | None) -> bool:
             return divisor.value == factor.value or abs(divisor.value * factor.value - 1) < 1e-9
         except TypeError:
             return False
-    return key_of(divisor) == key_of(factor)
+    return key_of(factor) in (key_of(divisor), f"1 / {key_of(divisor)}")

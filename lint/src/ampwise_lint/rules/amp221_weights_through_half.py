@@ -29,6 +29,7 @@ import ast
 from collections.abc import Iterator
 
 from ampwise_lint.analysis import Analysis
+from ampwise_lint.queries import file_of
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.nodes import Node
 from ampwise_lint.source.places import assignments, scope_of
@@ -47,7 +48,8 @@ def check(code: Analysis) -> Iterator[Mistake]:
     for save in code.of(Save):
         made = save.mapping.node if save.mapping is not None else None
         half = _resumable_half(made) if isinstance(made, ast.Dict) else None
-        place = None if half is None else (half, save.module)
+        home = file_of(half, save, code) if half is not None else None
+        place = (half, home) if half is not None and home is not None else None
         if place is None and save.mapping is not None:
             place = _half_state(save.mapping)
         if place is not None:
@@ -70,7 +72,8 @@ def _through_half(module: Module) -> Iterator[Mistake]:
         if later is None or not _is_in_place(module, call, HALVES) or later.lineno <= call.lineno:
             continue
         scope = scope_of(module, call)
-        if scope is scope_of(module, later) and not _is_copy(scope, _owner(call)):
+        one_way = scope is scope_of(module, later) and not _exclude(module, call, later)
+        if one_way and not _is_copy(scope, _owner(call)):
             yield Mistake(
                 call,
                 module,
@@ -78,6 +81,20 @@ def _through_half(module: Module) -> Iterator[Mistake]:
                 "lost, and an average of weights stands still; run it under autocast, or halve a "
                 "copy",
             )
+
+
+def _exclude(module: Module, one: ast.AST, other: ast.AST) -> bool:
+    """Whether two nodes stand in different branches of one ``if``."""
+    ways = dict(_branches(module, one))
+    return any(ways.get(key, way) is not way for key, way in _branches(module, other))
+
+
+def _branches(module: Module, node: ast.AST) -> Iterator[tuple[int, bool]]:
+    """Each ``if`` around a node, by ``id``, and whether the node stands in its ``else``."""
+    while (around := module.parents.get(id(node))) is not None:
+        if isinstance(around, ast.If):
+            yield id(around), node in around.orelse
+        node = around
 
 
 def _owner(call: ast.Call) -> str:

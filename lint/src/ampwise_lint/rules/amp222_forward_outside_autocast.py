@@ -34,7 +34,7 @@ from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.roles import LOSS
 from ampwise_lint.triggers import AUTOCAST
 from ampwise_lint.values.abstract import Optimizer, key_of
-from ampwise_lint.values.events import Forward, OptimizerStep, ScalerStep
+from ampwise_lint.values.events import Backward, Forward, OptimizerStep, ScalerStep
 
 
 @rule("AMP222", "forward-outside-autocast", "warning", triggers=(AUTOCAST,))
@@ -57,7 +57,9 @@ def check(code: Analysis) -> Iterator[Mistake]:
                 or key not in trained
             ):
                 continue
-            if any(_is_beside(each, event) for each in inside) and not LOSS.search(key):
+            if _is_a_look(event, trace) or LOSS.search(key):
+                continue
+            if any(_is_beside(each, event) for each in inside):
                 yield Mistake(
                     event.node,
                     event.module,
@@ -72,6 +74,13 @@ def _forwards(trace: Trace) -> Iterator[Forward]:
         learns = each.training is not False and not each.context.no_grad
         if learns and each.is_root and each.context.loops:
             yield each
+
+
+def _is_a_look(event: Forward, trace: Trace) -> bool:
+    """Whether it makes a picture every so many steps: no backward stands in its branch."""
+    looks = {id(each.node) for each in event.context.branches if each.periodic}
+    learns = {id(each.node) for e in trace.of(Backward) for each in e.context.branches}
+    return bool(looks - learns)
 
 
 def _trained(trace: Trace) -> set[str]:

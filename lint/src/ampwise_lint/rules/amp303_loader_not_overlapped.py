@@ -194,11 +194,15 @@ def _names_device(call: ast.Call) -> bool:
 
 
 def _evaluates(event: Made) -> bool:
-    """Whether a loader is for validation: by the name it gets, or the function it is made in."""
+    """Whether a loader is for validation or pictures: by its name, or that of its function."""
     statement = event.module.statement_of(event.node)
     targets = statement.targets if isinstance(statement, ast.Assign) else []
     names = [*map(dotted, targets), *event.context.functions]
-    return any(EVALUATION.search(each.rpartition(".")[2]) for each in names)
+    own = [each.rpartition(".")[2] for each in names]
+    return any(EVALUATION.search(each) or PICTURES.search(each) for each in own)
+
+
+PICTURES = re.compile(r"(^|_)(vis|viz|visual\w*|plot\w*|render\w*|demo)(_|$)", re.IGNORECASE)
 
 
 def _is_pinned(loader: Loader) -> bool:

@@ -73,10 +73,16 @@ def check(code: Analysis) -> Iterator[Mistake]:
 
 
 def _times_forward(event: Elapsed, timed: list[Event]) -> bool:
-    """Whether a network runs in it, each time round the same loop."""
+    """Whether a network runs in it, each time round the same loop, that is none over epochs."""
     loops = event.context.loops
-    return bool(loops) and any(
-        isinstance(each, Forward) and each.is_root and each.context.loops == loops for each in timed
+    epoch = any(isinstance(e, Backward) and len(e.context.loops) > len(loops) for e in timed)
+    return (
+        bool(loops)
+        and not epoch
+        and any(
+            isinstance(each, Forward) and each.is_root and each.context.loops == loops
+            for each in timed
+        )
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -152,8 +153,33 @@ class Project:
         key = (by, name, level)  # every path through a file asks again
         if key not in self._located:
             found = self._locate(by.parent, name, level)
-            self._located[key] = found or self._locate_added(by, name, level)
+            found = found or self._locate_added(by, name, level)
+            self._located[key] = found or self._locate_aside(by, name, level)
         return self._located[key]
+
+    def _locate_aside(self, by: Path, name: str, level: int) -> Path | None:
+        """A file in a folder aside, such as ``lib`` or ``src``, that only an installation or
+        another file puts on Python's path: where the project has no other of its name.
+        """
+        first, *others = name.split(".")
+        if level or not first or first == "torch" or first in sys.stdlib_module_names:
+            return None
+        found = [(each, self._at(each, tuple(others))) for each in self._folders.get(first, ())]
+        for above in by.parents:
+            near = {file for folder, file in found if file is not None and above in folder.parents}
+            if near:
+                return near.pop() if len(near) == 1 else None
+        return None
+
+    @cached_property
+    def _folders(self) -> dict[str, list[Path]]:
+        """Folders with files that are part of no package, by name."""
+        packages = {each.parent for each in self.files if each.name == "__init__.py"}
+        found: dict[str, list[Path]] = {}
+        for each in {above for file in self.files for above in file.parents}:
+            if each.parent not in packages:
+                found.setdefault(each.name, []).append(each)
+        return found
 
     def _locate_added(self, by: Path, name: str, level: int) -> Path | None:
         """A file in a folder that the importing file puts on Python's path."""

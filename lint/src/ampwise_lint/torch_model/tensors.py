@@ -148,6 +148,8 @@ def arithmetic(state: State, node: Node, name: str, left: Value, right: Value) -
         elif (name == "div" and main is left) or (name == "mul" and not isinstance(other, Const)):
             result.divided = result.divided or not isinstance(other, Tensor) or other.host
             result.divisor = _divisor(node, other)
+            if name == "mul":  # no division by what another loss may be divided by
+                result.divisor = Unknown(f"1 / {key_of(result.divisor)}")
         elif isinstance(other, Const):
             result.factor = other
     return result

@@ -6,6 +6,9 @@ from collections.abc import Iterator, Sequence
 
 from ampwise_lint.values.abstract import ListValue, Model, Optimizer, Scaler, Tensor, Value
 
+ONE_BY_ONE = 8
+"""Of what a container holds, as much is walked one by one: by loops, comprehensions, functions."""
+
 
 def flatten(values: Sequence[Value]) -> list[Value]:
     """Values with lists of values opened."""

@@ -1,0 +1,5 @@
+import torch
+
+
+def save_checkpoint(state, path):
+    torch.save(state, path)

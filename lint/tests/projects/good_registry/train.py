@@ -1,0 +1,20 @@
+"""One method of a registry makes optimizer and schedule."""
+
+import torch
+from base import Base
+from torch.nn import functional
+
+
+class Trainer(Base):
+    def run(self, loader):
+        scaler = torch.amp.GradScaler("cuda")
+        for x, y in loader:
+            self.optimizer.zero_grad()
+            with torch.autocast("cuda", dtype=torch.float16):
+                loss = functional.cross_entropy(self.model(x), y)
+            scaler.scale(loss).backward()
+            before = scaler.get_scale()
+            scaler.step(self.optimizer)
+            scaler.update()
+            if scaler.get_scale() >= before:
+                self.lr_scheduler.step()
