@@ -22,7 +22,7 @@ class Averaged(nn.Module):
         self.head = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
 
     def forward(self, x):
-        h = self.mix(x) + 3
+        h = self.mix(x) + 4
         state = self.begun(h[:, 0])
         found = []
         for t in range(h.shape[1]):

@@ -23,14 +23,6 @@ from ampwise.step.recorder import Stash
 from ampwise.step.replayable import Replayable
 from ampwise_lint.base.words import joined
 
-_NOTED_DB, _GAINED_DB = 25.0, 6.0
-"""SQNR of the whole gradient below which lines are looked for, and by how much it has to be better
-with one in float32 for a note."""
-_WEAK_DB = 5.0
-"""The same of a weight matrix."""
-_FAULT_DB, _MENDED_DB = 12.0, 10.0
-"""SQNR of the whole gradient below which it is a fault, and by how much it then has to be better.
-Of 1,400 sound random networks three were below, and in float32 on one line none of them better."""
 _ENOUGH_DB, _ALIKE_DB = 50.0, 6.0
 """SQNR above which an island is as good as any; and how far below the best one a smaller is."""
 _TRIED = 3
@@ -44,15 +36,20 @@ class _Gradient:
     whole: float
     matrix: float
 
-    @property
-    def is_fault(self) -> bool:
-        return self.whole < _FAULT_DB or self.matrix < _WEAK_DB
+    def is_below(self, limit: _Gradient) -> bool:
+        return self.whole < limit.whole or self.matrix < limit.matrix
 
     def gain(self, better: _Gradient) -> float:
-        """What another has more: where this one is at fault, if it is."""
-        if self.matrix < _WEAK_DB and self.whole >= _NOTED_DB:
+        """What another has more: as a whole, unless only a matrix is weak."""
+        if self.whole >= _NOTED.whole:
             return min(better.matrix, _ENOUGH_DB) - self.matrix
         return min(better.whole, _ENOUGH_DB) - self.whole
+
+
+_NOTED, _GAINED_DB = _Gradient(25.0, 10.0), 6.0
+"""Below which lines are looked for, and what float32 on one has to gain for a note."""
+_FAULT, _MENDED_DB = _Gradient(10.0, 4.0), 10.0
+"""The same for a fault. Of 1,200 sound random networks one comes to 11 and 5 dB."""
 
 
 def of_lines(
@@ -66,16 +63,17 @@ def of_lines(
         What is wrong with the step; empty where it trains as it is.
     """
     now = _Gradient(errors.sqnr_db, errors.worst_db)
-    if now.whole >= _NOTED_DB and now.matrix >= _WEAK_DB:
+    if not now.is_below(_NOTED):
         return []
-    weak = list(errors.noisy(_WEAK_DB)) if now.whole >= _NOTED_DB else list(run.gradients)
+    only_weak = now.whole >= _NOTED.whole
+    weak = list(errors.noisy(_NOTED.matrix)) if only_weak else list(run.gradients)
     found = carriers(step, stash, run, weak)
     tried = [(each, _kept(step, stash, run, each)) for each in _candidates(step, found)]
     if not tried:
         return []
     most = max(now.gain(kept) for _, kept in tried)
     island, best = next(each for each in tried if now.gain(each[1]) >= most - _ALIKE_DB)
-    severe = bool(damage) or (now.is_fault and now.gain(best) >= _MENDED_DB)
+    severe = (bool(damage) or now.is_below(_FAULT)) and now.gain(best) >= _MENDED_DB
     if not severe and now.gain(best) < _GAINED_DB:
         return []
     words = f"{_lines(found)}: {_quality(now, errors)}"
@@ -123,13 +121,13 @@ def _lines(found: Sequence[Carrier]) -> str:
 
 def _quality(now: _Gradient, errors: GradientErrors) -> str:
     words = f"the gradient has an SQNR of {now.whole:z.0f} dB against float64"
-    if not (weak := errors.noisy(_WEAK_DB)):
+    if not (weak := errors.noisy(_NOTED.matrix)):
         return words
     worst = min(weak, key=lambda name: weak[name])
     return f"{words}, that of {worst} {weak[worst]:z.0f} dB"
 
 
 def _better(now: _Gradient, best: _Gradient) -> str:
-    if now.matrix < _WEAK_DB:
+    if now.matrix < _NOTED.matrix:
         return f"it has {best.whole:.0f} dB, and no matrix less than {best.matrix:.0f} dB"
     return f"it has {best.whole:.0f} dB"
