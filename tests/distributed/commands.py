@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tests.distributed.forked import fork, into
+from tests.forked import fork, into
 
 
 class Command:

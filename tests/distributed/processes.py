@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tests.distributed.forked import fork, into
+from tests.forked import fork, into
 
 LIMIT_S = 2.5
 

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tests.distributed.forked import fork
+from tests.forked import fork
 
 SIZE = 2
 SECONDS = 60.0

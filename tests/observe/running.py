@@ -1,4 +1,8 @@
-"""Scripts as processes, by themselves and under `ampwise run`."""
+"""Scripts as processes, by themselves and under `ampwise run`.
+
+A command is a fork of a process that has imported torch, but where a test is about how Python
+itself begins and ends.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from tests.forked import Python
 
 SCRIPTS = Path(__file__).parent / "scripts"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -34,38 +40,45 @@ class Ran:
         return [json.loads(line) for line in (self.folder / "steps.jsonl").read_text().splitlines()]
 
 
-def environment() -> dict[str, str]:
-    """This process's own, with one thread and nothing that goes to a network."""
-    return {
-        **os.environ,
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        "TORCH_DISTRIBUTED_DEBUG": "OFF",
-    }
+QUIET = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TORCH_DISTRIBUTED_DEBUG": "OFF"}
+"""One thread, and nothing that goes to a network."""
 
 
-def start(arguments: list[str], cwd: Path) -> subprocess.Popen[str]:
-    """Python with these arguments, its streams kept."""
-    return subprocess.Popen(
+def _fresh(arguments: list[str], cwd: Path) -> Ran:
+    """A Python that starts with these arguments, at its end."""
+    done = subprocess.run(
         [sys.executable, *arguments],
-        cwd=cwd, env=environment(), text=True,
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        cwd=cwd, env={**os.environ, **QUIET}, text=True, timeout=LIMIT_S, check=False,
+        stdin=subprocess.DEVNULL, capture_output=True,
     )  # fmt: skip
+    return _left(cwd, done.returncode, done.stdout, done.stderr)
 
 
-def ended(process: subprocess.Popen[str], cwd: Path) -> Ran:
-    """A process at its end; killed if there is none."""
-    try:
-        out, err = process.communicate(timeout=LIMIT_S)
-    finally:
-        process.kill()
+def _left(cwd: Path, code: int, out: str, err: str) -> Ran:
     stored = cwd / "report.json"
     report = json.loads(stored.read_text()) if stored.exists() else {}
-    return Ran(process.returncode, out, err, report, cwd / "observed")
+    return Ran(code, out, err, report, cwd / "observed")
 
 
-def by_itself(script: list[str], cwd: Path, launcher: tuple[str, ...] = ()) -> Ran:
-    """Run a script with its arguments, or ``-m`` and a module, as users do."""
+def start(arguments: list[str], cwd: Path) -> Python:
+    """A fork that does what Python does with these arguments."""
+    return Python(arguments, cwd, QUIET)
+
+
+def ended(process: Python, cwd: Path) -> Ran:
+    """A fork at its end; killed if there is none."""
+    return _left(cwd, *process.ended(LIMIT_S))
+
+
+def by_itself(
+    script: list[str], cwd: Path, launcher: tuple[str, ...] = (), *, forked: bool = False
+) -> Ran:
+    """Run a script with its arguments, or ``-m`` and a module, as users do.
+
+    `forked` is for what it computes: how Python shows its errors and ends is told by Python itself.
+    """
+    if forked and not launcher:
+        return ended(start(script, cwd), cwd)
     return _unless_torch_aborts([*launcher, *script], cwd)
 
 
@@ -74,10 +87,15 @@ def observed(
     cwd: Path,
     options: list[str] | None = None,
     launcher: tuple[str, ...] = (),
+    *,
+    fresh: bool = False,
 ) -> Ran:
-    """Run a script under observation."""
+    """Run a script under observation; in a Python of its own with a launcher, or if `fresh`."""
     own = ["--out", "observed", "--json", "report.json", *(options or [])]
-    return _unless_torch_aborts([*launcher, "-m", "ampwise", "run", *own, *script], cwd)
+    command = ["-m", "ampwise", "run", *own, *script]
+    if launcher or fresh:
+        return _unless_torch_aborts([*launcher, *command], cwd)
+    return ended(start(command, cwd), cwd)
 
 
 def _unless_torch_aborts(arguments: list[str], cwd: Path) -> Ran:
@@ -86,7 +104,7 @@ def _unless_torch_aborts(arguments: list[str], cwd: Path) -> Ran:
     That happens without ampwise, too (docs/log.md, 2026-11-22).
     """
     for _ in range(3):
-        ran = ended(start(arguments, cwd), cwd)
+        ran = _fresh(arguments, cwd)
         if "exitcode: -6" not in ran.err:
             break
         shutil.rmtree(ran.folder, ignore_errors=True)

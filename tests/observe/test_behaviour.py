@@ -116,10 +116,10 @@ elif __name__ == "__main__":
 }
 
 
-def both(cwd: Path, script: list[str]) -> tuple[Ran, Ran]:
+def both(cwd: Path, script: list[str], *, fresh: bool = False) -> tuple[Ran, Ran]:
     """A script by itself, and under observation with nothing said of it."""
     alone = by_itself(script, cwd)
-    watched = observed(script, cwd, ["--quiet"])
+    watched = observed(script, cwd, ["--quiet"], fresh=fresh)
     return alone, watched
 
 
@@ -131,6 +131,8 @@ def same(alone: Ran, watched: Ran) -> None:
 
 
 LONG = ("has other processes", "exits with words", "stores its model")
+FRESH = ("sees itself", "has other processes")
+"""What a fork could hide: how Python begins, and what its children take from it."""
 
 
 @pytest.mark.parametrize(
@@ -143,7 +145,7 @@ def test_a_script_says_and_returns_what_it_does_by_itself(tmp_path: Path, name: 
     (tmp_path / "src" / "job.py").write_text(TRAIN + ENDINGS[name])
     # Arguments are the script's own, also those that look like ours.
     script = ["src/job.py", "--out", "x", "--steps", "1", "-h", "--", "--json", "-"]
-    alone, watched = both(tmp_path, script)
+    alone, watched = both(tmp_path, script, fresh=name in FRESH)
     same(alone, watched)
     assert not (tmp_path / "x").exists()
     assert watched.report["exit_code"] == alone.code
@@ -187,7 +189,7 @@ def test_a_module_that_is_not_there(tmp_path: Path) -> None:
 
 def test_a_script_that_does_not_train_leaves_nothing_behind(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text("print('hello')\n")
-    done = by_itself(["-m", "ampwise", "run", "job.py"], tmp_path)
+    done = ended(start(["-m", "ampwise", "run", "job.py"], tmp_path), tmp_path)
     assert (done.code, done.out) == (0, "hello\n")
     assert [each.name for each in tmp_path.iterdir()] == ["job.py"]
 
@@ -225,9 +227,8 @@ def sent(cwd: Path, number: signal.Signals) -> Ran:
     """A script under observation that gets a signal once it says that it is ready."""
     own = ["--quiet", "--out", "observed", "--json", "report.json"]
     process = start(["-m", "ampwise", "run", *own, "job.py"], cwd)
-    assert process.stdout
-    assert process.stdout.readline() == "ready\n"
-    process.send_signal(number)
+    process.wait_for("ready\n")
+    process.signal(number)
     return ended(process, cwd)
 
 
@@ -253,19 +254,19 @@ def test_a_script_that_handles_signals_still_does(tmp_path: Path, number: signal
     before = f"signal.signal({int(number)}, lambda *_: (print('saved'), sys.exit(4)))"
     (tmp_path / "job.py").write_text(ENDLESS.format(before=before, wait=WAIT))
     watched = sent(tmp_path, number)
-    assert (watched.code, watched.out, watched.report["exit_code"]) == (4, "saved\n", 4)
+    assert (watched.code, watched.out, watched.report["exit_code"]) == (4, "ready\nsaved\n", 4)
 
 
 def test_a_script_that_catches_the_interruption_goes_on(tmp_path: Path) -> None:
     wait = "try:\n    print('ready', flush=True)\n    while True: train(1)\nexcept KeyboardInterrupt:\n    print('saved')"
     (tmp_path / "job.py").write_text(TRAIN + wait)
     watched = sent(tmp_path, signal.SIGINT)
-    assert (watched.code, watched.out, watched.report["exit_code"]) == (0, "saved\n", 0)
+    assert (watched.code, watched.out, watched.report["exit_code"]) == (0, "ready\nsaved\n", 0)
 
 
 def test_json_on_stdout_is_alone_there(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(TRAIN + "train(); print('mine')")
-    done = by_itself(["-m", "ampwise", "run", "--json", "-", "job.py"], tmp_path)
+    done = ended(start(["-m", "ampwise", "run", "--json", "-", "job.py"], tmp_path), tmp_path)
     assert json.loads(done.out)["schema"] == "ampwise.run/1"
     assert "mine" in done.err
     assert [each.name for each in (tmp_path / "runs").iterdir()] == ["run-job-1"]

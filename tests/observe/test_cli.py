@@ -1,4 +1,8 @@
-"""``ampwise run`` as a user types it: every script runs in a process of its own."""
+"""``ampwise run`` as a user types it: every script runs in a process of its own.
+
+Most are forks of a process that has imported torch (`tests.forked`); where Python's own start, or the
+shell's, is part of what is tested, it is a fresh one.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,7 @@ from ampwise.cli.run import script_at
 from ampwise.observe import misuse
 from ampwise.observe.result import RunReport
 from ampwise.report import run as run_report
+from tests.forked import Python
 from tests.observe.inside import line_of
 
 TRAINS = """
@@ -43,11 +48,18 @@ def script(tmp_path):
     return write
 
 
-def ampwise(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
+def fresh(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
+    """A Python that starts with this command."""
     command = [sys.executable, "-m", "ampwise", *arguments]
     options.setdefault("capture_output", True)
     env = {**os.environ, "OMP_NUM_THREADS": "1", **options.pop("env", {})}
     return subprocess.run(command, check=False, text=True, env=env, **options)
+
+
+def ampwise(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """A fork with this command."""
+    command = ["-m", "ampwise", *arguments]
+    return subprocess.CompletedProcess(command, *Python(command, Path.cwd()).ended())
 
 
 def observed(folder: str) -> dict:
@@ -123,7 +135,7 @@ def test_own_options_stand_before_the_script(words, place):
 
 def test_a_script_runs_as_ever_and_the_report_is_on_standard_error(script):
     script()
-    done = ampwise("run", "--track", "csv", "train.py", "--steps", "2", "--help")
+    done = fresh("run", "--track", "csv", "train.py", "--steps", "2", "--help")
     assert done.returncode == 0
     assert done.stdout == "arguments ['--steps', '2', '--help']\n"
     lines = done.stderr.strip().splitlines()
@@ -219,8 +231,8 @@ def test_a_full_disk_is_said_and_the_script_goes_on(script):
 def test_json_on_a_full_disk_is_said(script):
     script()
     with open("/dev/full", "w") as full:
-        done = ampwise("run", "--json", "-", "train.py", capture_output=False, stdout=full,
-                       stderr=subprocess.PIPE)  # fmt: skip
+        done = fresh("run", "--json", "-", "train.py", capture_output=False, stdout=full,
+                     stderr=subprocess.PIPE)  # fmt: skip
     assert done.returncode == 0
     assert "No space left on device (there is no JSON; the script is not affected)" in done.stderr
 
@@ -239,8 +251,9 @@ def test_a_report_that_fails_does_not_cost_the_exit_code(script, capfd, monkeypa
 def test_a_precision_that_is_not_active_is_the_first_line_and_fails_the_gate(script):
     path = script()
     inside = '    with torch.autocast("cuda", dtype=torch.float16): loss ='
-    path.write_text(path.read_text().replace("    loss =", inside))
-    done = ampwise("run", "--gate", "--out", "made", "train.py", env={"PYTHONWARNINGS": "ignore"})
+    quiet = "import warnings; warnings.simplefilter('ignore')\n"  # torch warns of this, too
+    path.write_text(quiet + path.read_text().replace("    loss =", inside))
+    done = ampwise("run", "--gate", "--out", "made", "train.py")
     line = line_of(path, "autocast")
     wanted = (
         f"Precision asked for, but not active: float16 was asked for (train.py:{line}), every "

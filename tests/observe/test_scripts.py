@@ -90,7 +90,7 @@ def test_a_clean_run_is_as_without_and_has_no_finding(
 ) -> None:
     script, known = path_of(name), KNOWN[name]
     arguments = [str(script), "--steps", "50", "--precision", precision, "--dump"]
-    alone = by_itself([*arguments, "alone.pt"], tmp_path, known.launcher)
+    alone = by_itself([*arguments, "alone.pt"], tmp_path, known.launcher, forked=True)
     assert alone.code == 0, alone.err
     ran = observed([*arguments, "observed.pt"], tmp_path, launcher=known.launcher)
 
@@ -253,7 +253,7 @@ def test_a_fault_on_one_rank_is_said_with_the_rank(tmp_path: Path) -> None:
 def test_a_fault_leaves_the_run_as_it_was(tmp_path: Path, name: str) -> None:
     """Diagnosing replays steps: the training does not notice."""
     arguments = [str(path_of(name)), "--steps", "8", "--precision", "fp16", "--fault", "backward"]
-    alone = by_itself([*arguments, "--once", "--dump", "alone.pt"], tmp_path)
+    alone = by_itself([*arguments, "--once", "--dump", "alone.pt"], tmp_path, forked=True)
     assert alone.code == 0, alone.err
     ran = observed([*arguments, "--once", "--dump", "observed.pt"], tmp_path)
     assert list(differences(tmp_path / "alone.pt", tmp_path / "observed.pt")) == []
