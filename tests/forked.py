@@ -114,7 +114,7 @@ def _as_python(
     os.environ.update(environment)
     sys.modules["__main__"] = ModuleType("__main__")
     is_module = words[0] == "-m"
-    sys.argv = words[is_module:]
+    sys.argv, sys.orig_argv = words[is_module:], [sys.executable, *words]
     sys.path.insert(0, str(cwd if is_module else Path(words[0]).resolve().parent))
     try:
         if is_module:

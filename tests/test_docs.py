@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -16,6 +13,7 @@ import pytest
 
 import ampwise
 from ampwise.cli.main import COMMANDS
+from tests.forked import Python
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -42,17 +40,15 @@ def said(text: str) -> set[str]:
 )
 def test_a_symptom_is_answered_as_its_page_says(command, shown, tmp_path):
     shutil.copytree(SYMPTOMS, tmp_path, dirs_exist_ok=True)
-    done = subprocess.run(
-        [sys.executable, "-m", "ampwise", *shlex.split(command)],
-        cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "COLUMNS": "80"},
-    )  # fmt: skip
-    assert done.returncode in {0, 1}, done.stderr
-    expected, actual = said(shown), said(done.stdout + done.stderr)
+    words = ["-m", "ampwise", *shlex.split(command)]
+    code, out, err = Python(words, tmp_path, {"COLUMNS": "80"}).ended()
+    assert code in {0, 1}, err
+    expected, actual = said(shown), said(out + err)
     if any(word in command for word in DEPENDS_ON_THE_MACHINE):
         expected, actual = (
             {line.partition(" ")[0] for line in each} for each in (expected, actual)
         )
-    assert expected <= actual, (expected - actual, done.stdout + done.stderr)
+    assert expected <= actual, (expected - actual, out + err)
 
 
 def test_every_symptom_is_on_the_page():

@@ -21,6 +21,7 @@ from ampwise.distributed.launch import Launch
 from ampwise.training import checkpoint
 from ampwise.training import loop as training
 from ampwise.training.config import TrainConfig
+from tests.forked import Python
 
 TASK = """
 import torch
@@ -168,15 +169,13 @@ def test_an_interrupted_run_names_the_command_that_continues_it(tmp_path, folder
     (tmp_path / "mine.py").write_text(TASK)
     given = ["--steps", "100000000", "--set", "width=3", "--precision", "fp32"]
     command = [sys.executable, "-m", "ampwise", "train", "mine.py", *given, f"--out={folder}"]
-    line = ""
-    for _ in range(2):
-        process = subprocess.Popen(
-            shlex.split(line) or command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+    line = shlex.join(command)
+    for start in (_Fresh, _forked):
+        process = start(shlex.split(line), tmp_path)
         _until_it_trains(process, Path(folder))
-        process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=60)
-        assert process.returncode == 130, said
+        process.signal(signal.SIGINT)
+        code, _, said = process.ended()
+        assert code == 130, said
         line = said.splitlines()[-1].removeprefix("to go on: ")
         assert line.startswith(shlex.join([sys.executable, "-m", "ampwise", "train", "--resume"]))
         record = json.loads((Path(folder) / "run.json").read_text())
@@ -185,10 +184,32 @@ def test_an_interrupted_run_names_the_command_that_continues_it(tmp_path, folder
     assert record["result"]["steps"] > record["result"]["resumed_from"]
 
 
-def _until_it_trains(process: subprocess.Popen[str], folder: Path) -> None:
+class _Fresh(subprocess.Popen):
+    """A Python that starts, which knows how it was called."""
+
+    def __init__(self, command: list[str], cwd: Path) -> None:
+        pipe = subprocess.PIPE
+        super().__init__(command, cwd=cwd, stdout=pipe, stderr=pipe, text=True)
+
+    def alive(self) -> bool:
+        return self.poll() is None
+
+    signal = subprocess.Popen.send_signal
+
+    def ended(self) -> tuple[int, str, str]:
+        out, err = self.communicate(timeout=60)
+        return self.returncode, out, err
+
+
+def _forked(command: list[str], cwd: Path) -> Python:
+    assert command[0] == sys.executable
+    return Python(command[1:], cwd)
+
+
+def _until_it_trains(process: _Fresh | Python, folder: Path) -> None:
     """Wait until there is a checkpoint that the process itself has written."""
     deadline, before = time.monotonic() + 90, checkpoint.finished(folder / "checkpoints")[-1:]
-    while process.poll() is None and time.monotonic() < deadline:
+    while process.alive() and time.monotonic() < deadline:
         if checkpoint.finished(folder / "checkpoints")[-1:] != before:
             return
         time.sleep(0.05)

@@ -8,8 +8,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -20,6 +18,7 @@ from ampwise.errors import CheckpointError, SkippedStepsError, TaskError, UsageE
 from ampwise.telemetry.run import RunFolder, read_steps
 from ampwise.training import checkpoint
 from ampwise.training.loop import train
+from tests.forked import Python
 
 from .small import Silent, config, task
 
@@ -29,15 +28,15 @@ ENDLESS = 10**9
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_and_exits_with_130(tmp_path, number):
     run = tmp_path / "run"
-    command = [sys.executable, "-m", "ampwise", "train", "digits", "--steps", str(ENDLESS),
+    command = ["-m", "ampwise", "train", "digits", "--steps", str(ENDLESS),
                "--out", str(run), "--precision", "fp32"]  # fmt: skip
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = Python(command, tmp_path)
     deadline = time.monotonic() + 90
     while not checkpoint.finished(run / "checkpoints") and time.monotonic() < deadline:
         time.sleep(0.05)
-    process.send_signal(number)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err
+    process.signal(number)
+    code, out, err = process.ended()
+    assert code == 130, err
     assert "interrupted" in out
     record = json.loads((run / "run.json").read_text())
     assert record["status"] == "interrupted"
