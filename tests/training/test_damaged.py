@@ -172,10 +172,18 @@ def _with(value, at, new):
     return copy if isinstance(value, dict) else type(value)(copy)
 
 
+@pytest.fixture(scope="module", params=["fp16", pytest.param("fp32", marks=pytest.mark.slow)])
+def eight_steps(request, tmp_path_factory):
+    """A run to be copied, and its precision; one in float16 has all that the others have to lose."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    train(task((3,)), config(folder, request.param, steps=8, **SETTINGS), Silent())
+    return folder, request.param
+
+
 @pytest.mark.parametrize("wrong", [*WRONG, ...], ids=lambda each: str(each)[:8])
-@pytest.mark.parametrize("precision", ["fp16", "fp32"])
-def test_every_wrong_value_in_a_checkpoint_is_an_error_or_fits(tmp_path, precision, wrong):
-    train(task((3,)), config(tmp_path / "run", precision, steps=8, **SETTINGS), Silent())
+def test_every_wrong_value_in_a_checkpoint_is_an_error_or_fits(tmp_path, eight_steps, wrong):
+    folder, precision = eight_steps
+    shutil.copytree(folder, tmp_path / "run")
     good = checkpoint.newest(tmp_path / "run" / "checkpoints")
     content, refusals = torch.load(good, weights_only=True), 0
     for place in _places(content):
