@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import shutil
 import tempfile
@@ -10,11 +11,15 @@ import tempfile
 import pytest
 import setuptools  # noqa: F401 - first: imported late, by inductor, it met Python's own distutils once
 import torch
+import torch._dynamo  # which every optimizer loads
 
 _CACHE = os.environ["AMPWISE_CACHE"] = tempfile.mkdtemp(prefix="ampwise-cache-")
 atexit.register(shutil.rmtree, _CACHE, ignore_errors=True)
 os.environ["WANDB_MODE"] = "offline"
 os.environ["WANDB_SILENT"] = "true"
+# PyTorch stays: no full collection of garbage, as before memory is measured, has to walk through it.
+gc.collect()
+gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -40,6 +40,7 @@ _SERVER.set_forkserver_preload(
         "matplotlib.backends.backend_svg",
         "matplotlib.figure",
         "pytest",
+        "sklearn.datasets",
         "torch._dynamo",
         "torch.distributed.checkpoint",
         "torch.distributed.fsdp",
