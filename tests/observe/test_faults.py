@@ -122,14 +122,35 @@ precisions = pytest.mark.parametrize(
 
 @precisions
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_fault_is_found_on_its_line_with_its_cause(script, tmp_path, kind, dtype, scaled):
+def test_a_fault_is_found_on_its_line_with_its_cause_and_training_does_not_notice(
+    script, tmp_path, monkeypatch, kind, dtype, scaled
+):
     text, cause = KINDS[kind]
-    seen = observe(script, kind, dtype, scaled, str(tmp_path / "out.pt"))
+    seen = not_noticed(script, tmp_path, monkeypatch, kind, dtype, scaled)
     (found,) = seen.report.faults
     assert (found.status, found.cause) == ("fault", cause), found.explanation
     if text is not None:
         assert found.origin is not None
         assert found.origin.line == line_of(script, text)
+
+
+@precisions
+@pytest.mark.parametrize("kind", ["clean", "norm", "loss", "stateful", "from the fifth"])
+def test_training_does_not_notice(script, tmp_path, monkeypatch, kind, dtype, scaled):
+    not_noticed(script, tmp_path, monkeypatch, kind, dtype, scaled)
+
+
+def not_noticed(script, tmp_path, monkeypatch, kind, dtype, scaled):
+    """Parameters, buffers, losses, random state and loss scale, bit for bit; what was seen."""
+    plain, watched = tmp_path / "plain.pt", tmp_path / "seen.pt"
+    monkeypatch.setattr(sys, "argv", [str(script), kind, dtype, scaled, str(plain)])
+    runpy.run_path(str(script), run_name="__main__")
+    seen = observe(script, kind, dtype, scaled, str(watched))
+    (a, *rest), (b, *others) = torch.load(plain), torch.load(watched)
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[key].nan_to_num(7.0), b[key].nan_to_num(7.0)) for key in a)
+    assert repr(rest) == repr(others)
+    return seen
 
 
 def test_a_fix_under_which_the_loss_is_not_finite_has_no_backward(script, tmp_path, monkeypatch):
@@ -240,20 +261,6 @@ def test_fixes_are_spelled_for_a_script(script, tmp_path):
         in verified["bfloat16, which has float32's range"]
     )
     assert not any("TrainStep" in how or "--precision" in how for how in verified.values())
-
-
-@precisions
-@pytest.mark.parametrize("kind", ["clean", "norm", "loss", "stateful", "from the fifth", *KINDS])
-def test_training_does_not_notice(script, tmp_path, monkeypatch, kind, dtype, scaled):
-    """Parameters, buffers, losses, random state and loss scale, bit for bit."""
-    plain, seen = tmp_path / "plain.pt", tmp_path / "seen.pt"
-    monkeypatch.setattr(sys, "argv", [str(script), kind, dtype, scaled, str(plain)])
-    runpy.run_path(str(script), run_name="__main__")
-    observe(script, kind, dtype, scaled, str(seen))
-    (a, *rest), (b, *others) = torch.load(plain), torch.load(seen)
-    assert a.keys() == b.keys()
-    assert all(torch.equal(a[key].nan_to_num(7.0), b[key].nan_to_num(7.0)) for key in a)
-    assert repr(rest) == repr(others)
 
 
 # -- patches ---------------------------------------------------------------------------------------

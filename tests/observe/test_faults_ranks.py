@@ -1,14 +1,12 @@
-"""Faults under torchrun: a rank runs its part again by itself, and what it finds is told to all."""
+"""Faults on ranks as torchrun starts them: a rank runs its part again by itself, and what it finds is told to all."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
+from tests.distributed.commands import Command
 from tests.observe.inside import line_of
 
 SCRIPT = """
@@ -55,11 +53,9 @@ dist.destroy_process_group()
 def test_a_fault_of_another_rank_is_told(tmp_path, kind):
     script, report = tmp_path / "script.py", tmp_path / "report.json"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-               "-m", "ampwise", "run", "--quiet", "--out", str(tmp_path / "out"), "--json",
-               str(report), str(script), kind]  # fmt: skip
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, check=True, timeout=200, env=env, capture_output=True)
+    own = ["--quiet", "--out", str(tmp_path / "out"), "--json", str(report)]
+    command = Command(tmp_path, "run", *own, str(script), kind)
+    assert command.finish(200) == [0, 0], command.err
     (found,) = json.loads(report.read_text())["faults"]
     if kind == "plain":
         assert (found["status"], found["cause"], found["rank"]) == ("fault", "RANGE_OVERFLOW", 1)

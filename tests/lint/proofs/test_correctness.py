@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.forked import fork
+
 from .helpers import (
     SCALE,
     WINDOW,
@@ -632,7 +634,10 @@ def _fsdp_rank(rank: int, folder: str) -> None:
 
 def test_amp117_plain_scaler_under_fsdp(record_property, tmp_path):
     """An inf in rank 0's shard: rank 0 skips at scale 32768 while rank 1 steps and stays at 65536."""
-    torch.multiprocessing.spawn(_fsdp_rank, args=(str(tmp_path),), nprocs=2)
+    processes = [fork(_fsdp_rank, rank, str(tmp_path)) for rank in range(2)]
+    for each in processes:
+        each.join(90)
+    assert [each.exitcode for each in processes] == [0, 0]
     ranks = [torch.load(tmp_path / f"rank{rank}") for rank in range(2)]
     plain = [each["plain"] for each in ranks]
     sharded = [each["sharded"] for each in ranks]
