@@ -1,18 +1,20 @@
 """From a task to a `Diagnosis`: train with the flight recorder on, until a step goes wrong.
 
-If none does, the last is compared with float64. What a window shows is `examine`'s to say.
+If none does, one in the middle and the last are compared with float64. What a window shows is
+`examine`'s to say.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ampwise.bench.arm import Arm, Settings
 from ampwise.data import to_device
@@ -80,7 +82,8 @@ def diagnose(
     precision
         Preset or policy, used as asked.
     steps
-        Steps to make when none goes wrong; the last is then examined for silent faults.
+        Steps to make when none goes wrong; half-way and at the end one is examined for silent
+        faults.
 
     Returns
     -------
@@ -137,11 +140,13 @@ def explore(task: Task, config: DiagnoseConfig, progress: Progress) -> Explored:
     examiner = Examiner(step, task.name or "task", progress)
     deadline = time.monotonic() + config.budget_s
     mine = _turns(task, whole=arm.iteration.makes_updates)
+    halfway = config.steps // 2 if config.steps > _LEAST_STEPS else None
     found: Diagnosis | None = None
     begun: StepRecord | None = None
     while True:
         made = arm.step.steps
-        late = everyone().first(lambda: time.monotonic() > deadline) and made >= _LEAST_STEPS
+        over = time.monotonic() > deadline
+        late = everyone().first(lambda over=over: over) and made >= _LEAST_STEPS
         last = late or made == config.steps - 1
         weights = stagnation.weights_of(step) if last else {}
         failure, window = _one_step(arm, examiner, mine)
@@ -162,22 +167,21 @@ def explore(task: Task, config: DiagnoseConfig, progress: Progress) -> Explored:
             _in_update(task, config, arm, last_update(stash, made), failure)
             return Explored(arm, failure, stash, examiner.wanted)
         found = failure or found
-        if last:
-            break
-    progress.stage("no step failed; comparing the last one with float64")
-    stash = step.rehearsal(arm.iteration.again, window)
-
-    def alone() -> Diagnosis:
-        still = stagnation.stagnant(step, weights, arm.step.history[-1])
-        return examiner.quiet(stash, still, begun)
-
-    quiet = _compared(examiner, stash, alone)
-    _in_update(task, config, arm, arm.step.steps, quiet)
-    if quiet.status != "clean" or found is None:
-        found = quiet
-    else:  # what is said of the last step, beside a skipped one before it
-        found.notes += [f"Step {quiet.step}: {each}" for each in quiet.notes]
-    return Explored(arm, found, stash, examiner.wanted)
+        if not last and (halfway is None or made < halfway or failure is not None):
+            continue
+        progress.stage(f"no step failed; comparing step {arm.step.steps} with float64")
+        looked = time.monotonic()
+        quiet, stash = _quiet(arm, examiner, window, weights, begun)
+        deadline += time.monotonic() - looked  # training has its time yet
+        halfway = None
+        if not last and quiet.status != "fault":
+            continue
+        _in_update(task, config, arm, arm.step.steps, quiet)
+        if quiet.status != "clean" or found is None:
+            found = quiet
+        else:  # what is said of this step, beside a skipped one before it
+            found.notes += [f"Step {quiet.step}: {each}" for each in quiet.notes]
+        return Explored(arm, found, stash, examiner.wanted)
 
 
 def _in_update(task: Task, config: DiagnoseConfig, arm: Arm, steps: int, found: Diagnosis) -> None:
@@ -186,17 +190,32 @@ def _in_update(task: Task, config: DiagnoseConfig, arm: Arm, steps: int, found: 
         in_update(Trained(task, config.policy, config.settings, steps), found)
 
 
-def _compared(examiner: Examiner, stash: Stash, alone: Callable[[], Diagnosis]) -> Diagnosis:
-    """The last step beside float64; by the first process alone, which replays it often."""
-    step = examiner.step
+def _quiet(
+    arm: Arm, examiner: Examiner, window: list[Any], before: dict[str, Tensor],
+    begun: StepRecord | None,
+) -> tuple[Diagnosis, Stash]:  # fmt: skip
+    """The next step on a window beside float64; by the first process alone, which replays it often.
+
+    Parameters
+    ----------
+    before
+        Weights before the step that was just made: it is asked whether they moved.
+    """
+    step = Replay(arm.step)
+    stash = step.rehearsal(arm.iteration.again, window)
+
+    def alone() -> Diagnosis:
+        still = stagnation.stagnant(step, before, arm.step.history[-1]) if before else None
+        return examiner.quiet(stash, still, begun)
+
     if step.ranks == 1 or not talks(step, stash):
-        return everyone().first(alone)
+        return everyone().first(alone), stash
     assert step.closed is not None
     found = examiner.empty(step.closed)
     found.notes.append(
-        "Forward or loss talk to other ranks: the last step was not compared with float64."
+        f"Forward or loss talk to other ranks: step {step.steps} was not compared with float64."
     )
-    return found
+    return found, stash
 
 
 def _arm(task: Task, config: DiagnoseConfig) -> Arm:

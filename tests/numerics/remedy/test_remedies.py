@@ -44,16 +44,15 @@ class Guarded(nn.Module):
         (torch.cosh, 1000.0, "DOMAIN_ERROR", 88.7),
     ],
 )
-def test_an_exponential_that_overflows_is_told_what_helps(function, argument, cause, most):
+def test_a_clamp_is_tried_on_an_exponential_that_overflows(function, argument, cause, most):
     def model():
         return Exponential(function, argument)
 
     found = diagnose(task(model, square, data(4, 4)), "bf16", steps=2)
     assert found.cause == cause
-    how = next(each.how for each in found.fixes if "keep the argument" in each.what)
-    assert "subtract the maximum" in how
-    assert "log-space" in how
-    assert f"x.clamp(max={most:g})" in how
+    fix = next(each for each in found.fixes if "keep the argument" in each.what)
+    assert fix.cost.startswith("tried:") or fix.verified
+    assert f"max={most:g})" in fix.how
     assert math.isfinite(function(torch.tensor(most)))
     assert not any("domain" in each.how for each in found.fixes)
 

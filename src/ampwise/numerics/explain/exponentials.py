@@ -6,21 +6,25 @@ import math
 
 from ampwise import formats
 from ampwise.numerics.explain.cause import Fault
+from ampwise.numerics.remedy import interventions as change
 from ampwise.numerics.remedy.candidate import Candidate
+from ampwise.numerics.remedy.interventions import Scope, on
 
 _FACTORS = {"exp": 1.0, "expm1": 1.0, "sinh": 1.0, "cosh": 1.0, "exp2": math.log2(math.e)}
 
 
 def smaller_argument(fault: Fault) -> list[Candidate]:
-    """What keeps the argument of an exponential small; of another operation nothing."""
-    op = fault.op.removesuffix("_")
-    if op not in _FACTORS:
+    """A clamp that keeps the argument of an exponential small; of another operation nothing."""
+    op, place = fault.op.removesuffix("_"), fault.place
+    if op not in _FACTORS or place.phase != "forward" or not place.file:
         return []
     fmt = formats.lookup(fault.dtype or "float32")
-    most = math.log(fmt.max) * _FACTORS[op]
+    most = math.floor(10 * math.log(fmt.max) * _FACTORS[op]) / 10
+    least = -most if op in ("sinh", "cosh") else None
+    bounds = f"max={most:g}" if least is None else f"min={least:g}, max={most:g}"
     how = (
-        f"line {fault.place.line}: subtract the maximum first (x - x.amax(dim, keepdim=True)); or "
-        "stay in log-space (logsumexp, log_softmax, softplus); or clamp the argument below "
-        f"log(max of {fmt}): x.clamp(max={math.floor(10 * most) / 10:g})"
+        f"line {place.line}: clamp the argument below log(max of {fmt}): x.clamp({bounds}). "
+        "What is beyond is no longer the same, and gets no gradient"
     )
-    return [Candidate(f"keep the argument of {op} small", how, tried=False)]
+    limited = on(Scope(place.file, place.line), change.clamped(_FACTORS, least, most))
+    return [Candidate(f"keep the argument of {op} small", how, limited)]

@@ -18,6 +18,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ampwise import formats
+from ampwise.errors import kind_and_words
 from ampwise.numerics.explain import spread
 from ampwise.numerics.explain.flushed import flushed_gradients
 from ampwise.numerics.explain.lost import Lost, note
@@ -54,6 +55,9 @@ def silent_faults(
     """
     run = _shadow(step, stash)
     errors = GradientErrors(run.replayed.gradients, run.gradients)
+    if (error := run.replayed.error) is not None:
+        words = f"The step was not compared with float64: beside it, {kind_and_words(error)}."
+        return [note(words)], run, errors
     found: list[Lost] = []
     damage = _damage(run, errors)
     floor = "" if begun is None else _floor(run, errors, stash, begun)

@@ -15,6 +15,7 @@ from ampwise.data import leaves
 from ampwise.numerics.explain import float8
 from ampwise.numerics.explain.lost import Lost
 from ampwise.numerics.observe.ancestry import Ancestor, back_from, largest_before
+from ampwise.numerics.observe.budget import is_harmless
 from ampwise.numerics.observe.exact import UnsupportedError, exact
 from ampwise.numerics.observe.extent import extent_of, lost_elements, samples_in
 from ampwise.numerics.observe.gradient_errors import GRADIENT_DB, GradientErrors
@@ -66,8 +67,12 @@ def single_operations(
     at = (each.name, each.place, each.occurrence)
     before = shadow(step, stash, errors=False, at=at, shares=True)
     own = each.local_db < RIGHT_DB and not _inherits(each, before)
-    began = None if own else _where_it_began(before, each, damage)
-    lost = began or _lost_at(each, damage, None if own else _rounded(before))
+    made_by = None if own else _rounded(before)
+    elsewhere = made_by is not None and made_by.place.line != each.place.line
+    if made_by is not None and elsewhere and is_harmless(step, stash, run, made_by.place):
+        made_by = None
+    began = None if own else _where_it_began(before, each, made_by, damage)
+    lost = began or _lost_at(each, damage, made_by)
     return [replace(lost, extent=_extent(each, before, stash), history=_history(before))]
 
 
@@ -92,7 +97,9 @@ def _inherits(error: OperationError, run: ShadowRun) -> bool:
     return given.shape == wanted.shape and sqnr_db(given, wanted) < WRONG_DB
 
 
-def _where_it_began(run: ShadowRun, error: OperationError, damage: str) -> Lost | None:
+def _where_it_began(
+    run: ShadowRun, error: OperationError, made_by: Ancestor | None, damage: str
+) -> Lost | None:
     """The rounding, or the difference, before an operation that only shows it; None if it does not.
 
     Small errors of an argument become large where a function divides by it, or turns with it.
@@ -101,13 +108,14 @@ def _where_it_began(run: ShadowRun, error: OperationError, damage: str) -> Lost 
     ----------
     run
         What the operation was given, and what that was made of.
+    made_by
+        The first rounding that spoiled it; None where that does no harm by itself.
     """
     makers = [each for each in run.makers if each is not None]
     if error.name in _DIVIDES:
         lost = (each for maker in makers for each in back_from(maker) if each.cancelled)
-        if (made_by := next(lost, None)) is not None:
-            return _cancelled_at(made_by, error, damage)
-    made_by = _rounded(run)
+        if (difference := next(lost, None)) is not None:
+            return _cancelled_at(difference, error, damage)
     if made_by is None or not _shows(error, made_by):
         return None
     kept = _kept(made_by)

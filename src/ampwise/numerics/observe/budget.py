@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
+
+from torch import Tensor
 
 from ampwise.numerics.observe.gradient_errors import GradientErrors
 from ampwise.numerics.observe.operation_errors import OperationError
@@ -67,17 +69,13 @@ def carriers(
         if each.local_db < math.inf and each.place.file:
             at = each.place.file, each.place.line
             lines[at] = min(lines.get(at, each), each, key=_rank)
-    whole = GradientErrors(run.replayed.gradients, run.gradients).relative(names) ** 2
+    whole = _squared(run.replayed.gradients, run, names)
     runs, began = count(), time.monotonic()
 
     def harm(some: Collection[_Line]) -> float:
         if next(runs) >= _MOST_RUNS or time.monotonic() - began > _MOST_S:
             return 0.0
-        alone = shadow(
-            step, stash, errors=False, decides=not run.decided,
-            rounds=lambda place: (place.file, place.line) in some,
-        )  # fmt: skip
-        share = GradientErrors(alone.gradients, run.gradients).relative(names) ** 2 / whole
+        share = _squared(_rounded_at(step, stash, run, some).gradients, run, names) / whole
         return share if math.isfinite(share) else math.inf  # rounded there, it breaks
 
     def among(some: Sequence[_Line]) -> Iterator[tuple[_Line, float]]:
@@ -94,6 +92,41 @@ def carriers(
         return []
     found = [Carrier(lines[at], min(1.0, share)) for at, share in among(list(lines))]
     return sorted(found, key=lambda each: -each.share)
+
+
+def is_harmless(step: Replayable, stash: Stash, run: ShadowRun, place: Place) -> bool:
+    """Whether rounding on one line makes next to nothing of a step's error.
+
+    Neither of that of its gradients, nor of that of a loss.
+    """
+    alone = _rounded_at(step, stash, run, {(place.file, place.line)})
+    names = run.gradients.keys()
+    here, whole = (
+        _squared(alone.gradients, run, names),
+        _squared(run.replayed.gradients, run, names),
+    )
+    if not here < _LEAST * whole:  # NaN is not
+        return False
+    losses = zip(alone.losses, run.losses, run.replayed.losses, strict=True)
+    return all(
+        abs(float(rounded) - float(ideal)) ** 2 <= _LEAST * abs(float(actual) - float(ideal)) ** 2
+        for rounded, ideal, actual in losses
+    )
+
+
+def _rounded_at(
+    step: Replayable, stash: Stash, run: ShadowRun, lines: Collection[_Line]
+) -> ShadowRun:
+    """The same step, rounded on these lines only."""
+    return shadow(
+        step, stash, errors=False, decides=not run.decided,
+        rounds=lambda place: (place.file, place.line) in lines,
+    )  # fmt: skip
+
+
+def _squared(gradients: Mapping[str, Tensor], run: ShadowRun, names: Collection[str]) -> float:
+    """Square of the error of some gradients, beside their own size."""
+    return GradientErrors(gradients, run.gradients).relative(names) ** 2
 
 
 def _rank(error: OperationError) -> tuple[bool, float]:

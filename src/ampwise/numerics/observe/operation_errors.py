@@ -189,6 +189,18 @@ class OperationErrors:
                 )
             )  # fmt: skip
 
+    def constant(self, number: int, place: Place, made: Tensor, numbers: Tensor) -> None:
+        """A tensor was made of these numbers, which is an operation of one input that is right."""
+        if made.element_size() < _FLOAT32_BYTES:
+            error = compare(made, numbers)
+            self.found.append(
+                OperationError(
+                    number, "tensor", place, dtype_name(made.dtype), error.sqnr_db, error.sqnr_db,
+                    math.inf, exact_amax=float(numbers.abs().max()), flushed=error.flushed,
+                    zeros=error.zeros,
+                )
+            )  # fmt: skip
+
     def keep(self, alive: Container[Key]) -> None:
         """Forget all others."""
         self._rounded = {key for key in self._rounded if key in alive}

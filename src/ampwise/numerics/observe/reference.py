@@ -74,7 +74,8 @@ def reference(step: Replayable, stash: Stash) -> Reference:
             confirmed_db=gradient_errors(run.replayed, wanted, 1.0).sqnr_db,
             within=[_missed(float(loss), ideal) for loss, ideal in pairs],
         )
-    return _of_run(stash, shadow(step, stash, errors=False))  # 16-bit parameters
+    # 16-bit parameters: the run beside it decides by what may be the fault.
+    return _of_run(stash, shadow(step, stash, errors=False, decides=True))
 
 
 def _missed(loss: float, ideal: float) -> float:

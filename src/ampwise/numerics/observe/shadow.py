@@ -12,8 +12,9 @@ Memory: 8 bytes for every element that the run keeps alive, so 2 to 4 times that
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+import math
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch.utils._pytree import tree_map
 from ampwise import formats
 from ampwise.formats import dtype_name
 from ampwise.numerics.observe.ancestry import Ancestor, cancelled, flushed, lost_constants
+from ampwise.numerics.observe.constants import Constants
 from ampwise.numerics.observe.exact import FLOATS, UnsupportedError, exact
 from ampwise.numerics.observe.operation_errors import (
     Made,
@@ -38,6 +40,7 @@ from ampwise.numerics.observe.operations import (
     is_for_subclass,
     is_hollow,
     operation,
+    taken_apart,
     tensors,
     written,
 )
@@ -127,7 +130,7 @@ def shadow(
         mode = Shadow(places, errors=errors, at=at, shares=shares, decides=decides, rounds=rounds)
         for _, tensor, _ in sources(step.models, stash):
             mode.source(tensor)
-        replayed = step.replay(stash, around=lambda: mode, policy=policy, scale=scale)
+        replayed = step.replay(stash, around=mode.beside, policy=policy, scale=scale)
     run = mode.seen(replayed)
     if at is None:
         run.losses = [_or_actual(mode.of(each), each) for each in replayed.losses]
@@ -151,7 +154,7 @@ class _ReachedError(Exception):
 def shadowed(mode: Shadow, make: Callable[[AbstractContextManager[Any]], object]) -> None:
     """Make an update beside a shadow, as far as the operation that is asked for."""
     with suppress(_ReachedError):
-        make(mode)
+        make(mode.beside())
 
 
 class Shadow(TorchDispatchMode):
@@ -187,10 +190,33 @@ class Shadow(TorchDispatchMode):
         self._count = 0
         self._made: dict[Key, Ancestor] = {}
 
+    @contextmanager
+    def beside(self) -> Generator[None]:
+        """Context in which everything is computed that is shadowed."""
+        with Constants(self._constant), self:
+            yield
+
     def source(self, tensor: Tensor) -> None:
         """A tensor from outside is exact."""
         if tensor.dtype in FLOATS and not tensor.is_sparse:
             self._twins.write(tensor, tensor.detach().double())
+
+    def _constant(self, made: Tensor, numbers: Tensor) -> None:
+        """A tensor was made of Python numbers, which it rounds."""
+        place = self._places.here()
+        if not made.numel() or (self._rounds is not None and self._rounds(place)):
+            return
+        self._twins.write(made, numbers)
+        kept_db = self._qualities.measure([made], [numbers])
+        if self._measure:
+            self._errors.constant(self._count, place, made, numbers)
+        if self._at is not None:
+            error = distance(made, numbers)
+            self._made[key_of(made)] = Ancestor(
+                "tensor", place, dtype_name(made.dtype), math.inf, kept_db, (), (),
+                extreme=max(map(float, torch.aminmax(numbers)), key=abs),
+                error=error, own=error, index=self._count,
+            )  # fmt: skip
 
     def of(self, tensor: Tensor) -> Tensor | None:
         """The shadow of a tensor; None where there is none."""
@@ -210,8 +236,7 @@ class Shadow(TorchDispatchMode):
             return NotImplemented
         op = operation(func)
         if op.composite:
-            with self:
-                return func.decompose(*args, **kwargs)
+            return taken_apart(self, func, args, kwargs)
         place = self._places.here()
         index, self._count = self._count, self._count + 1
         if self._count % _PRUNE_EVERY == 0:

@@ -26,6 +26,7 @@ from ampwise.numerics.observe.operations import (
     is_whole,
     memory,
     operation,
+    taken_apart,
     tensors,
     written,
 )
@@ -160,8 +161,7 @@ class Watcher(TorchDispatchMode):
             return NotImplemented
         op = operation(func)
         if op.composite:
-            with self:
-                return func.decompose(*args, **kwargs)
+            return taken_apart(self, func, args, kwargs)
         place = self._places.here()
         if self._phase is not None:
             place = replace(place, phase=self._phase)

@@ -8,7 +8,8 @@ would in training.
 
 The reference (`observe.reference`) is the float64 shadow of the step; where a fix changes the
 batch, that of the changed one. A reference that is not finite itself asks only for a clean replay:
-a fix then changes what is computed, and says so.
+a fix then changes what is computed, and says so. A step that is as close without a fix, and only
+less exact than it could be, has to be clearly nearer with it.
 """
 
 from __future__ import annotations
@@ -33,6 +34,11 @@ _LOSS_WITHIN = 0.05
 _LEAST_COSINE = 0.9
 _SOUND_DB = 20.0
 
+NEARER_DB = 6.0
+"""What a fix has to gain where the step holds without it."""
+_NEARER_LOSS = 0.5
+"""Or what it may leave of the error of the loss."""
+
 
 def tried(
     step: Replayable,
@@ -49,13 +55,14 @@ def tried(
     """
     fixes: list[Fix] = []
     held: dict[int, Candidate] = {}
+    unmended = None if wanted is None else _unmended(step, stash, wanted)
     for each in found:
         if each.otherwise and held:
             continue
         if not each.tried:
             fixes.append(Fix(each.what, each.how, verified=False, cost="not tried automatically"))
             continue
-        settled, wrong = _try(step, stash, each, wanted)
+        settled, wrong = _try(step, stash, each, wanted, unmended)
         if not each.effective():
             continue
         if not wrong:
@@ -128,18 +135,56 @@ def kept_db(step: Replayable, stash: Stash, wanted: Reference) -> float:
 
 
 def _try(
-    step: Replayable, stash: Stash, candidate: Candidate, wanted: Reference | None
-) -> tuple[Candidate, str]:
+    step: Replayable, stash: Stash, candidate: Candidate, wanted: Reference | None,
+    unmended: _Kept | None,
+) -> tuple[Candidate, str]:  # fmt: skip
     """A candidate under the scale that it needs, and why it does not count; empty if it does."""
     if candidate.change is not None and wanted is not None:
-        wanted = _reference_of_changed(step, stash, candidate.change)
+        wanted, unmended = _reference_of_changed(step, stash, candidate.change), None
     settled, result = _settled(step, stash, candidate)
     if result.error is not None:
         said, plain = kind_and_words(result.error), step.replay(stash).error
         same = plain is not None and kind_and_words(plain) == said
         return settled, f"tried: still raises {said}" if same else f"could not be tried: {said}"
     wrong = _complaint(stash, settled, result, wanted)
+    if not wrong and wanted is not None and unmended is not None:
+        wrong = unmended.gain(_Kept.of(stash, settled, result, wanted))
     return settled, f"tried: {wrong}" if wrong else ""
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """How near to its reference a replay is: its gradients, in dB, and the worst of its losses."""
+
+    sqnr_db: float
+    loss_error: float
+
+    @classmethod
+    def of(
+        cls, stash: Stash, candidate: Candidate, result: Replayed, wanted: Reference
+    ) -> _Kept:  # fmt: skip
+        scale = float(stash.scale) if candidate.scale is None else candidate.scale
+        pairs = zip(result.losses, wanted.losses, strict=True)
+        missed = max((abs(float(loss) - ideal) for loss, ideal in pairs), default=0.0)
+        return cls(gradient_errors(result, wanted, scale).sqnr_db, missed)
+
+    def gain(self, mended: _Kept) -> str:
+        """Why another replay is not clearly nearer; empty if it is."""
+        loss = self.loss_error > 0 and mended.loss_error <= _NEARER_LOSS * self.loss_error
+        if loss or mended.sqnr_db >= self.sqnr_db + NEARER_DB:
+            return ""
+        return (
+            f"it gains next to nothing: gradients of {mended.sqnr_db:.0f} dB, "
+            f"{self.sqnr_db:.0f} dB without it"
+        )
+
+
+def _unmended(step: Replayable, stash: Stash, wanted: Reference) -> _Kept | None:
+    """How near the step is without a fix; None where that is too far."""
+    settled, result = _settled(step, stash, AS_IT_IS)
+    if not wanted.finite or _complaint(stash, settled, result, wanted):
+        return None
+    return _Kept.of(stash, settled, result, wanted)
 
 
 def _reference_of_changed(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -271,6 +271,17 @@ def inside_domain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     if args and isinstance(args[0], Tensor):
         args = (domain.inside(getattr(func, "__name__", ""), args[0]), *args[1:])
     return func(*args, **kwargs)
+
+
+def clamped(names: Collection[str], least: float | None, most: float) -> Change:
+    """Make some functions with their argument between two numbers."""
+
+    def change(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if getattr(func, "__name__", "").removesuffix("_") in names and args:
+            args = (torch.clamp(args[0], least, most), *args[1:])
+        return func(*args, **kwargs)
+
+    return change
 
 
 def uncorrected(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

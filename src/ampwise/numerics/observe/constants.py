@@ -1,0 +1,51 @@
+"""Tensors made of Python numbers: what they were before they were rounded.
+
+``x.new_tensor(0.999)`` in bfloat16 is 1, and what dispatch sees of it is that 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ampwise.numerics.observe.exact import FLOATS
+from ampwise.step.precision.functions import CallMode
+
+_MAKE = {torch.tensor: 0, torch.as_tensor: 0, torch.asarray: 0, Tensor.new_tensor: 1}
+"""Which argument of a function is what a tensor is made of."""
+
+
+class Constants(CallMode):
+    """Tells of each tensor in a floating-point format that is made of numbers which it is.
+
+    Parameters
+    ----------
+    tell
+        Called with the tensor, and the same in float64.
+    """
+
+    def __init__(self, tell: Callable[[Tensor, Tensor], None]) -> None:
+        super().__init__()
+        self._tell = tell
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make a call."""
+        made = func(*args, **kwargs)
+        at = _MAKE.get(func)
+        if at is not None and made.dtype in FLOATS:
+            data = args[at] if len(args) > at else kwargs.get("data", kwargs.get("obj"))
+            with _disable_current_modes():
+                if _are_numbers(data):
+                    self._tell(made, torch.tensor(data, dtype=torch.float64, device=made.device))
+        return made
+
+
+def _are_numbers(data: Any) -> bool:
+    """Whether these are numbers, in lists or not; other tensors and arrays are read as they are."""
+    if isinstance(data, list | tuple):
+        return all(map(_are_numbers, data))
+    return isinstance(data, int | float)
