@@ -278,3 +278,54 @@ def test_arguments_of_an_operation_in_place_are_those_before_it():
     assert maker.name == "add_"
     pairs = zip(maker.brought, maker.parents, strict=True)
     assert all(0 < share <= each.error for share, each in pairs)
+
+
+class Bins(nn.Module):
+    """The log-probability of a bin, between sigmoids that nearly agree, of an input that rounds."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean = nn.Parameter(torch.zeros(8))
+
+    def forward(self, x):
+        x = x.to(torch.bfloat16)
+        return self.of_a_bin(self.moved(x * 1.37))
+
+    def moved(self, x):
+        return x - self.mean.to(x.dtype)
+
+    def of_a_bin(self, x):
+        upper, lower = torch.sigmoid(x + 0.004), torch.sigmoid(x)
+        return torch.log(upper - lower + 1e-7)  # <- here
+
+
+def test_a_rounding_that_does_no_harm_by_itself_is_not_blamed():
+    def unlikely(model, batch):
+        return -model(batch).float().mean()
+
+    found = diagnose(task(Bins, unlikely, data(16, 8)), "bf16", steps=1)
+    assert found.origin is not None
+    assert (found.cause, found.origin.line) == ("CANCELLATION", line_of(Bins.of_a_bin))
+
+
+class Decayed(nn.Module):
+    """An average without its bias, whose decay is a tensor in the format of the values."""
+
+    def __init__(self, decay=0.999):
+        super().__init__()
+        self.lin, self.decay = nn.Linear(8, 8), decay
+
+    def forward(self, x):
+        h = self.lin(x)
+        decay = h.new_tensor(self.decay)
+        return (1 - decay) * h.square().mean(0) / (1 - decay)  # <- here
+
+
+def test_a_number_that_rounded_to_1_as_a_tensor_is_no_fault_of_the_model():
+    found = diagnose(task(Decayed, apart, data(4, 8)), "bf16", steps=1)
+    assert found.origin is not None
+    assert (found.cause, found.origin.line) == ("CANCELLATION", line_of(Decayed.forward))
+    assert "rounded to 1" in found.explanation
+    assert (
+        diagnose(task(lambda: Decayed(0.5), apart, data(4, 8)), "bf16", steps=1).status == "clean"
+    )

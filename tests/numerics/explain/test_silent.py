@@ -198,3 +198,50 @@ def test_nothing_is_noted_of_the_same_sums_in_float32():
 def test_nothing_is_noted_that_float32_does_not_make_better(monkeypatch):
     monkeypatch.setattr(spread, "_GAINED_DB", 200.0)
     assert _said(Decay) == []
+
+
+def offset(model, batch):
+    x, level = batch
+    return ((model(x) + level) - level - 0.5).float().square().mean()  # <- here
+
+
+def sometimes(levels) -> Task:
+    return Task(
+        model=lambda: nn.Linear(8, 8),
+        batches=lambda: [(data(8, 8), torch.tensor(each)) for each in levels],
+        loss=offset,
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), 1e-3),
+    )
+
+
+def test_a_fault_that_the_last_step_does_not_have_is_found_halfway():
+    # A number on its own does not widen what it is added to.
+    torch.manual_seed(0)
+    found = diagnose(sometimes([0.0, 0.0, 0.0, 4096.0, 4096.0, 0.0, 0.0, 0.0]), "bf16", steps=8)
+    assert found.status == "fault"
+    assert found.origin is not None
+    assert (found.step, found.origin.line) == (5, line_of(offset))
+    sound = diagnose(sometimes([0.0] * 8), "bf16", steps=8)
+    assert (sound.status, sound.step) == ("clean", 8)
+
+
+class Shy(nn.Module):
+    """Runs only where nobody looks."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(8, 8)
+
+    def forward(self, x):
+        if torch.utils._python_dispatch._get_current_dispatch_mode() is not None:
+            raise ValueError("somebody looks")
+        return self.lin(x)
+
+
+def test_a_step_that_cannot_be_compared_says_so():
+    torch.manual_seed(0)
+    found = diagnose(task(Shy, apart, data(4, 8)), "bf16", steps=2)
+    assert found.status == "clean"
+    said = "The step was not compared with float64: ValueError: somebody looks"
+    assert any(each.startswith(said) for each in found.notes), found.notes
+    assert not any("SQNR" in each for each in found.notes)

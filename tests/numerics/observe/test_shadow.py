@@ -122,3 +122,31 @@ def test_what_is_wrong_with_a_tensor():
 
 def test_no_decibels_are_not_negative_ones():
     assert "an SQNR of 0 dB" in in_words({"head.weight": -0.2})
+
+
+def constants(model, batch):
+    h = model(batch)
+    made = (
+        torch.tensor([0.3, 0.999], dtype=h.dtype), h.new_tensor(0.999), h.new_tensor(data=0.3),
+        torch.as_tensor(0.3, dtype=h.dtype), torch.full((2,), 0.3, dtype=h.dtype),
+    )  # fmt: skip
+    return (h[:, :2] * sum(made)).square().mean()
+
+
+def test_numbers_that_become_tensors_are_exact_in_the_shadow():
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(nn.Linear(8, 8), nn.SiLU()), data(4, 8)
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), policy="bf16")
+    again = Replay(step)
+    stash = again.rehearsal(lambda step, x: step.micro_batch(constants, x), [batch])
+    run = shadow(again, stash)
+    assert run.replayed.error is None  # of a derivative that is made of other operations
+    exact = constants(copy.deepcopy(model).double(), batch.double())
+    assert float(run.losses[0]) == pytest.approx(float(exact.detach()), rel=1e-12)
+    made = [each for each in run.errors if each.name == "tensor"]
+    assert [each.dtype for each in made] == ["bfloat16"] * 4
+    assert all(40 < each.local_db < math.inf for each in made)
+    rounded = shadow(
+        again, stash, errors=False, rounds=lambda place: place.line == made[0].place.line
+    )
+    assert float(rounded.losses[0]) != pytest.approx(float(exact.detach()), rel=1e-5)

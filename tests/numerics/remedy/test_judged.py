@@ -13,9 +13,10 @@ from torch import nn
 from ampwise.numerics.diagnose import diagnose
 from ampwise.numerics.examine import Examiner
 from ampwise.numerics.observe.reference import reference
-from ampwise.numerics.remedy.candidate import AS_IT_IS
-from ampwise.numerics.remedy.fix import Judgement, judged
+from ampwise.numerics.remedy.candidate import AS_IT_IS, Candidate
+from ampwise.numerics.remedy.fix import Judgement, judged, tried
 from ampwise.numerics.result import Diagnosis, Fix
+from ampwise.policy import PRESETS
 from ampwise.step import TrainStep
 from ampwise.step.replay import Replay
 from tests.numerics.cases import CASES, Plain, data, square, task
@@ -502,3 +503,43 @@ def test_what_is_in_float32_already_is_not_offered_float32():
 
     found = diagnose(task(Wide, square, data(4, 8)), "fp16", steps=2)
     assert not any(each.what.startswith("line") for each in found.fixes)
+
+
+def test_a_fix_that_gains_nothing_is_not_verified_on_a_step_that_holds_without_it():
+    model = Plain(8)
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), policy="bf16")
+    again = Replay(step)
+    stash = again.rehearsal(lambda step, x: step.micro_batch(square, x), [data(8, 8)])
+    wanted = reference(again, stash)
+    mends = [
+        Candidate("nothing", ""),
+        Candidate("float32", "", policy=PRESETS["fp32"]),
+    ]
+    nothing, float32 = sorted(
+        tried(again, stash, mends, wanted), key=lambda each: each.what, reverse=True
+    )
+    assert not nothing.verified
+    assert re.search(r"it gains next to nothing: gradients of (\d+) dB, \1 dB", nothing.cost)
+    assert float32.verified
+
+
+class Chosen(nn.Module):
+    """Trains the one of two rows that is nearer, in 16 bits throughout."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.Parameter(torch.tensor([[256.0, 255.0], [256.0, 254.0]]))
+
+    def forward(self, x):
+        far = (self.rows.square().sum(1) - 2 * x @ self.rows.t()).argmin(-1)
+        return (self.rows[far] - x).square().mean()
+
+
+def test_the_reference_of_16_bit_parameters_chooses_by_itself():
+    model, x = Chosen().bfloat16(), torch.tensor([[256.0, 254.0]], dtype=torch.bfloat16)
+    assert float(model(x)) > 0  # by rounded squares it is the other row
+    assert float(Chosen()(x.float())) == 0
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), policy="bf16-pure")
+    again = Replay(step)
+    stash = again.rehearsal(lambda step, x: step.micro_batch(lambda m, x: m(x), x), [x])
+    assert reference(again, stash).losses == [0.0]

@@ -56,7 +56,7 @@ def silent_faults(
     run = _shadow(step, stash)
     errors = GradientErrors(run.replayed.gradients, run.gradients)
     if (error := run.replayed.error) is not None:
-        words = f"The step was not compared with float64: beside it, {kind_and_words(error)}."
+        words = f"The step was not compared with float64: {kind_and_words(error)}."
         return [note(words)], run, errors
     found: list[Lost] = []
     damage = _damage(run, errors)

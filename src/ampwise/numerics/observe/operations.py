@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 _EMPTY = frozenset(["empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"])
@@ -52,15 +51,6 @@ def operation(func: Any) -> Operation:
         func.name(), "CompositeImplicitAutograd"
     )
     return Operation(name, func, mutates, name in _EMPTY, composite)
-
-
-def taken_apart(mode: TorchDispatchMode, func: Any, args: Any, kwargs: Any) -> Any:
-    """What a composite operation gives, whose parts a mode sees.
-
-    A function mode in place would take the parts for the operation itself, and make it again.
-    """
-    with mode, torch._C.DisableTorchFunction():
-        return func.decompose(*args, **kwargs)
 
 
 def written(

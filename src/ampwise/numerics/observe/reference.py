@@ -63,8 +63,9 @@ class Reference:
 
 def reference(step: Replayable, stash: Stash) -> Reference:
     """Losses and true gradients of a window in float64."""
-    # Beside a float32 run: where branches follow the actual values, they follow sound ones.
-    run = shadow(step, stash, errors=False, policy=PRESETS["fp32"], scale=1.0)
+    # Beside a float32 run: branches of the code follow its values, and these are sound. Sorts and
+    # choices follow none.
+    run = shadow(step, stash, errors=False, decides=True, policy=PRESETS["fp32"], scale=1.0)
     if run.replayed.error is None:
         wanted = _of_run(replace(stash, scale=torch.ones(())), run)
         pairs = zip(run.replayed.losses, wanted.losses, strict=True)
@@ -74,7 +75,7 @@ def reference(step: Replayable, stash: Stash) -> Reference:
             confirmed_db=gradient_errors(run.replayed, wanted, 1.0).sqnr_db,
             within=[_missed(float(loss), ideal) for loss, ideal in pairs],
         )
-    # 16-bit parameters: the run beside it decides by what may be the fault.
+    # 16-bit parameters
     return _of_run(stash, shadow(step, stash, errors=False, decides=True))
 
 

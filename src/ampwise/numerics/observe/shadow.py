@@ -40,7 +40,6 @@ from ampwise.numerics.observe.operations import (
     is_for_subclass,
     is_hollow,
     operation,
-    taken_apart,
     tensors,
     written,
 )
@@ -236,7 +235,8 @@ class Shadow(TorchDispatchMode):
             return NotImplemented
         op = operation(func)
         if op.composite:
-            return taken_apart(self, func, args, kwargs)
+            with self:
+                return func.decompose(*args, **kwargs)
         place = self._places.here()
         index, self._count = self._count, self._count + 1
         if self._count % _PRUNE_EVERY == 0:

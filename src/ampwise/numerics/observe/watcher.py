@@ -26,7 +26,6 @@ from ampwise.numerics.observe.operations import (
     is_whole,
     memory,
     operation,
-    taken_apart,
     tensors,
     written,
 )
@@ -161,7 +160,8 @@ class Watcher(TorchDispatchMode):
             return NotImplemented
         op = operation(func)
         if op.composite:
-            return taken_apart(self, func, args, kwargs)
+            with self:
+                return func.decompose(*args, **kwargs)
         place = self._places.here()
         if self._phase is not None:
             place = replace(place, phase=self._phase)
