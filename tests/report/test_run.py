@@ -111,10 +111,13 @@ def test_a_fault_has_its_line_and_best_fix_on_a_terminal_and_all_of_them_on_the_
     text = shown(run)
     assert "RANGE_OVERFLOW at step 12, forward: bmm in attn, line 89" in text
     assert "model.py:89" in text
-    assert "verified: line 89 in float32 (1.10x)" in text
+    assert "holds on this step: line 89 in float32 (1.10x)" in text
     assert "clamp" not in text
-    assert [row[1] for row in Page(to_html(run)).tables["fixes-1"][1:]] == ["yes", "no"]
-    assert "| clamp | clamp q | no |" in to_markdown(run)
+    assert [row[1] for row in Page(to_html(run)).tables["fixes-1"][1:]] == [
+        "holds on this step",
+        "not verified",
+    ]
+    assert "| clamp | clamp q | not verified |" in to_markdown(run)
     assert run.standing == "fail"
 
 

@@ -25,6 +25,7 @@ from ampwise.distributed.wrap import spread
 from ampwise.errors import UsageError
 from ampwise.numerics.across_ranks import all_raised, examined, first_at_fault, talks
 from ampwise.numerics.examine import Examiner
+from ampwise.numerics.explain.silent import is_sound
 from ampwise.numerics.observe import stagnation
 from ampwise.numerics.observe.reference import Reference
 from ampwise.numerics.observe.values import loss_of
@@ -148,7 +149,7 @@ def explore(task: Task, config: DiagnoseConfig, progress: Progress) -> Explored:
         over = time.monotonic() > deadline
         late = everyone().first(lambda over=over: over) and made >= _LEAST_STEPS
         last = late or made == config.steps - 1
-        weights = stagnation.weights_of(step) if last else {}
+        weights = stagnation.weights_of(step) if last else None
         failure, window = _one_step(arm, examiner, mine)
         if failure is None:
             record = arm.step.history[-1]
@@ -171,7 +172,7 @@ def explore(task: Task, config: DiagnoseConfig, progress: Progress) -> Explored:
             continue
         progress.stage(f"no step failed; comparing step {arm.step.steps} with float64")
         looked = time.monotonic()
-        quiet, stash = _quiet(arm, examiner, window, weights, begun)
+        quiet, stash = _quiet(arm, examiner, window, begun, weights)
         deadline += time.monotonic() - looked  # training has its time yet
         halfway = None
         if not last and quiet.status != "fault":
@@ -191,22 +192,25 @@ def _in_update(task: Task, config: DiagnoseConfig, arm: Arm, steps: int, found: 
 
 
 def _quiet(
-    arm: Arm, examiner: Examiner, window: list[Any], before: dict[str, Tensor],
-    begun: StepRecord | None,
+    arm: Arm, examiner: Examiner, window: list[Any], begun: StepRecord | None,
+    before: dict[str, Tensor] | None,
 ) -> tuple[Diagnosis, Stash]:  # fmt: skip
     """The next step on a window beside float64; by the first process alone, which replays it often.
 
     Parameters
     ----------
     before
-        Weights before the step that was just made: it is asked whether they moved.
+        Weights before the step that was just made: it is asked whether they moved. None for a step
+        of which it is enough to know that it is sound.
     """
     step = Replay(arm.step)
     stash = step.rehearsal(arm.iteration.again, window)
 
     def alone() -> Diagnosis:
-        still = stagnation.stagnant(step, before, arm.step.history[-1]) if before else None
-        return examiner.quiet(stash, still, begun)
+        if before is None:
+            return examiner.empty(stash) if is_sound(step, stash) else examiner.quiet(stash, begun)
+        still = stagnation.stagnant(step, before, arm.step.history[-1])
+        return examiner.quiet(stash, begun, still)
 
     if step.ranks == 1 or not talks(step, stash):
         return everyone().first(alone), stash

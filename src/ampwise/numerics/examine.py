@@ -80,7 +80,7 @@ class Examiner:
         return raised.diagnosed(self._inquiry, stash, error)
 
     def quiet(
-        self, stash: Stash, stagnant: Stagnant | None = None, begun: StepRecord | None = None
+        self, stash: Stash, begun: StepRecord | None = None, stagnant: Stagnant | None = None
     ) -> Diagnosis:
         """A window that runs without NaN: is it right? Beside the first step, if that is known."""
         trace, histograms = self._inquiry.watched(stash)

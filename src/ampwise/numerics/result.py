@@ -180,6 +180,13 @@ class Fix:
     patch: str | None = None
     patch_status: str = ""
 
+    @property
+    def outcome(self) -> str:
+        """What came of it, in words; only a patch that was trained on is called verified."""
+        if not self.verified:
+            return "not verified"
+        return "holds on this step" if self.patch is None else "verified"
+
 
 @dataclass(frozen=True)
 class Finding:

@@ -97,8 +97,9 @@ def render_fixes(found: Diagnosis, console: Console) -> None:
 
 def _print_fixes(fixes: list[Fix], console: Console) -> None:
     for each in fixes:
-        sign, style = ("verified", "green") if each.verified else ("not verified", "dim")
-        console.print(Text.assemble((f"  {sign}: ", style), (each.what, "bold"), f" ({each.cost})"))
+        style = "green" if each.verified else "dim"
+        outcome = (f"  {each.outcome}: ", style)
+        console.print(Text.assemble(outcome, (each.what, "bold"), f" ({each.cost})"))
         console.print(Text(f"    {each.how}", style="" if each.verified else "dim"))
         if each.patch_status not in ("", each.cost):
             console.print(Text(f"    {each.patch_status}", style="dim"))
@@ -130,8 +131,8 @@ def body(found: Diagnosis) -> list[str]:
         source = neutral.line(found.origin.source).replace("```", "'''")
         lines += [prose(place(found.origin.file, found.origin.line)), "", "```", source, "```", ""]
     if found.fixes:
-        fixes = ((e.what, e.how, "yes" if e.verified else "no", e.cost) for e in found.fixes)
-        lines += [*table(("fix", "how", "verified", "cost"), fixes), ""]
+        fixes = ((e.what, e.how, e.outcome, e.cost) for e in found.fixes)
+        lines += [*table(("fix", "how", "outcome", "cost"), fixes), ""]
     for each in found.fixes:
         if patch := patch_lines(each):
             lines += [prose(each.patch_status), "", *_fenced(patch), ""]

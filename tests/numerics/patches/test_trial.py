@@ -20,7 +20,7 @@ from ampwise.numerics.diagnose import DiagnoseConfig, explore
 from ampwise.numerics.observe.reference import reference
 from ampwise.numerics.progress import Silent
 from ampwise.numerics.remedy import apply, handover, trial
-from ampwise.numerics.remedy.fresh import fresh
+from ampwise.numerics.remedy.fresh import Fresh, fresh
 from ampwise.numerics.remedy.handover import Failing, TaskSource
 from ampwise.numerics.remedy.verify import Outcome, Trials
 from ampwise.numerics.result import Diagnosis, Fix
@@ -116,6 +116,27 @@ def test_a_source_is_judged_by_what_it_does_in_a_fresh_process(trials, gain):
 def test_where_the_step_is_right_without_a_patch_a_trial_says_nothing(trials, gain):
     gain.write_text(GAIN.replace("1e5", "1.0"))
     assert "right without a patch" in trials.control()
+
+
+@pytest.mark.parametrize(
+    ("unmended", "silent", "patched", "holds"),
+    [
+        (Outcome("of x is missing", sqnr_db=9.0), False, 9.5, False),  # noise, as before
+        (Outcome("of x is missing", sqnr_db=9.0), False, 20.0, True),
+        (Outcome("of x is missing", sqnr_db=15.0), False, 16.0, True),  # a small part of the whole
+        (Outcome("still not finite"), False, 8.0, True),
+        (Outcome("", sqnr_db=20.0), True, 25.0, False),
+        (Outcome("", sqnr_db=20.0), True, 31.0, True),
+    ],
+)
+def test_a_patch_has_to_gain(monkeypatch, tmp_path, unmended, silent, patched, holds):
+    outcomes = {"control": unmended, "patch-1": Outcome("", False, patched, 5)}
+    monkeypatch.setattr(Trials, "_run", lambda self, name: outcomes[name])
+    made = Trials(tmp_path, tmp_path / "x.py", Fresh(tmp_path), 3, silent=silent)
+    assert made.control() == ""
+    outcome = made.of(1, b"")
+    assert outcome.verified is holds
+    assert ("not nearer to float64" in outcome.complaint) is not holds
 
 
 def test_neither_does_one_of_a_task_that_a_fresh_process_cannot_load(trials, gain):

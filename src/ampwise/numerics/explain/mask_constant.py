@@ -68,7 +68,8 @@ def finite(fault: Fault) -> Candidate:
     most = formats.lookup(fault.step.policy.compute_dtype).max
     return Candidate(
         "mask with a number that the format has",
-        f"line {place.line}: write torch.finfo(x.dtype).min for the constant",
+        f"line {place.line}: write torch.finfo(x.dtype).min for the constant, or .max if it is "
+        "positive",
         on(Scope(place.file, place.line), change.constants(0.0, most)),
     )
 

@@ -78,6 +78,13 @@ def silent_faults(
     return sorted(found, key=lambda each: not each.severe), run, errors
 
 
+def is_sound(step: Replayable, stash: Stash) -> bool:
+    """Whether loss and gradients of a step are what they should be, at the price of one shadow."""
+    run = shadow(step, stash, errors=False, decides=True)
+    errors = GradientErrors(run.replayed.gradients, run.gradients)
+    return run.replayed.clean and not _damage(run, errors) and not spread.is_noise(errors)
+
+
 def _shadow(step: Replayable, stash: Stash) -> ShadowRun:
     """The errors of all operations, beside what a step would give that decides without rounding."""
     run = shadow(step, stash)

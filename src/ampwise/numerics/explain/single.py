@@ -22,7 +22,7 @@ from ampwise.numerics.observe.gradient_errors import GRADIENT_DB, GradientErrors
 from ampwise.numerics.observe.operation_errors import RIGHT_DB, WRONG_DB, OperationError
 from ampwise.numerics.observe.roots import HISTORY
 from ampwise.numerics.observe.shadow import ShadowRun, shadow
-from ampwise.numerics.observe.shares import rounded_first
+from ampwise.numerics.observe.shares import roundings
 from ampwise.numerics.observe.trace import Trace
 from ampwise.numerics.observe.values import passed
 from ampwise.numerics.result import Extent, Passed, percent
@@ -37,6 +37,9 @@ _DIFFERENCES = ("sub", "add", "mean", "sum", "var", "addmm", "rsub", "native_lay
 
 _DIVIDES = ("div", "reciprocal", "rsqrt", "log", "log2", "log10", "pow")
 """Operations to which a small argument matters as much as a large one."""
+
+_TRIED = 6
+"""Lines whose rounding is tried by itself."""
 
 _TURNS = ("sin", "cos", "tan")
 
@@ -67,10 +70,7 @@ def single_operations(
     at = (each.name, each.place, each.occurrence)
     before = shadow(step, stash, errors=False, at=at, shares=True)
     own = each.local_db < RIGHT_DB and not _inherits(each, before)
-    made_by = None if own else _rounded(before)
-    elsewhere = made_by is not None and made_by.place.line != each.place.line
-    if made_by is not None and elsewhere and is_harmless(step, stash, run, made_by.place):
-        made_by = None
+    made_by = None if own else _rounded(step, stash, run, each, before)
     began = None if own else _where_it_began(before, each, made_by, damage)
     lost = began or _lost_at(each, damage, made_by)
     return [replace(lost, extent=_extent(each, before, stash), history=_history(before))]
@@ -139,10 +139,25 @@ def _where_it_began(
                 made_by.dtype, severe=True)  # fmt: skip
 
 
-def _rounded(run: ShadowRun) -> Ancestor | None:
-    """The first rounding that spoiled what an operation was given."""
-    pairs = zip(run.brought, run.makers, strict=False)
-    return rounded_first([(share, maker) for share, maker in pairs if maker is not None])
+def _rounded(
+    step: Replayable, stash: Stash, run: ShadowRun, error: OperationError, before: ShadowRun
+) -> Ancestor | None:
+    """The first rounding that spoiled what an operation was given, and does harm by itself.
+
+    Norms do not show that of two terms with the same error none is left in their difference.
+    """
+    pairs = zip(before.brought, before.makers, strict=False)
+    found = roundings([(share, maker) for share, maker in pairs if maker is not None])
+    harmless: dict[tuple[str, int], bool] = {(error.place.file, error.place.line): False}
+    for each in found:
+        at = each.place.file, each.place.line
+        if at not in harmless:
+            if len(harmless) > _TRIED:
+                break
+            harmless[at] = is_harmless(step, stash, run, each.place)
+        if not harmless[at]:
+            return each
+    return None
 
 
 def _shows(error: OperationError, made_by: Ancestor) -> bool:

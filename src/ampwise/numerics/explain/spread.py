@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ampwise import formats
 from ampwise.numerics.explain.lost import Lost, note
 from ampwise.numerics.observe.budget import Carrier, carriers
-from ampwise.numerics.observe.gradient_errors import GradientErrors
+from ampwise.numerics.observe.gradient_errors import NOISE_DB, GradientErrors
 from ampwise.numerics.observe.operation_errors import OperationError
 from ampwise.numerics.observe.shadow import ShadowRun
 from ampwise.numerics.remedy.candidate import Candidate
@@ -36,6 +36,10 @@ class _Gradient:
     whole: float
     matrix: float
 
+    @classmethod
+    def of(cls, errors: GradientErrors) -> _Gradient:
+        return cls(errors.sqnr_db, errors.worst_db)
+
     def is_below(self, limit: _Gradient) -> bool:
         return self.whole < limit.whole or self.matrix < limit.matrix
 
@@ -48,8 +52,13 @@ class _Gradient:
 
 _NOTED, _GAINED_DB = _Gradient(25.0, 10.0), 6.0
 """Below which lines are looked for, and what float32 on one has to gain for a note."""
-_FAULT, _MENDED_DB = _Gradient(10.0, 4.0), 10.0
+_FAULT, _MENDED_DB = _Gradient(NOISE_DB, 4.0), 10.0
 """The same for a fault. Of 1,200 sound random networks one comes to 11 and 5 dB."""
+
+
+def is_noise(errors: GradientErrors) -> bool:
+    """Whether a gradient is so bad that it is a fault, if float32 on a line mends it."""
+    return _Gradient.of(errors).is_below(_FAULT)
 
 
 def of_lines(
@@ -62,7 +71,7 @@ def of_lines(
     damage
         What is wrong with the step; empty where it trains as it is.
     """
-    now = _Gradient(errors.sqnr_db, errors.worst_db)
+    now = _Gradient.of(errors)
     if not now.is_below(_NOTED):
         return []
     only_weak = now.whole >= _NOTED.whole
@@ -98,8 +107,7 @@ def _kept(step: Replayable, stash: Stash, run: ShadowRun, island: Candidate) -> 
     result = step.replay(stash, around=island.around)
     if result.error is not None or not result.clean:
         return _Gradient(-math.inf, -math.inf)
-    errors = GradientErrors(result.gradients, run.gradients)
-    return _Gradient(errors.sqnr_db, errors.worst_db)
+    return _Gradient.of(GradientErrors(result.gradients, run.gradients))
 
 
 def _origin(found: Sequence[Carrier], run: ShadowRun) -> OperationError:
@@ -114,9 +122,14 @@ def _origin(found: Sequence[Carrier], run: ShadowRun) -> OperationError:
 
 def _lines(found: Sequence[Carrier]) -> str:
     """Where it is rounded, and what each of these lines makes of the error."""
-    made = (f"line {each.place.line} ({each.worst.name} in {formats.lookup(each.worst.dtype)}, "
-            f"{percent(each.share)})" for each in found[:_TRIED])  # fmt: skip
+    made = (f"line {each.place.line} ({_rounding(each)}, {percent(each.share)})"
+            for each in found[:_TRIED])  # fmt: skip
     return f"The error of the gradient is made by rounding on {joined(made)}"
+
+
+def _rounding(line: Carrier) -> str:
+    fmt = formats.lookup(line.worst.dtype)
+    return f"{line.worst.name} in {fmt}" if line.alone else f"in {fmt}"
 
 
 def _quality(now: _Gradient, errors: GradientErrors) -> str:

@@ -41,10 +41,13 @@ class Carrier:
         The operation on it, in forward where there is one, that is least exact by itself.
     share
         Of the square of the error's norm, what this line makes alone.
+    alone
+        Whether no other operation on it rounds.
     """
 
     worst: OperationError
     share: float
+    alone: bool
 
     @property
     def place(self) -> Place:
@@ -64,11 +67,10 @@ def carriers(
     names
         Whose gradients are looked at, each beside its own size.
     """
-    lines: dict[_Line, OperationError] = {}
+    lines: dict[_Line, list[OperationError]] = {}
     for each in run.errors:
         if each.local_db < math.inf and each.place.file:
-            at = each.place.file, each.place.line
-            lines[at] = min(lines.get(at, each), each, key=_rank)
+            lines.setdefault((each.place.file, each.place.line), []).append(each)
     whole = _squared(run.replayed.gradients, run, names)
     runs, began = count(), time.monotonic()
 
@@ -90,8 +92,13 @@ def carriers(
 
     if not lines or not 0 < whole < math.inf:
         return []
-    found = [Carrier(lines[at], min(1.0, share)) for at, share in among(list(lines))]
+    found = [_carrier(lines[at], share) for at, share in among(list(lines))]
     return sorted(found, key=lambda each: -each.share)
+
+
+def _carrier(operations: Sequence[OperationError], share: float) -> Carrier:
+    forward = {each.name for each in operations if each.place.phase == "forward"}
+    return Carrier(min(operations, key=_rank), min(1.0, share), alone=len(forward) < 2)
 
 
 def is_harmless(step: Replayable, stash: Stash, run: ShadowRun, place: Place) -> bool:

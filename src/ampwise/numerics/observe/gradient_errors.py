@@ -23,6 +23,10 @@ GRADIENT_DB = 3.0
 """SQNR of the whole gradient below which a step is wrong: an error of 70 % of its norm. Small and
 ill-conditioned networks (batch norm over a few samples) fall to 8 dB in bfloat16, and train."""
 
+NOISE_DB = 10.0
+"""SQNR below which one is a fault where float32 on a line mends it; and up to which a patch has to
+gain, however the step was without it."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Sums:

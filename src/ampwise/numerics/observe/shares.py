@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ampwise.numerics.observe.ancestry import Ancestor
 from ampwise.numerics.observe.exact import FLOATS, UnsupportedError, exact
+from ampwise.places import Place
 
 _MOST = 4
 """Arguments that are tried one by one; of more, as in ``cat``, each brings the error it has."""
@@ -88,8 +89,8 @@ def brought(
     return shares
 
 
-def rounded_first(starts: Sequence[tuple[float, Ancestor]]) -> Ancestor | None:
-    """The first rounding that brings about as much of an error as any other does.
+def roundings(starts: Sequence[tuple[float, Ancestor]]) -> list[Ancestor]:
+    """The roundings that bring about as much of an error as any other does, in order.
 
     Followed back are all arguments; a rounding counts as far as it comes through. Of one line that
     rounds again and again, it is the one with the largest numbers. None if nothing rounds.
@@ -101,12 +102,12 @@ def rounded_first(starts: Sequence[tuple[float, Ancestor]]) -> Ancestor | None:
     """
     shares = _followed(starts)
     most = max(shares.values(), default=0.0)
-    if not most:
-        return None
-    enough = [each for each, share in shares.items() if share >= _ABOUT * most]
-    first = min(enough, key=lambda each: each.index)
-    alike = (each for each in shares if (each.name, each.place) == (first.name, first.place))
-    return max(alike, key=lambda each: abs(each.extreme))
+    largest: dict[tuple[str, Place], Ancestor] = {}
+    for each in sorted(shares, key=lambda each: abs(each.extreme)):
+        largest[each.name, each.place] = each
+    enough = (each for each, share in shares.items() if most and share >= _ABOUT * most)
+    first = dict.fromkeys((each.name, each.place) for each in sorted(enough, key=lambda e: e.index))
+    return [largest[at] for at in first]
 
 
 def _followed(starts: Sequence[tuple[float, Ancestor]]) -> dict[Ancestor, float]:

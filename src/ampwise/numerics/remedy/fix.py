@@ -90,8 +90,8 @@ class Judgement:
     complaint
         Why it is not right; empty if it is.
     sqnr_db
-        Of its gradients, under a loss scale that has settled; None where they are exact, or not
-        known.
+        Of its gradients, under a loss scale that has settled; None where they are exact, not
+        finite, or not known.
     scale
         That loss scale.
     """
@@ -117,9 +117,12 @@ def judged(
     """
     settled, result = _settled(step, stash, candidate)
     scale = float(stash.scale) if settled.scale is None else settled.scale
-    if wrong := _complaint(stash, settled, result, wanted):
+    wrong = _complaint(stash, settled, result, wanted)
+    if wrong and not (result.clean and wanted.finite):
         return Judgement(wrong, scale=scale)
     kept = gradient_errors(result, wanted, scale).sqnr_db
+    if wrong:
+        return Judgement(wrong, kept if math.isfinite(kept) else None, scale)
     if not kept >= least_db:  # NaN is not
         return Judgement(f"its gradients keep {kept:.0f} dB, of {least_db:g} asked", scale=scale)
     return Judgement("", kept if wanted.finite and math.isfinite(kept) else None, scale)

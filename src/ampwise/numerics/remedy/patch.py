@@ -39,7 +39,7 @@ def add_patches(found: Diagnosis, failing: Failing, progress: Progress) -> None:
         source = own_source(found, failing.step, failing.stash, roots)
         if source is not None and (made := source.with_caller):
             try:
-                trials = _trials(Path(folder), source.file, processes, failing)
+                trials = _trials(Path(folder), source.file, processes, failing, found.step)
             except UsageError as error:
                 why = f"suggestion: not run: {in_one_line(error)}"
                 add_to(found, source, [Tried(made[0], why)])
@@ -49,8 +49,8 @@ def add_patches(found: Diagnosis, failing: Failing, progress: Progress) -> None:
             add_to(found, source, search.tried)
 
 
-def _trials(folder: Path, file: Path, processes: Fresh, failing: Failing) -> Trials:
-    """What patches are tried with.
+def _trials(folder: Path, file: Path, processes: Fresh, failing: Failing, number: int) -> Trials:
+    """What patches are tried with, of the step of this number.
 
     Raises
     ------
@@ -62,7 +62,7 @@ def _trials(folder: Path, file: Path, processes: Fresh, failing: Failing) -> Tri
         fix.judged(failing.step, failing.stash, AS_IT_IS, wanted).complaint
     )
     handover.save(folder / "step.pt", failing, wanted)
-    trials = Trials(folder, file, processes, failing.stash.step, silent=silent)
+    trials = Trials(folder, file, processes, number, silent=silent)
     if why := trials.control():
         raise UsageError(why)
     return trials

@@ -128,7 +128,7 @@ def _judged(arm: Arm, stash: Stash, content: Mapping[str, Any]) -> tuple[Outcome
     wanted = reference(step, stash) if own else handover.reference(content)
     judged = fix.judged(step, stash, AS_IT_IS, wanted)
     if judged.complaint:
-        return Outcome(judged.complaint), judged.scale
+        return Outcome(judged.complaint, sqnr_db=judged.sqnr_db), judged.scale
     left = _left(step, replace(stash, scale=torch.full_like(stash.scale, judged.scale)), wanted)
     return Outcome("", own, judged.sqnr_db, left=left), judged.scale
 

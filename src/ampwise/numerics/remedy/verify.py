@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ampwise.document import read
+from ampwise.numerics.observe.gradient_errors import NOISE_DB
 from ampwise.numerics.remedy.costs import Cost
 from ampwise.numerics.remedy.fresh import LATE, Fresh, log_of
 from ampwise_lint.base.words import counted
@@ -135,14 +136,14 @@ class Trials:
         Number of the step.
     silent
         Whether the step is within the limits of `fix` as it is, and only less exact than it could
-        be: then a patch has to bring it clearly nearer to float64.
+        be.
     """
 
     def __init__(
         self, folder: Path, file: Path, processes: Fresh, step: int, *, silent: bool = False
     ) -> None:
         self._folder, self._processes, self._silent, self._step = folder, processes, silent, step
-        self._least_db: float | None = None
+        self._unmended: Outcome | None = None
         self._began = time.monotonic()
         self._file = file
 
@@ -153,11 +154,8 @@ class Trials:
 
     def control(self) -> str:
         """Why trials of this step say nothing; empty where it does here what it did."""
-        outcome = self._run(CONTROL)
-        if self._silent and not outcome.complaint and outcome.sqnr_db is not None:
-            self._least_db = outcome.sqnr_db + NEARER_DB
-            return ""
-        if not outcome.complaint:
+        outcome = self._unmended = self._run(CONTROL)
+        if not outcome.complaint and not (self._silent and outcome.sqnr_db is not None):
             return "in a fresh process the step is right without a patch"
         return outcome.complaint if outcome.complaint.startswith("no outcome") else ""
 
@@ -166,12 +164,19 @@ class Trials:
         name = f"{PATCH}-{number}"
         write_texts(self._folder, name, {self._file: data, **(beside or {})})
         outcome = self._run(name)
-        if self._least_db is None or outcome.complaint:
-            return outcome
-        if outcome.sqnr_db is not None and outcome.sqnr_db < self._least_db:
-            now = f"{outcome.sqnr_db:.0f} dB, {self._least_db - NEARER_DB:.0f} dB without it"
-            return replace(outcome, complaint=f"its gradients are not nearer to float64 ({now})")
-        return outcome
+        return outcome if outcome.complaint else replace(outcome, complaint=self._no_gain(outcome))
+
+    def _no_gain(self, outcome: Outcome) -> str:
+        """Why a step that holds is not clearly nearer to float64 than without a patch; else empty.
+
+        It has to be where the step holds without one, too, and where its gradients are noise still.
+        """
+        now, before = outcome.sqnr_db, None if self._unmended is None else self._unmended.sqnr_db
+        if now is None or before is None or now >= before + NEARER_DB:
+            return ""
+        if self._unmended is not None and self._unmended.complaint and now >= NOISE_DB:
+            return ""
+        return f"its gradients are not nearer to float64 ({now:.0f} dB, {before:.0f} dB without it)"
 
     def in_words(self, outcome: Outcome) -> str:
         """An outcome, as a status of a patch."""

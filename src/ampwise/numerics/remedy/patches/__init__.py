@@ -10,8 +10,8 @@ constants       a mask that the format holds
 domain          a second `where`, a clamp into the domain
 dtypes          float32 for an operand; a cast that is left out, or put in
 constants       an eps that the format holds
-island          the statement outside of autocast; then those beside it; then the function,
-                by its arguments, or outside of autocast
+island          the statement outside of autocast; then the function, by its arguments; then
+                the statements beside it, or the function outside of autocast
 domain          at last a clamp, where the formula is right and only the format is not
 ==============  =================================================================================
 
@@ -66,8 +66,8 @@ KINDS: tuple[tuple[Kind, Grade], ...] = (
     (dtypes.edits, Grade.FLOAT32),
     (constants.guards, Grade.CONSTANT),
     (island.statement, Grade.STATEMENTS),
-    (island.adjacent, Grade.STATEMENTS),
     (island.arguments, Grade.STATEMENTS),
+    (island.adjacent, Grade.STATEMENTS),
     (island.function, Grade.FUNCTION),
     (domain.clamps, Grade.LIMIT),
 )

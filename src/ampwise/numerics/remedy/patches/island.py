@@ -169,7 +169,7 @@ def bare(node: cst.BaseStatement) -> cst.BaseStatement:
 
 
 def _device(site: Site, within: Sequence[cst.BaseStatement]) -> str:
-    """The kind of device, asked of a tensor at hand; of the CPU where none is."""
+    """The kind of device, asked of a tensor at hand; where none is, of the machine."""
     line = site.source.start(within[0])[0]
     here = site.dtypes.get(line, {})
     wanted = site.statement if site.statement is not None else within[0]
@@ -183,7 +183,9 @@ def _device(site: Site, within: Sequence[cst.BaseStatement]) -> str:
     ]
     known = read or [each for each in tensors if each not in made]
     known.sort(key=lambda each: not any("float" in kind for kind in tensors[each]))
-    return f"{known[0]}.device.type" if known else '"cpu"'
+    if known:
+        return f"{known[0]}.device.type"
+    return f'"cuda" if {site.source.spelled("torch.cuda.is_available")}() else "cpu"'
 
 
 def _raised(site: Site, statements: Sequence[cst.CSTNode]) -> dict[cst.CSTNode, Change]:
