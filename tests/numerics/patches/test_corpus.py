@@ -13,7 +13,6 @@ from tests.numerics.patches.corpus import ALL, NO_CODE, accepted, diagnosed
 UNMENDED = {
     "perplexity": "its loss is 4e40 in float64: a clamp is far from that, and float32 ends before",
     "case_variance_becomes_zero_in_float32": "float32 is too coarse, and no patch writes float64",
-    "case_rounded_indices": "the float64 reference follows the rounded indices, too",
 }
 """Faults that no patch mends yet, and why."""
 

@@ -91,7 +91,7 @@ class Judgement:
         Why it is not right; empty if it is.
     sqnr_db
         Of its gradients, under a loss scale that has settled; None where they are exact, not
-        finite, or not known.
+        finite, zero but for rounding, or not known.
     scale
         That loss scale.
     """
@@ -120,12 +120,12 @@ def judged(
     wrong = _complaint(stash, settled, result, wanted)
     if wrong and not (result.clean and wanted.finite):
         return Judgement(wrong, scale=scale)
-    kept = gradient_errors(result, wanted, scale).sqnr_db
-    if wrong:
-        return Judgement(wrong, kept if math.isfinite(kept) else None, scale)
-    if not kept >= least_db:  # NaN is not
+    errors = gradient_errors(result, wanted, scale)
+    kept = errors.sqnr_db
+    if not wrong and not kept >= least_db:  # NaN is not
         return Judgement(f"its gradients keep {kept:.0f} dB, of {least_db:g} asked", scale=scale)
-    return Judgement("", kept if wanted.finite and math.isfinite(kept) else None, scale)
+    known = wanted.finite and math.isfinite(kept) and not wanted.is_zero(errors.norm)
+    return Judgement(wrong, kept if known else None, scale)
 
 
 def kept_db(step: Replayable, stash: Stash, wanted: Reference) -> float:

@@ -164,7 +164,12 @@ class Trials:
         name = f"{PATCH}-{number}"
         write_texts(self._folder, name, {self._file: data, **(beside or {})})
         outcome = self._run(name)
-        return outcome if outcome.complaint else replace(outcome, complaint=self._no_gain(outcome))
+        if outcome.complaint:
+            return outcome
+        before = self._unmended
+        # An error is no fault of values: what overflows beside it did so before.
+        left = "" if before is not None and before.complaint.startswith("raises") else outcome.left
+        return replace(outcome, complaint=self._no_gain(outcome), left=left)
 
     def _no_gain(self, outcome: Outcome) -> str:
         """Why a step that holds is not clearly nearer to float64 than without a patch; else empty.
