@@ -1,6 +1,6 @@
 """From a task to a `Diagnosis`: train with the flight recorder on, until a step goes wrong.
 
-If none does, one in the middle and the last are compared with float64. What a window shows is
+If none does, some on the way and the last are compared with float64. What a window shows is
 `examine`'s to say.
 """
 
@@ -45,6 +45,9 @@ from ampwise.training.share import DataRandom, Turn, turns, whole_turns
 STEPS = 50
 BUDGET_S = 60.0
 _LEAST_STEPS = 3
+_ON_THE_WAY = (1 / 4, 1 / 2, 3 / 4)
+_LOOKED_S = 2.0
+"""Where steps before the last one are compared, and seconds after which no more are."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +86,8 @@ def diagnose(
     precision
         Preset or policy, used as asked.
     steps
-        Steps to make when none goes wrong; half-way and at the end one is examined for silent
-        faults.
+        Steps to make when none goes wrong; at a quarter, halfway, at three quarters and at the end
+        one is examined for silent faults.
 
     Returns
     -------
@@ -141,7 +144,7 @@ def explore(task: Task, config: DiagnoseConfig, progress: Progress) -> Explored:
     examiner = Examiner(step, task.name or "task", progress)
     deadline = time.monotonic() + config.budget_s
     mine = _turns(task, whole=arm.iteration.makes_updates)
-    halfway = config.steps // 2 if config.steps > _LEAST_STEPS else None
+    looks = _Looks(config.steps)
     found: Diagnosis | None = None
     begun: StepRecord | None = None
     while True:
@@ -168,13 +171,14 @@ def explore(task: Task, config: DiagnoseConfig, progress: Progress) -> Explored:
             _in_update(task, config, arm, last_update(stash, made), failure)
             return Explored(arm, failure, stash, examiner.wanted)
         found = failure or found
-        if not last and (halfway is None or made < halfway or failure is not None):
+        if not last and (failure is not None or not looks.is_due(made)):
             continue
         progress.stage(f"no step failed; comparing step {arm.step.steps} with float64")
         looked = time.monotonic()
         quiet, stash = _quiet(arm, examiner, window, begun, weights)
-        deadline += time.monotonic() - looked  # training has its time yet
-        halfway = None
+        looked = time.monotonic() - looked
+        looks.made(made, looked)
+        deadline += looked  # training has its time yet
         if not last and quiet.status != "fault":
             continue
         _in_update(task, config, arm, arm.step.steps, quiet)
@@ -183,6 +187,25 @@ def explore(task: Task, config: DiagnoseConfig, progress: Progress) -> Explored:
         else:  # what is said of this step, beside a skipped one before it
             found.notes += [f"Step {quiet.step}: {each}" for each in quiet.notes]
         return Explored(arm, found, stash, examiner.wanted)
+
+
+class _Looks:
+    """When steps before the last one are compared; all ranks decide alike."""
+
+    def __init__(self, steps: int) -> None:
+        self._at = [int(share * steps) for share in _ON_THE_WAY if steps > _LEAST_STEPS]
+        self._spent = 0.0
+
+    def is_due(self, steps: int) -> bool:
+        """Whether the step that was made after these is to be compared."""
+        if not self._at or steps < self._at[0]:
+            return False
+        return everyone().first(lambda: self._spent < _LOOKED_S)
+
+    def made(self, steps: int, seconds: float) -> None:
+        """It was, and took so long."""
+        self._at = [each for each in self._at if each > steps]
+        self._spent += seconds
 
 
 def _in_update(task: Task, config: DiagnoseConfig, arm: Arm, steps: int, found: Diagnosis) -> None:
