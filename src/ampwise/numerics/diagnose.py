@@ -48,6 +48,8 @@ _LEAST_STEPS = 3
 _ON_THE_WAY = (1 / 4, 1 / 2, 3 / 4)
 _LOOKED_S = 2.0
 """Where steps before the last one are compared, and seconds after which no more are."""
+_WRONG = 2
+"""How many of them have to be wrong before one is a fault."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +177,7 @@ def explore(task: Task, config: DiagnoseConfig, progress: Progress) -> Explored:
             continue
         progress.stage(f"no step failed; comparing step {arm.step.steps} with float64")
         looked = time.monotonic()
-        quiet, stash = _quiet(arm, examiner, window, begun, weights)
+        quiet, stash = _quiet(arm, examiner, window, begun, weights, looks)
         looked = time.monotonic() - looked
         looks.made(made, looked)
         deadline += looked  # training has its time yet
@@ -190,17 +192,26 @@ def explore(task: Task, config: DiagnoseConfig, progress: Progress) -> Explored:
 
 
 class _Looks:
-    """When steps before the last one are compared; all ranks decide alike."""
+    """When steps before the last one are compared; all ranks decide alike.
+
+    A single step that is wrong may come and go: it counts from the second one on.
+    """
 
     def __init__(self, steps: int) -> None:
         self._at = [int(share * steps) for share in _ON_THE_WAY if steps > _LEAST_STEPS]
         self._spent = 0.0
+        self._wrong = 0
 
     def is_due(self, steps: int) -> bool:
         """Whether the step that was made after these is to be compared."""
         if not self._at or steps < self._at[0]:
             return False
         return everyone().first(lambda: self._spent < _LOOKED_S)
+
+    def is_sound(self, step: Replay, stash: Stash) -> bool:
+        """Whether nothing is to be said of a step."""
+        self._wrong += not is_sound(step, stash)
+        return self._wrong < _WRONG
 
     def made(self, steps: int, seconds: float) -> None:
         """It was, and took so long."""
@@ -216,7 +227,7 @@ def _in_update(task: Task, config: DiagnoseConfig, arm: Arm, steps: int, found: 
 
 def _quiet(
     arm: Arm, examiner: Examiner, window: list[Any], begun: StepRecord | None,
-    before: dict[str, Tensor] | None,
+    before: dict[str, Tensor] | None, looks: _Looks,
 ) -> tuple[Diagnosis, Stash]:  # fmt: skip
     """The next step on a window beside float64; by the first process alone, which replays it often.
 
@@ -231,7 +242,8 @@ def _quiet(
 
     def alone() -> Diagnosis:
         if before is None:
-            return examiner.empty(stash) if is_sound(step, stash) else examiner.quiet(stash, begun)
+            sound = looks.is_sound(step, stash)
+            return examiner.empty(stash) if sound else examiner.quiet(stash, begun)
         still = stagnation.stagnant(step, before, arm.step.history[-1])
         return examiner.quiet(stash, begun, still)
 

@@ -214,15 +214,17 @@ def sometimes(levels) -> Task:
     )
 
 
-def test_a_fault_that_the_last_step_does_not_have_is_found_halfway():
+def test_a_fault_that_the_last_step_does_not_have_is_found_on_the_way():
     # A number on its own does not widen what it is added to.
     torch.manual_seed(0)
-    found = diagnose(sometimes([0.0, 0.0, 0.0, 4096.0, 4096.0, 0.0, 0.0, 0.0]), "bf16", steps=8)
+    most, once = [0.0, 0.0, *[4096.0] * 5, 0.0], [0.0] * 4 + [4096.0] + [0.0] * 3
+    found = diagnose(sometimes(most), "bf16", steps=8)
     assert found.status == "fault"
     assert found.origin is not None
     assert (found.step, found.origin.line) == (5, line_of(offset))
-    sound = diagnose(sometimes([0.0] * 8), "bf16", steps=8)
-    assert (sound.status, sound.step) == ("clean", 8)
+    for levels in (once, [0.0] * 8):
+        sound = diagnose(sometimes(levels), "bf16", steps=8)
+        assert (sound.status, sound.step) == ("clean", 8)
 
 
 class Shy(nn.Module):
