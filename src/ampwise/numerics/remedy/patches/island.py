@@ -49,8 +49,9 @@ def adjacent(site: Site) -> Iterator[Edit]:
         if len(part) == before + after + 1 and _hangs_together(site, part):
             kept = [*_cast_first(site, part, body[at + after + 1 :])]
             gone = dict.fromkeys(part[1:], cst.RemoveFromParent())
+            first, last = (site.source.start(each)[0] for each in (part[0], part[-1]))
             yield Edit(
-                f"{len(part)} statements in float32, outside of autocast",
+                f"lines {first} to {last} in float32, outside of autocast",
                 WHY,
                 {part[0]: outside_autocast(site, kept, part), **gone},
             )
