@@ -145,13 +145,25 @@ def _returned(state: State, frame: Frame, node: Node) -> Value:
     truths = {e.value for e in cases if isinstance(e, Const) and isinstance(e.value, bool)}
     if frame.returned is None:
         truths.add(False)  # its end is reached, too: None
-    if len(truths) > 1:
+    if len(truths) > 1 or _is_one_text_of_several(value, cases):
         return state.unknown(node, "called")
     if isinstance(value, Optimizer):
         known = {id(value), *map(id, value.others)}
         others = [e for e in cases if isinstance(e, Optimizer) and id(e) not in known]
         value.others = (*value.others, *others)
     return value
+
+
+def _is_one_text_of_several(value: Value, cases: list[Value]) -> bool:
+    """Whether a function that returns a text returns something else in another case."""
+    return (
+        isinstance(value, Const)
+        and isinstance(value.value, str)
+        and any(
+            each is not NONE and not (isinstance(each, Const) and each.value == value.value)
+            for each in cases
+        )
+    )
 
 
 def _bind(state: State, function: Function, a: Arguments, scope: Scope) -> None:
