@@ -46,7 +46,8 @@ from ampwise_lint.values.abstract import (
     loop_of,
     truth,
 )
-from ampwise_lint.values.contents import ONE_BY_ONE, are_parts
+from ampwise_lint.values.contents import ONE_BY_ONE, are_parts, loaders_in
+from ampwise_lint.values.events import Read
 
 BUILTINS = frozenset(dir(builtins))
 
@@ -363,7 +364,8 @@ def _await(state: State, node: ast.Await) -> Value:
 
 def _yield(state: State, node: ast.Yield | ast.YieldFrom) -> Value:
     if node.value is not None:
-        state.evaluate(node.value)
+        for loader in loaders_in(state.evaluate(node.value)):
+            state.emit(Read, node, loader, "yield")
     return state.unknown(node)
 
 

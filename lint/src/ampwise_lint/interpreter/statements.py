@@ -40,7 +40,7 @@ from ampwise_lint.values.abstract import (
     Value,
     is_periodic,
 )
-from ampwise_lint.values.contents import ONE_BY_ONE, are_parts
+from ampwise_lint.values.contents import ONE_BY_ONE, are_parts, loaders_in
 from ampwise_lint.values.events import (
     Accumulate,
     Backward,
@@ -48,6 +48,7 @@ from ampwise_lint.values.events import (
     GradientRead,
     Managed,
     OptimizerStep,
+    Read,
     Report,
     ScalerStep,
     Unscale,
@@ -219,6 +220,8 @@ def _loop(
     parts = _parts_with_state(over)
     for iteration in range(max(2, parts)):
         with state.in_iteration(node, iteration, over_data=over_data):
+            for loader in loaders_in(over):
+                state.emit(Read, node, loader)
             if target is not None:
                 state.assign(target, element(state, node, target, over, over_data))
             flow = state.execute(body)

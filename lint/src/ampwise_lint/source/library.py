@@ -63,6 +63,8 @@ WRAPPERS = re.compile(
     r"detectron2\.engine|trl\.)"
 )
 LIGHTNING = re.compile(r"^(lightning|pytorch_lightning|lightning_fabric)\.")
+WAITS = re.compile(r"torch\.\w+\.(synchronize|empty_cache)$")
+"""Of each backend: torch.cuda, torch.xpu, torch.npu, torch.mps, torch.accelerator."""
 CLOCKS = {
     "time.time",
     "time.time_ns",

@@ -109,6 +109,15 @@ class Made(Event):
 
 
 @dataclass(eq=False, slots=True)
+class Read(Event):
+    """Batches are taken of a loader: by a loop, by ``next``, by whom it is handed to."""
+
+    loader: Loader
+    by: str = ""
+    """The function nobody showed us that is given it."""
+
+
+@dataclass(eq=False, slots=True)
 class Enter(Event):
     """An autocast region was entered."""
 
@@ -266,9 +275,10 @@ class Report(Event):
 
 @dataclass(eq=False, slots=True)
 class Synchronize(Event):
-    """``torch.cuda.synchronize`` or ``empty_cache``."""
+    """``torch.cuda.synchronize`` or ``empty_cache``; of a stream or an event."""
 
     path: str
+    """Full name of the function; empty for a method."""
 
 
 @dataclass(eq=False, slots=True)
