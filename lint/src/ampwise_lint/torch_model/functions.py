@@ -353,7 +353,7 @@ def _operation(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
     if not a.values and name not in library.PLAIN:
         return state.unknown(node, "called", path)
     if name not in library.INTEGER and not name.startswith("_foreach_"):
-        methods.note_gradients(state, node, a, copies=name in ("cat", "concat", "stack"))
+        methods.note_gradients(state, node, a, copies=name in library.SIDE_BY_SIDE)
     inputs = list(a.positional)
     inputs += [a.named[key] for key in ("input", "pred", "target") if key in a.named]
     return tensors.apply(state, node, name, inputs, a.named)

@@ -186,7 +186,7 @@ class GradientRead(Event):
     given: Value | None = None
     """What is put in its place."""
     copies: bool = False
-    """It is read only to be put elsewhere, as it is."""
+    """It is read only to be put elsewhere as it is, or something is put there."""
     is_linear: bool = False
     """It is multiplied or divided, which unscaling commutes with."""
 
