@@ -160,10 +160,17 @@ def _conditional(state: State, node: ast.IfExp) -> Value:
     plain = all(map(_is_plain, branches))
     if is_known(test) or matters or plain or isinstance(node.body, ast.Constant):
         taken = decide(state, test, not _is_unlikely(state, node.test))
-        return state.evaluate(node.body if taken else node.orelse)
-    other = state.evaluate(node.orelse)
-    value = state.evaluate(node.body)
+        return _branch(state, node, test, taken=taken)
+    other = _branch(state, node, test, taken=False)
+    value = _branch(state, node, test, taken=True)
     return other if value is NONE or isinstance(value, Const) else value
+
+
+def _branch(state: State, node: ast.IfExp, test: Value, *, taken: bool) -> Value:
+    """One side of a conditional expression."""
+    periodic, known = is_periodic([test]), is_known(test)
+    with state.in_branch(node, test, taken=taken, periodic=periodic, known=known):
+        return state.evaluate(node.body if taken else node.orelse)
 
 
 def _is_plain(node: ast.expr) -> bool:
@@ -183,7 +190,7 @@ def _boolean(state: State, node: ast.BoolOp) -> Value:
     operands: list[Value] = []
     is_and = isinstance(node.op, ast.And)
     for each in node.values:
-        value = state.evaluate(each)
+        value = _operand(state, node, each, operands)
         known = truth(value) if is_known(value) else None
         if known is None:
             operands.append(value)
@@ -201,6 +208,14 @@ def _boolean(state: State, node: ast.BoolOp) -> Value:
     return Unknown(
         key, op=op, operands=tuple(operands), periodic=is_periodic(operands), loop=loop_of(operands)
     )
+
+
+def _operand(state: State, node: ast.BoolOp, operand: ast.expr, before: list[Value]) -> Value:
+    """``step % 100 == 0 and loss.item() > 9``: once in a window what is behind is looked at."""
+    if not isinstance(node.op, ast.And) or not is_periodic(before):
+        return state.evaluate(operand)
+    with state.in_branch(node, before[-1], taken=True, periodic=True, known=False):
+        return state.evaluate(operand)
 
 
 def _unary(state: State, node: ast.UnaryOp) -> Value:
