@@ -268,6 +268,17 @@ def _is_once(branch: Node) -> bool:
     )
 
 
+def steps_behind(trace: Trace, event: Event) -> Iterator[ScalerStep | OptimizerStep]:
+    """Steps that come after something, also the next time round a loop that both stand in."""
+    around = {each.node for each in event.context.loops}
+    index = trace.events.index(event)
+    for place, step in enumerate(trace.events):
+        if isinstance(step, ScalerStep | OptimizerStep):
+            again = any(each.node in around for each in step.context.loops)
+            if place > index or again:
+                yield step
+
+
 def stays_half(trace: Trace, cast: CastDown) -> bool:
     """Whether what is cast is not cast up again before the next step."""
     key = key_of(cast.value)
