@@ -142,6 +142,9 @@ INTEGER = {
     "isnan", "isinf", "isfinite", "topk", "numel",
 }  # fmt: skip
 
+COUNTS = {"sum", "prod", "cumsum", "cumprod"}
+"""Operations that give whole numbers of whole numbers."""
+
 DTYPES = {
     "torch.float16": "float16",
     "torch.half": "float16",

@@ -60,8 +60,14 @@ def dtype_of(state: State, operation: str, inputs: Sequence[Value]) -> str | Non
         if operation in library.OPS_LOW:
             return low(region)
         if operation in library.OPS_FLOAT32 and region.device != "cpu":
-            return "float32"
+            return "int" if operation in library.COUNTS and _are_whole(inputs) else "float32"
     return widest(inputs)
+
+
+def _are_whole(inputs: Sequence[Value]) -> bool:
+    """Whether all tensors are of whole numbers, which autocast leaves alone."""
+    dtypes = {each.dtype for each in inputs if isinstance(each, Tensor)}
+    return dtypes == {"int"}
 
 
 def widest(inputs: Sequence[Value]) -> str | None:
