@@ -45,7 +45,16 @@ from ampwise_lint.source.places import assignments, loads, names, scope_of
 from ampwise_lint.source.project import Module
 from ampwise_lint.source.roles import EVALUATION, dotted
 from ampwise_lint.triggers import MIXED
-from ampwise_lint.values.abstract import Const, Instance, ListValue, Loader, Tensor, Value
+from ampwise_lint.values.abstract import (
+    Const,
+    Function,
+    Instance,
+    ListValue,
+    Loader,
+    Partial,
+    Tensor,
+    Value,
+)
 from ampwise_lint.values.contents import flatten
 from ampwise_lint.values.events import Forward, Made, Moved, Read
 
@@ -187,7 +196,8 @@ def _takes_one(module: Module, use: ast.expr) -> bool:
 def _is_on_device(event: Made) -> bool:
     """Whether what it loads is on the device already: ``TensorDataset(x.cuda(), y.cuda())``."""
     assert isinstance(event.value, Loader)
-    if _is_kept_on_device(event.value.arguments.get("dataset")):
+    given = event.value.arguments
+    if _is_kept_on_device(given.get("dataset")) or _is_put_there(given.get("collate_fn")):
         return True
     return any(map(_moves, _data(event, 2)))  # a data set, and the tensors it is made of
 
@@ -224,6 +234,17 @@ def _is_kept_on_device(dataset: Value | None) -> bool:
             return all(isinstance(e, Tensor) and e.forward and not e.host for e in flatten(items))
         case Instance(class_=class_):
             return any(_moves(each.node) for each in class_.lineage())
+        case _:
+            return False
+
+
+def _is_put_there(collate: Value | None) -> bool:
+    """Whether what makes a batch copies it to the device."""
+    match collate:
+        case Partial(function=inner):
+            return _is_put_there(inner)
+        case Function(node=node):
+            return _moves(node)
         case _:
             return False
 
