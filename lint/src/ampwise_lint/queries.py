@@ -142,14 +142,21 @@ def step_loops(code: Analysis) -> Steps:
 
 
 SETTING = re.compile(
-    r"vi[sz](ual|_|\b)|debug|verbose|plot|profil|dump|interval|should_|_freq\b|_every\b|every_"
+    r"vi[sz](ual|_|\b)|debug|verbose|plot|profil|dump|trac(e|ing)\b|interval|should_|_freq\b"
+    r"|(\b|_)(every|due)\b|every_|(^|[^a-z])(do|is|to|will|must|need|time)_log|log_(step|now|this)\b"
 )
-"""What is switched on to look into a training, not to train."""
+"""What is switched on to look into a training, not to train, or says that it is time to."""
 
 COUNTER = re.compile(
-    r"(^|[._])(steps?|it|iters?|iteration|idx|index|i|n|batch_?(idx|i|id)?|count)$"
+    r"(^|[._])(steps?|it|iters?|iteration|idx|index|i|n|batch_?(idx|i|id)?|count(er)?)(_since_\w+)?$"
 )
 """Names of what counts steps."""
+
+DUE = re.compile(r"next|last|since")
+"""Names of when something was done, or is to be done."""
+
+FEW = 10
+"""Steps at the beginning that are looked at."""
 
 
 def is_hot(event: Event, steps: Steps, trace: Trace) -> bool:
@@ -191,7 +198,7 @@ def _is_rare(branch: Condition, loop: Node | None, module: Module) -> bool:
     if not branch.taken:
         return False
     test = branch.node.test
-    return _is_one_step(test) or _is_fault(test) or _is_of_warnings(module, test)
+    return _is_of_few(test) or _is_fault(test) or _is_of_warnings(module, test)
 
 
 def is_of_fault(event: Event) -> bool:
@@ -223,17 +230,37 @@ def _is_of_warnings(module: Module, test: ast.expr) -> bool:
     )
 
 
-def _is_one_step(test: ast.expr) -> bool:
-    """``step == 0``, ``step in shown``, also among other conditions."""
+def _is_of_few(test: ast.expr) -> bool:
+    """``step == 0``, ``step in shown``, ``step >= next_log``, also among other conditions."""
     match test:
-        case ast.Compare(left=left, ops=[ast.Eq()], comparators=[ast.Constant(value=int())]):
-            return bool(COUNTER.search(dotted(left)))
-        case ast.Compare(left=left, ops=[ast.In()], comparators=[ast.Name() | ast.Attribute()]):
-            return bool(COUNTER.search(dotted(left)))
+        case ast.Compare(left=left, ops=[op], comparators=[right]):
+            return _counts(left) and _picks(left, op, right)
         case ast.BoolOp(op=ast.And(), values=values):
-            return any(map(_is_one_step, values))
+            return any(map(_is_of_few, values))
         case ast.BoolOp(op=ast.Or(), values=values):
-            return all(map(_is_one_step, values))
+            return all(map(_is_of_few, values))
+        case _:
+            return False
+
+
+def _counts(node: ast.expr) -> bool:
+    """``step``, ``step + 1``, ``step - last_log``."""
+    if isinstance(node, ast.BinOp):
+        return _counts(node.left) or _counts(node.right)
+    return bool(COUNTER.search(dotted(node)))
+
+
+def _picks(left: ast.expr, op: ast.cmpop, right: ast.expr) -> bool:
+    """Whether a count of steps is compared so that few of them pass."""
+    match op, right:
+        case ast.Eq(), ast.Constant(value=str()):
+            return False
+        case ast.Eq() | ast.In(), _:
+            return True
+        case ast.Lt() | ast.LtE(), ast.Constant(value=int(first)):
+            return first <= FEW
+        case ast.Gt() | ast.GtE(), _:
+            return bool(DUE.search(ast.unparse(left)) or DUE.search(ast.unparse(right)))
         case _:
             return False
 
