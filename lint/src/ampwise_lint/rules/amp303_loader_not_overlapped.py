@@ -41,7 +41,7 @@ from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.findings import Edit
 from ampwise_lint.queries import Steps, edit, is_hot, step_loops, uses_amp
 from ampwise_lint.rule import Mistake, rule
-from ampwise_lint.source.places import assignments, loads, names, scope_of
+from ampwise_lint.source.places import assignments, bound_to, loads, names, scope_of
 from ampwise_lint.source.project import Module
 from ampwise_lint.source.roles import EVALUATION, dotted
 from ampwise_lint.triggers import MIXED
@@ -265,27 +265,9 @@ def _names_device(call: ast.Call) -> bool:
 
 def _evaluates(event: Made) -> bool:
     """Whether a loader is for validation or pictures: by its name, or that of its function."""
-    names = [*_called(event.module, event.node), *event.context.functions]
+    names = [*bound_to(event.module, event.node), *event.context.functions]
     words = [re.split(r"\W+", each.rpartition(".")[2]) for each in names]
     return any(_is_aside(word) for each in words for word in each)
-
-
-def _called(module: Module, node: ast.AST) -> list[str]:
-    """What something is bound to, also as an item of a tuple or a dict, or an argument."""
-    statement = module.statement_of(node)
-    around = module.parents.get(id(node))
-    match around, statement:
-        case ast.keyword(arg=str(name)), _:
-            return [name]
-        case ast.Dict(keys=keys, values=values), _:
-            return [ast.unparse(keys[values.index(node)] or node)]
-        case ast.Tuple(elts=parts), ast.Assign(targets=[ast.Tuple(elts=targets)], value=value):
-            is_pair = value is around and len(parts) == len(targets)
-            return [dotted(targets[parts.index(node)])] if is_pair else []
-        case _, ast.Assign(targets=targets):
-            return [*map(dotted, targets)]
-        case _:
-            return []
 
 
 def _is_aside(name: str) -> bool:
