@@ -40,7 +40,7 @@ from ampwise_lint.source.nodes import Node
 from ampwise_lint.source.places import has_torch
 from ampwise_lint.source.project import Module
 from ampwise_lint.triggers import AUTOCAST
-from ampwise_lint.values.abstract import Const, Model, Region, Scaler
+from ampwise_lint.values.abstract import Const, Region, Scaler
 from ampwise_lint.values.events import Backward, Forward, Moved
 
 
@@ -95,8 +95,8 @@ def _is_cpu(trace: Trace) -> bool:
     moved = [each for each in trace.of(Moved) if not each.context.no_grad]
     if any(_asks(branch.key) for each in moved for branch in each.context.conditions):
         return False
-    trained = [e.model for e in trace.of(Forward) if e.is_root and not e.context.no_grad]
-    is_cpu = bool(trained) and all(isinstance(each, Model) and each.cpu for each in trained)
+    trained = [e for e in trace.of(Forward) if e.is_root and not e.context.no_grad]
+    is_cpu = bool(trained) and all(each.on_cpu for each in trained)
     return {each.device for each in moved} == {"cpu"} or is_cpu
 
 

@@ -39,7 +39,8 @@ from ampwise_lint.values.events import (
 def run(state: State, node: Node, network: Value, a: Arguments) -> None:
     """Note that a network runs."""
     is_root, is_training = not state.in_forward, not state.is_evaluating(network)
-    state.emit(Forward, node, network, tuple(a.values), is_root, is_training)
+    on_cpu = isinstance(network, Model) and network.cpu
+    state.emit(Forward, node, network, tuple(a.values), is_root, is_training, on_cpu)
 
 
 def run_given(state: State, node: Node, a: Arguments) -> None:

@@ -133,6 +133,8 @@ class Forward(Event):
     is_root: bool
     """Called by a loop, not by another network's forward."""
     training: bool | None = None
+    on_cpu: bool = False
+    """It was surely on the CPU then."""
 
 
 @dataclass(eq=False, slots=True)
