@@ -6,12 +6,14 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import takewhile
+from operator import is_not
 
 from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.findings import Change, Edit
 from ampwise_lint.source.nodes import Node, span
-from ampwise_lint.source.places import in_reach, is_inside, names, scope_of
+from ampwise_lint.source.places import block_of, in_reach, is_inside, names, scope_of
 from ampwise_lint.source.project import Module
 from ampwise_lint.source.roles import dotted, leaves
 from ampwise_lint.values.abstract import (
@@ -113,7 +115,8 @@ class Steps:
     traces: set[int] = field(default_factory=set[int])
     """``id`` of the events of paths through a function that makes a step without a loop."""
     windows: set[int] = field(default_factory=set[int])
-    """``id`` of the branches that hold a step: what is in them happens once a step."""
+    """``id`` of the branches that hold a step, and of those before it that ``continue``: what is
+    in them, or behind, happens once a step."""
 
 
 def step_loops(code: Analysis) -> Steps:
@@ -138,6 +141,7 @@ def step_loops(code: Analysis) -> Steps:
                 found.traces.add(id(trace.events))
             if not isinstance(event, Backward):
                 found.windows |= {id(each.node) for each in event.context.conditions}
+                found.windows |= {id(each) for each in _passed(event)}
     return found
 
 
@@ -175,11 +179,45 @@ def is_hot(event: Event, steps: Steps, trace: Trace) -> bool:
             return False
         loop = around[0].node
         conditions = event.context.branches_in(around[0])
+    if any(id(each) not in steps.windows and _is_for_most(each.test) for each in _passed(event)):
+        return False
     return not any(
         (each.periodic or SETTING.search(each.key) or _is_rare(each, loop, event.module))
         and id(each.node) not in steps.windows
         for each in conditions
     )
+
+
+def _passed(event: Event) -> Iterator[ast.If]:
+    """Each ``if ...: continue`` behind which something happens in its loop."""
+    module = event.module
+    inner = event.context.loops[-1].node if event.context.loops else None
+    statement = module.statement_of(event.node)
+    if inner is None or not is_inside(module, statement, inner):
+        return
+    while statement is not inner:
+        for each in takewhile(partial(is_not, statement), block_of(module, statement)):
+            if isinstance(each, ast.If) and isinstance(each.body[-1], ast.Continue):
+                yield each
+        around = module.parents[id(statement)]
+        statement = around if isinstance(around, ast.stmt) else module.statement_of(around)
+
+
+def _is_for_most(test: ast.expr) -> bool:
+    """``if step % 100: continue``, ``if step not in shown``: what leaves most steps out."""
+    match test:
+        case ast.BinOp(op=ast.Mod(), left=left):
+            return _counts(left)
+        case ast.UnaryOp(op=ast.Not(), operand=few):
+            return _is_of_few(few) or bool(SETTING.search(ast.unparse(few)))
+        case ast.Compare(left=left, ops=[ast.NotEq() | ast.NotIn()]):
+            return _counts(left)
+        case ast.BoolOp(op=ast.Or(), values=values):
+            return any(map(_is_for_most, values))
+        case ast.BoolOp(op=ast.And(), values=values):
+            return all(map(_is_for_most, values))
+        case _:
+            return False
 
 
 def _is_of_step(event: Event, steps: Steps) -> bool:
