@@ -12,6 +12,7 @@ from operator import is_not
 
 from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.findings import Change, Edit
+from ampwise_lint.source.frequency import SETTING, is_for_few, is_for_most
 from ampwise_lint.source.nodes import Node, span
 from ampwise_lint.source.places import block_of, in_reach, is_inside, names, scope_of
 from ampwise_lint.source.project import Module
@@ -145,24 +146,6 @@ def step_loops(code: Analysis) -> Steps:
     return found
 
 
-SETTING = re.compile(
-    r"vi[sz](ual|_|\b)|debug|verbose|plot|profil|dump|trac(e|ing)\b|interval|should_|_freq\b"
-    r"|(\b|_)(every|due)\b|every_|(^|[^a-z])(do|is|to|will|must|need|time)_log|log_(step|now|this)\b"
-)
-"""What is switched on to look into a training, not to train, or says that it is time to."""
-
-COUNTER = re.compile(
-    r"(^|[._])(steps?|it|iters?|iteration|idx|index|i|n|batch_?(idx|i|id)?|count(er)?)(_since_\w+)?$"
-)
-"""Names of what counts steps."""
-
-DUE = re.compile(r"next|last|since")
-"""Names of when something was done, or is to be done."""
-
-FEW = 10
-"""Steps at the beginning that are looked at."""
-
-
 def is_hot(event: Event, steps: Steps, trace: Trace) -> bool:
     """Whether something happens on every step of a training loop."""
     if event.context.no_grad and not _is_of_step(event, steps):
@@ -179,7 +162,7 @@ def is_hot(event: Event, steps: Steps, trace: Trace) -> bool:
             return False
         loop = around[0].node
         conditions = event.context.branches_in(around[0])
-    if any(id(each) not in steps.windows and _is_for_most(each.test) for each in _passed(event)):
+    if any(id(each) not in steps.windows and is_for_most(each.test) for each in _passed(event)):
         return False
     return not any(
         (each.periodic or SETTING.search(each.key) or _is_rare(each, loop, event.module))
@@ -203,23 +186,6 @@ def _passed(event: Event) -> Iterator[ast.If]:
         statement = around if isinstance(around, ast.stmt) else module.statement_of(around)
 
 
-def _is_for_most(test: ast.expr) -> bool:
-    """``if step % 100: continue``, ``if step not in shown``: what leaves most steps out."""
-    match test:
-        case ast.BinOp(op=ast.Mod(), left=left):
-            return _counts(left)
-        case ast.UnaryOp(op=ast.Not(), operand=few):
-            return _is_of_few(few) or bool(SETTING.search(ast.unparse(few)))
-        case ast.Compare(left=left, ops=[ast.NotEq() | ast.NotIn()]):
-            return _counts(left)
-        case ast.BoolOp(op=ast.Or(), values=values):
-            return any(map(_is_for_most, values))
-        case ast.BoolOp(op=ast.And(), values=values):
-            return all(map(_is_for_most, values))
-        case _:
-            return False
-
-
 def _is_of_step(event: Event, steps: Steps) -> bool:
     """Whether it stands in the very loop that makes the steps: no validation, for all `no_grad`."""
     inner = [each.node for each in event.context.loops[-1:] if id(each.node) in steps.nodes]
@@ -236,7 +202,7 @@ def _is_rare(branch: Condition, loop: Node | None, module: Module) -> bool:
     if not branch.taken:
         return False
     test = branch.node.test
-    return _is_of_few(test) or _is_fault(test) or _is_of_warnings(module, test)
+    return is_for_few(test) or _is_fault(test) or _is_of_warnings(module, test)
 
 
 def is_of_fault(event: Event) -> bool:
@@ -266,41 +232,6 @@ def _is_of_warnings(module: Module, test: ast.expr) -> bool:
         if isinstance(each, ast.With)
         for item in each.items
     )
-
-
-def _is_of_few(test: ast.expr) -> bool:
-    """``step == 0``, ``step in shown``, ``step >= next_log``, also among other conditions."""
-    match test:
-        case ast.Compare(left=left, ops=[op], comparators=[right]):
-            return _counts(left) and _picks(left, op, right)
-        case ast.BoolOp(op=ast.And(), values=values):
-            return any(map(_is_of_few, values))
-        case ast.BoolOp(op=ast.Or(), values=values):
-            return all(map(_is_of_few, values))
-        case _:
-            return False
-
-
-def _counts(node: ast.expr) -> bool:
-    """``step``, ``step + 1``, ``step - last_log``."""
-    if isinstance(node, ast.BinOp):
-        return _counts(node.left) or _counts(node.right)
-    return bool(COUNTER.search(dotted(node)))
-
-
-def _picks(left: ast.expr, op: ast.cmpop, right: ast.expr) -> bool:
-    """Whether a count of steps is compared so that few of them pass."""
-    match op, right:
-        case ast.Eq(), ast.Constant(value=str()):
-            return False
-        case ast.Eq() | ast.In(), _:
-            return True
-        case ast.Lt() | ast.LtE(), ast.Constant(value=int(first)):
-            return first <= FEW
-        case ast.Gt() | ast.GtE(), _:
-            return bool(DUE.search(ast.unparse(left)) or DUE.search(ast.unparse(right)))
-        case _:
-            return False
 
 
 def _ends(body: list[ast.stmt], branch: ast.If, loop: Node | None) -> bool:
