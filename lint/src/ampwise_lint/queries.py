@@ -6,12 +6,15 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import takewhile
+from operator import is_not
 
 from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.findings import Change, Edit
+from ampwise_lint.source.frequency import SETTING, is_for_few, is_for_most
 from ampwise_lint.source.nodes import Node, span
-from ampwise_lint.source.places import in_reach, is_inside, names, scope_of
+from ampwise_lint.source.places import block_of, in_reach, is_inside, names, scope_of
 from ampwise_lint.source.project import Module
 from ampwise_lint.source.roles import dotted, leaves
 from ampwise_lint.values.abstract import (
@@ -113,7 +116,8 @@ class Steps:
     traces: set[int] = field(default_factory=set[int])
     """``id`` of the events of paths through a function that makes a step without a loop."""
     windows: set[int] = field(default_factory=set[int])
-    """``id`` of the branches that hold a step: what is in them happens once a step."""
+    """``id`` of the branches that hold a step, and of those before it that ``continue``: what is
+    in them, or behind, happens once a step."""
 
 
 def step_loops(code: Analysis) -> Steps:
@@ -138,18 +142,8 @@ def step_loops(code: Analysis) -> Steps:
                 found.traces.add(id(trace.events))
             if not isinstance(event, Backward):
                 found.windows |= {id(each.node) for each in event.context.conditions}
+                found.windows |= {id(each) for each in _passed(event)}
     return found
-
-
-SETTING = re.compile(
-    r"vi[sz](ual|_|\b)|debug|verbose|plot|profil|dump|interval|should_|_freq\b|_every\b|every_"
-)
-"""What is switched on to look into a training, not to train."""
-
-COUNTER = re.compile(
-    r"(^|[._])(steps?|it|iters?|iteration|idx|index|i|n|batch_?(idx|i|id)?|count)$"
-)
-"""Names of what counts steps."""
 
 
 def is_hot(event: Event, steps: Steps, trace: Trace) -> bool:
@@ -168,11 +162,28 @@ def is_hot(event: Event, steps: Steps, trace: Trace) -> bool:
             return False
         loop = around[0].node
         conditions = event.context.branches_in(around[0])
+    if any(id(each) not in steps.windows and is_for_most(each.test) for each in _passed(event)):
+        return False
     return not any(
         (each.periodic or SETTING.search(each.key) or _is_rare(each, loop, event.module))
         and id(each.node) not in steps.windows
         for each in conditions
     )
+
+
+def _passed(event: Event) -> Iterator[ast.If]:
+    """Each ``if ...: continue`` behind which something happens in its loop."""
+    module = event.module
+    inner = event.context.loops[-1].node if event.context.loops else None
+    statement = module.statement_of(event.node)
+    if inner is None or not is_inside(module, statement, inner):
+        return
+    while statement is not inner:
+        for each in takewhile(partial(is_not, statement), block_of(module, statement)):
+            if isinstance(each, ast.If) and isinstance(each.body[-1], ast.Continue):
+                yield each
+        around = module.parents[id(statement)]
+        statement = around if isinstance(around, ast.stmt) else module.statement_of(around)
 
 
 def _is_of_step(event: Event, steps: Steps) -> bool:
@@ -191,7 +202,7 @@ def _is_rare(branch: Condition, loop: Node | None, module: Module) -> bool:
     if not branch.taken:
         return False
     test = branch.node.test
-    return _is_one_step(test) or _is_fault(test) or _is_of_warnings(module, test)
+    return is_for_few(test) or _is_fault(test) or _is_of_warnings(module, test)
 
 
 def is_of_fault(event: Event) -> bool:
@@ -223,21 +234,6 @@ def _is_of_warnings(module: Module, test: ast.expr) -> bool:
     )
 
 
-def _is_one_step(test: ast.expr) -> bool:
-    """``step == 0``, ``step in shown``, also among other conditions."""
-    match test:
-        case ast.Compare(left=left, ops=[ast.Eq()], comparators=[ast.Constant(value=int())]):
-            return bool(COUNTER.search(dotted(left)))
-        case ast.Compare(left=left, ops=[ast.In()], comparators=[ast.Name() | ast.Attribute()]):
-            return bool(COUNTER.search(dotted(left)))
-        case ast.BoolOp(op=ast.And(), values=values):
-            return any(map(_is_one_step, values))
-        case ast.BoolOp(op=ast.Or(), values=values):
-            return all(map(_is_one_step, values))
-        case _:
-            return False
-
-
 def _ends(body: list[ast.stmt], branch: ast.If, loop: Node | None) -> bool:
     """Whether a block ends by leaving the loop: no ``continue``, no return of what it calls."""
     if not leaves(body) or isinstance(body[-1], ast.Continue):
@@ -266,6 +262,17 @@ def _is_once(branch: Node) -> bool:
         and each.value.value is is_not
         for each in branch.body
     )
+
+
+def steps_behind(trace: Trace, event: Event) -> Iterator[ScalerStep | OptimizerStep]:
+    """Steps that come after something, also the next time round a loop that both stand in."""
+    around = {each.node for each in event.context.loops}
+    index = trace.events.index(event)
+    for place, step in enumerate(trace.events):
+        if isinstance(step, ScalerStep | OptimizerStep):
+            again = any(each.node in around for each in step.context.loops)
+            if place > index or again:
+                yield step
 
 
 def stays_half(trace: Trace, cast: CastDown) -> bool:

@@ -46,7 +46,8 @@ from ampwise_lint.values.abstract import (
     loop_of,
     truth,
 )
-from ampwise_lint.values.contents import ONE_BY_ONE, are_parts
+from ampwise_lint.values.contents import ONE_BY_ONE, are_parts, loaders_in
+from ampwise_lint.values.events import Read
 
 BUILTINS = frozenset(dir(builtins))
 
@@ -159,10 +160,17 @@ def _conditional(state: State, node: ast.IfExp) -> Value:
     plain = all(map(_is_plain, branches))
     if is_known(test) or matters or plain or isinstance(node.body, ast.Constant):
         taken = decide(state, test, not _is_unlikely(state, node.test))
-        return state.evaluate(node.body if taken else node.orelse)
-    other = state.evaluate(node.orelse)
-    value = state.evaluate(node.body)
+        return _branch(state, node, test, taken=taken)
+    other = _branch(state, node, test, taken=False)
+    value = _branch(state, node, test, taken=True)
     return other if value is NONE or isinstance(value, Const) else value
+
+
+def _branch(state: State, node: ast.IfExp, test: Value, *, taken: bool) -> Value:
+    """One side of a conditional expression."""
+    periodic, known = is_periodic([test]), is_known(test)
+    with state.in_branch(node, test, taken=taken, periodic=periodic, known=known):
+        return state.evaluate(node.body if taken else node.orelse)
 
 
 def _is_plain(node: ast.expr) -> bool:
@@ -182,7 +190,7 @@ def _boolean(state: State, node: ast.BoolOp) -> Value:
     operands: list[Value] = []
     is_and = isinstance(node.op, ast.And)
     for each in node.values:
-        value = state.evaluate(each)
+        value = _operand(state, node, each, operands)
         known = truth(value) if is_known(value) else None
         if known is None:
             operands.append(value)
@@ -200,6 +208,14 @@ def _boolean(state: State, node: ast.BoolOp) -> Value:
     return Unknown(
         key, op=op, operands=tuple(operands), periodic=is_periodic(operands), loop=loop_of(operands)
     )
+
+
+def _operand(state: State, node: ast.BoolOp, operand: ast.expr, before: list[Value]) -> Value:
+    """``step % 100 == 0 and loss.item() > 9``: once in a window what is behind is looked at."""
+    if not isinstance(node.op, ast.And) or not is_periodic(before):
+        return state.evaluate(operand)
+    with state.in_branch(node, before[-1], taken=True, periodic=True, known=False):
+        return state.evaluate(operand)
 
 
 def _unary(state: State, node: ast.UnaryOp) -> Value:
@@ -363,7 +379,8 @@ def _await(state: State, node: ast.Await) -> Value:
 
 def _yield(state: State, node: ast.Yield | ast.YieldFrom) -> Value:
     if node.value is not None:
-        state.evaluate(node.value)
+        for loader in loaders_in(state.evaluate(node.value)):
+            state.emit(Read, node, loader, "yield")
     return state.unknown(node)
 
 

@@ -26,6 +26,7 @@ from ampwise_lint.values.abstract import (
 )
 from ampwise_lint.values.arguments import Arguments
 from ampwise_lint.values.contents import ONE_BY_ONE
+from ampwise_lint.values.events import Synchronize
 
 MAX_DEPTH = 14
 """Calls inside calls that are followed."""
@@ -130,8 +131,11 @@ def _walk(state: State, function: Function, arguments: Arguments, node: Node) ->
         if isinstance(function.node, ast.Lambda):
             state.unsure = unsure
             return state.evaluate(function.node.body)
-        with state.inside(_decorators(state, function)):
+        managers, waits = _decorators(state, function)
+        with state.inside(managers):
             state.execute(function.node.body)
+        if waits:
+            state.emit(Synchronize, function.node, "")
     state.unsure = unsure
     return _returned(state, frame, node)
 
@@ -145,13 +149,25 @@ def _returned(state: State, frame: Frame, node: Node) -> Value:
     truths = {e.value for e in cases if isinstance(e, Const) and isinstance(e.value, bool)}
     if frame.returned is None:
         truths.add(False)  # its end is reached, too: None
-    if len(truths) > 1:
+    if len(truths) > 1 or _is_one_text_of_several(value, cases):
         return state.unknown(node, "called")
     if isinstance(value, Optimizer):
         known = {id(value), *map(id, value.others)}
         others = [e for e in cases if isinstance(e, Optimizer) and id(e) not in known]
         value.others = (*value.others, *others)
     return value
+
+
+def _is_one_text_of_several(value: Value, cases: list[Value]) -> bool:
+    """Whether a function that returns a text returns something else in another case."""
+    return (
+        isinstance(value, Const)
+        and isinstance(value.value, str)
+        and any(
+            each is not NONE and not (isinstance(each, Const) and each.value == value.value)
+            for each in cases
+        )
+    )
 
 
 def _bind(state: State, function: Function, a: Arguments, scope: Scope) -> None:
@@ -181,9 +197,10 @@ def _bind(state: State, function: Function, a: Arguments, scope: Scope) -> None:
         scope.names[spec.kwarg.arg] = DictValue(left, function.node, open=a.open)
 
 
-def _decorators(state: State, function: Function) -> list[Manager]:
-    """Context managers that a function is decorated with."""
+def _decorators(state: State, function: Function) -> tuple[list[Manager], bool]:
+    """Context managers that a function is decorated with, and whether one waits behind it."""
     found: list[Manager] = []
+    waits = False
     for each in reversed(getattr(function.node, "decorator_list", [])):
         value = state.evaluate(each, quiet=True)
         if isinstance(value, Ref) and value.path in library.AUTOCASTS | library.NO_GRAD:
@@ -191,7 +208,37 @@ def _decorators(state: State, function: Function) -> list[Manager]:
             value = functions.call(state, call, value.path, Arguments())
         if isinstance(value, Manager):
             found.append(value)
-    return found
+        if isinstance(value, Function):
+            found += _opened_by(state, value)
+            waits |= _waits(value)
+    return found, waits
+
+
+def _opened_by(state: State, decorator: Function) -> list[Manager]:
+    """What a decorator of the project holds open around the call of what it is given."""
+    blocks = [e for e in ast.walk(decorator.node) if isinstance(e, ast.With)]
+    items = [each for block in blocks if _runs_given(decorator, block) for each in block.items]
+    if not items:
+        return []
+    scope = Scope(decorator.module, decorator.scope)
+    with state.in_frame(Frame(decorator, scope)):
+        _bind(state, decorator, Arguments(open=True), scope)
+        values = [state.evaluate(each.context_expr, quiet=True) for each in items]
+    return [each for each in values if isinstance(each, Manager)]
+
+
+def _waits(decorator: Function) -> bool:
+    """Whether a decorator of the project synchronizes behind the call of what it is given."""
+    calls = [each for each in ast.walk(decorator.node) if isinstance(each, ast.Call)]
+    waits = [each.lineno for each in calls if _method(each) == "synchronize"]
+    runs = [each.lineno for each in calls if _runs_given(decorator, each)]
+    return bool(waits and runs) and max(runs) < max(waits)
+
+
+def _runs_given(decorator: Function, code: ast.AST) -> bool:
+    """Whether the first parameter of a decorator is called in some of its code."""
+    first = [each.arg for each in decorator.node.args.args[:1]]
+    return any(isinstance(e, ast.Call) and dotted(e.func) in first for e in ast.walk(code))
 
 
 def is_context_manager(function: Function) -> bool:

@@ -40,7 +40,7 @@ from ampwise_lint.values.abstract import (
     Value,
     is_periodic,
 )
-from ampwise_lint.values.contents import ONE_BY_ONE, are_parts
+from ampwise_lint.values.contents import ONE_BY_ONE, are_parts, loaders_in
 from ampwise_lint.values.events import (
     Accumulate,
     Backward,
@@ -48,6 +48,7 @@ from ampwise_lint.values.events import (
     GradientRead,
     Managed,
     OptimizerStep,
+    Read,
     Report,
     ScalerStep,
     Unscale,
@@ -76,7 +77,7 @@ def _expression(state: State, node: ast.Expr) -> Flow:
 
 def _assign(state: State, node: ast.Assign) -> None:
     value = state.evaluate(node.value)
-    if isinstance(value, Tensor) and value.divided and state.unsure and _begins_sum(state, node):
+    if isinstance(value, Tensor) and value.divided and _is_sum(state, node):
         value = value.but(grown=True, divided=False)
     for target in node.targets:
         state.assign(target, _switch(state, target, value))
@@ -95,6 +96,21 @@ def _switch(state: State, target: ast.expr, value: Value) -> Value:
     if is_off and isinstance(target, ast.Name) and state.frames[-1].function is None:
         return Unknown(target.id, "given") if SWITCH.match(target.id) else value
     return value
+
+
+def _is_sum(state: State, node: ast.Assign) -> bool:
+    """``total = total + part``, or where a sum begins that another branch adds to."""
+    target = node.targets[0]
+    if isinstance(node.value, ast.BinOp) and isinstance(node.value.op, ast.Add):
+        terms = (dotted(node.value.left), dotted(node.value.right))
+        is_own = dotted(target) != "" and dotted(target) in terms
+        return is_own and not _is_divided(state.evaluate(target, quiet=True))
+    return state.unsure > 0 and _begins_sum(state, node)
+
+
+def _is_divided(value: Value) -> bool:
+    """Whether a loss is a share already: with another it makes one of the same micro-batch."""
+    return isinstance(value, Tensor) and value.divided
 
 
 def _begins_sum(state: State, node: ast.Assign) -> bool:
@@ -137,7 +153,7 @@ def _augmented(state: State, node: ast.AugAssign) -> None:
     if isinstance(before, Const) and state.iteration is not None:
         result = state.unknown(node, label=dotted(node.target))
     if isinstance(result, Tensor) and isinstance(node.op, ast.Add | ast.Sub):
-        result.grown, result.divided = True, False
+        result.grown, result.divided = True, result.divided and _is_divided(before)
     state.assign(node.target, result)
 
 
@@ -219,6 +235,8 @@ def _loop(
     parts = _parts_with_state(over)
     for iteration in range(max(2, parts)):
         with state.in_iteration(node, iteration, over_data=over_data):
+            for loader in loaders_in(over):
+                state.emit(Read, node, loader)
             if target is not None:
                 state.assign(target, element(state, node, target, over, over_data))
             flow = state.execute(body)

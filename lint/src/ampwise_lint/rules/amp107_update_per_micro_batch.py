@@ -39,7 +39,15 @@ from ampwise_lint.queries import is_managed, is_real, is_simple, statement_edit
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.triggers import SCALER
 from ampwise_lint.values.abstract import Tensor
-from ampwise_lint.values.events import Backward, Event, ScalerStep, Unscale, Update, ZeroGrad
+from ampwise_lint.values.events import (
+    Backward,
+    Event,
+    OptimizerStep,
+    ScalerStep,
+    Unscale,
+    Update,
+    ZeroGrad,
+)
 
 
 @rule("AMP107", "update-per-micro-batch", "error", fix="unsafe", triggers=(SCALER,))
@@ -52,15 +60,15 @@ def check(code: Analysis) -> Iterator[Mistake]:
 
 
 def _updates(trace: Trace) -> Iterator[Mistake]:
-    """An update that no step or unscale_ goes before."""
+    """An update that no step or unscale_ goes before, nor one past the scaler, which is AMP105."""
     since: list[Event] = []
     for event in trace.events:
         match event:
-            case ScalerStep() | Unscale() | Backward():
+            case ScalerStep() | Unscale() | OptimizerStep() | Backward():
                 since.append(event)
             case Update():
                 has_backward = any(isinstance(e, Backward) and is_real(e.scaled) for e in since)
-                has_step = any(isinstance(e, ScalerStep | Unscale) for e in since)
+                has_step = any(not isinstance(e, Backward) for e in since)
                 if has_backward and not has_step:
                     yield from _unpaired(trace, event)
                 since = []

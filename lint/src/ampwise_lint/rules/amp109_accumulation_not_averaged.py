@@ -89,6 +89,8 @@ def _is_plain_sum(trace: Trace, backward: Backward, step: ScalerStep | Optimizer
         if repr(value) == _count(backward, step):
             return False
     around = _around(backward)
+    if isinstance(around, ast.For) and isinstance(around.iter, ast.Tuple | ast.List):
+        return False  # what is written out are terms of one loss
     if _sees_whole_batch(around, _target(around)) or _calls_for_whole_batch(backward, around):
         return False
     # Gradients that are zeroed on each micro-batch do not add up.

@@ -92,6 +92,13 @@ def _scalers(code: Analysis) -> Iterator[Scaler]:
 
 
 def _is_handed_in(loss: Value) -> bool:
-    """Whether a loss is a caller's: what it ran in is not in sight."""
-    source = loss.of if isinstance(loss, Tensor) else None
-    return isinstance(source, Unknown) and source.made == "given"
+    """Whether a loss is a caller's, or made of one: what it ran in is not in sight."""
+    match loss:
+        case Tensor(of=Value() as source):
+            return _is_handed_in(source)
+        case Unknown(made="given"):
+            return True
+        case Unknown(op="add" | "sub" | "mul" | "div", operands=[first, *_]):
+            return _is_handed_in(first)
+        case _:
+            return False

@@ -39,13 +39,22 @@ import re
 from collections.abc import Iterator
 
 from ampwise_lint.analysis import Analysis, Trace
-from ampwise_lint.queries import is_led, is_part, loses_eps, owners, receiver, site_in, stays_half
+from ampwise_lint.queries import (
+    is_led,
+    is_part,
+    loses_eps,
+    owners,
+    receiver,
+    site_in,
+    stays_half,
+    steps_behind,
+)
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.places import functions_of
 from ampwise_lint.source.roles import dotted
 from ampwise_lint.triggers import HALF
 from ampwise_lint.values.abstract import Instance, Model, Optimizer, Wrapper, key_of
-from ampwise_lint.values.events import Backward, CastDown, Managed, OptimizerStep, ScalerStep
+from ampwise_lint.values.events import Backward, CastDown, Managed, ScalerStep
 
 
 @rule("AMP206", "half-parameters", "error", triggers=(HALF,))
@@ -114,9 +123,7 @@ def _trained(trace: Trace, cast: CastDown, trainers: list[Wrapper]) -> Iterator[
     if any(e.network is not None and key_of(e.network) == key_of(cast.value) for e in trainers):
         yield "trainer", RAISES
         return
-    for step in trace.events:
-        if not isinstance(step, ScalerStep | OptimizerStep):
-            continue
+    for step in steps_behind(trace, cast):
         optimizer = step.optimizer
         if not isinstance(optimizer, Optimizer) or not _holds(optimizer, cast):
             continue

@@ -2,7 +2,8 @@
 
 ## What it does
 Reports `autocast("cuda")` around a network that surely runs on the CPU, and a CUDA `GradScaler`
-for a step on the CPU. Silent where the device is not known, or the CPU is for want of a GPU.
+for a step on the CPU. Silent where the device is not known, or the CPU is for want of a GPU, or one
+choice of several.
 
 ## Why is this bad
 Where CUDA is not available, both switch themselves off with no more than a warning ("CUDA is
@@ -39,18 +40,19 @@ from ampwise_lint.source.nodes import Node
 from ampwise_lint.source.places import has_torch
 from ampwise_lint.source.project import Module
 from ampwise_lint.triggers import AUTOCAST
-from ampwise_lint.values.abstract import Const, Model, Scaler
+from ampwise_lint.values.abstract import Const, Region, Scaler
 from ampwise_lint.values.events import Backward, Forward, Moved
 
 
 @rule("AMP218", "autocast-device-mismatch", "warning", fix="unsafe", triggers=(AUTOCAST,))
 def check(code: Analysis) -> Iterator[Mistake]:
-    for trace in code.traces:
-        if not _is_cpu(trace):
-            continue
-        for event in trace.of(Forward):
-            region = event.context.region
-            if region is not None and region.device == "cuda" and event.is_root:
+    on_cpu = [each for each in code.traces if _is_cpu(each)]
+    others = [each for each in code.traces if not _is_cpu(each)]
+    # What a path with another device comes through, too, is on the CPU by choice.
+    chosen = {id(e.node) for trace in others for e in (*_regions(trace), *_scalers(trace))}
+    for trace in on_cpu:
+        for region in _regions(trace):
+            if id(region.node) not in chosen:
                 yield Mistake(
                     region.node,
                     region.module,
@@ -59,9 +61,8 @@ def check(code: Analysis) -> Iterator[Mistake]:
                     'torch.autocast("cpu", dtype=torch.bfloat16)',
                     _edits(region.node, region.module, "autocast"),
                 )
-        for backward in trace.of(Backward):
-            scaler = backward.scaled
-            if isinstance(scaler, Scaler) and scaler.path and _for_cuda(scaler):
+        for scaler in _scalers(trace):
+            if id(scaler.node) not in chosen:
                 yield Mistake(
                     scaler.node,
                     scaler.module,
@@ -71,6 +72,22 @@ def check(code: Analysis) -> Iterator[Mistake]:
                 )
 
 
+def _regions(trace: Trace) -> Iterator[Region]:
+    """CUDA's autocast regions in which networks run."""
+    for event in trace.of(Forward):
+        region = event.context.region
+        if region is not None and region.device == "cuda" and event.is_root:
+            yield region
+
+
+def _scalers(trace: Trace) -> Iterator[Scaler]:
+    """CUDA's scalers that scale losses."""
+    for event in trace.of(Backward):
+        scaler = event.scaled
+        if isinstance(scaler, Scaler) and scaler.path and _for_cuda(scaler):
+            yield scaler
+
+
 def _is_cpu(trace: Trace) -> bool:
     """Whether the path surely trains on the CPU, and not for want of a GPU."""
     if any(map(_asks, trace.decided)):
@@ -78,8 +95,8 @@ def _is_cpu(trace: Trace) -> bool:
     moved = [each for each in trace.of(Moved) if not each.context.no_grad]
     if any(_asks(branch.key) for each in moved for branch in each.context.conditions):
         return False
-    trained = [e.model for e in trace.of(Forward) if e.is_root and not e.context.no_grad]
-    is_cpu = bool(trained) and all(isinstance(each, Model) and each.cpu for each in trained)
+    trained = [e for e in trace.of(Forward) if e.is_root and not e.context.no_grad]
+    is_cpu = bool(trained) and all(each.on_cpu for each in trained)
     return {each.device for each in moved} == {"cpu"} or is_cpu
 
 

@@ -36,7 +36,7 @@ import re
 from collections.abc import Iterator
 
 from ampwise_lint.analysis import Analysis, Trace
-from ampwise_lint.queries import is_led, is_scaled, loses_eps, owners, stays_half
+from ampwise_lint.queries import is_led, is_scaled, loses_eps, owners, stays_half, steps_behind
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.triggers import AUTOCAST, HALF
 from ampwise_lint.values.abstract import Instance, Model, Optimizer, Wrapper, key_of
@@ -97,7 +97,9 @@ def _lost(dtype: str) -> str:
 def _is_trained(trace: Trace, cast: CastDown) -> bool:
     """Whether an optimizer without masters steps these parameters."""
     scaled = any(is_scaled(each.scaled) for each in trace.of(Backward))
-    for step in trace.of(OptimizerStep):
+    for step in steps_behind(trace, cast):
+        if not isinstance(step, OptimizerStep):
+            continue
         plain = step.optimizer.path.startswith("torch.optim.")
         # AMP206 says what Adam's eps does in float16, and a scaler.
         other = cast.cast == "float16" and (scaled or loses_eps(step.optimizer))

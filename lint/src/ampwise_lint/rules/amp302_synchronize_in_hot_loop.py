@@ -44,7 +44,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
     loops = step_loops(code)
     for trace in code.traces:
         for event in trace.of(Synchronize):
-            if not is_hot(event, loops, trace):
+            if not event.path or not is_hot(event, loops, trace):
                 continue
             name = event.path.rpartition(".")[2]
             if name == "synchronize" and _measures(trace, event):

@@ -3,8 +3,9 @@
 ## What it does
 Reports a `DataLoader(...)` without `num_workers` or without `pin_memory=True`, in files that
 train in mixed precision, and, where a loader pins memory, copies of batches without
-`non_blocking=True`. Silent for validation, for loaders of which a batch at most is taken or whose
-data is on the device, and where arguments come from a variable.
+`non_blocking=True`. Silent for validation, by name or where nothing trains on what it yields, for
+loaders of which a batch at most is taken or whose data is on the device, and where arguments come
+from a variable.
 
 ## Why is this bad
 With `num_workers=0`, the default, the training process makes each batch itself, between steps.
@@ -36,17 +37,26 @@ import re
 from collections.abc import Iterator
 from functools import partial
 
-from ampwise_lint.analysis import Analysis
+from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.findings import Edit
-from ampwise_lint.queries import edit, is_hot, step_loops, uses_amp
+from ampwise_lint.queries import Steps, edit, is_hot, step_loops, uses_amp
 from ampwise_lint.rule import Mistake, rule
-from ampwise_lint.source.places import assignments, loads, names, scope_of
+from ampwise_lint.source.places import assignments, bound_to, loads, names, scope_of
 from ampwise_lint.source.project import Module
 from ampwise_lint.source.roles import EVALUATION, dotted
 from ampwise_lint.triggers import MIXED
-from ampwise_lint.values.abstract import Const, Instance, ListValue, Loader, Tensor, Value
+from ampwise_lint.values.abstract import (
+    Const,
+    Function,
+    Instance,
+    ListValue,
+    Loader,
+    Partial,
+    Tensor,
+    Value,
+)
 from ampwise_lint.values.contents import flatten
-from ampwise_lint.values.events import Made, Moved
+from ampwise_lint.values.events import Forward, Made, Moved, Read
 
 
 @rule("AMP303", "loader-not-overlapped", "info", fix="unsafe", triggers=MIXED)
@@ -54,11 +64,14 @@ def check(code: Analysis) -> Iterator[Mistake]:
     if not uses_amp(code):
         return
     yield from _blocking_copies(code)
+    aside, trained = _read(code)
     for event in code.of(Made):
         loader = event.value
         if not isinstance(loader, Loader) or loader.opaque or _evaluates(event):
             continue
-        if _is_for_a_look(event) or _is_on_device(event):
+        if id(loader.node) in aside or _is_for_a_look(event) or _is_on_device(event):
+            continue
+        if id(loader.node) not in trained and _has_data_for_evaluation(event):
             continue
         lacking = [name for name in ("num_workers", "pin_memory") if _is_off(loader, name)]
         if lacking:
@@ -122,6 +135,34 @@ def _is_loaded(tensor: Tensor) -> bool:
     return bool(LOADED.search(tensor.key))
 
 
+def _read(code: Analysis) -> tuple[set[int], set[int]]:
+    """``id`` of the nodes of loaders read in sight: those by no training, and the others."""
+    loops = step_loops(code)
+    aside: set[int] = set()
+    trained: set[int] = set()
+    for trace in code.traces:
+        for read in trace.of(Read):
+            found = aside if _only_looks(read, loops, trace) else trained
+            found.add(id(read.loader.node))
+    return aside - trained, trained
+
+
+def _only_looks(read: Read, loops: Steps, trace: Trace) -> bool:
+    """Whether what takes batches surely validates, or shows them."""
+    if read.by:
+        return _is_aside(read.by)
+    around = read.context.loops[-1:]
+    if id(trace.events) in loops.traces or any(id(each.node) in loops.nodes for each in around):
+        return False
+    if isinstance(read.node, ast.Call):  # of ``next``
+        return read.context.no_grad
+    if any(isinstance(each, ast.Yield) for each in ast.walk(read.node)):
+        return False
+    runs = [e for e in trace.of(Forward) if around[0].serial in (s.serial for s in e.context.loops)]
+    is_named = any(map(_is_aside, read.context.functions))
+    return read.context.no_grad or is_named or (bool(runs) and all(e.context.no_grad for e in runs))
+
+
 def _is_for_a_look(event: Made) -> bool:
     """``len(loader)``, ``next(iter(loader))``, loops that end in ``break`` or drop each batch."""
     module = event.module
@@ -155,17 +196,35 @@ def _takes_one(module: Module, use: ast.expr) -> bool:
 def _is_on_device(event: Made) -> bool:
     """Whether what it loads is on the device already: ``TensorDataset(x.cuda(), y.cuda())``."""
     assert isinstance(event.value, Loader)
-    if _is_kept_on_device(event.value.arguments.get("dataset")):
+    given = event.value.arguments
+    if _is_kept_on_device(given.get("dataset")) or _is_put_there(given.get("collate_fn")):
         return True
-    first = event.node.args[:1] if isinstance(event.node, ast.Call) else []
-    if not first:
-        return False
+    return any(map(_moves, _data(event, 2)))  # a data set, and the tensors it is made of
+
+
+def _data(event: Made, depth: int) -> list[ast.expr]:
+    """The data set a loader is given, and what the names in it stand for."""
+    call = event.node
+    if not isinstance(call, ast.Call):
+        return []
+    parts = [*call.args[:1], *(each.value for each in call.keywords if each.arg == "dataset")]
     scope = scope_of(event.module, event.node)
-    parts: list[ast.expr] = list(first)
-    for _ in range(2):  # a data set, and the tensors it is made of
+    for _ in range(depth):
         read = {name for each in parts for name in names(each)}
         parts += [e.value for name in read for e in assignments(scope, name) if e.value is not None]
-    return any(map(_moves, parts))
+    return parts
+
+
+def _has_data_for_evaluation(event: Made) -> bool:
+    """Whether its data is called so: ``DataLoader(val_set)``, ``Data(root, train=False)``."""
+    texts = [ast.unparse(each) for each in _data(event, 1)]
+    words = {word for text in texts for word in re.findall(r"\w+", text)}
+    if any("train=False" in text for text in texts):
+        return True
+    return any(map(_is_aside, words)) and not any(TRAINING.search(each) for each in words)
+
+
+TRAINING = re.compile("(^|_)train", re.IGNORECASE)
 
 
 def _is_kept_on_device(dataset: Value | None) -> bool:
@@ -175,6 +234,17 @@ def _is_kept_on_device(dataset: Value | None) -> bool:
             return all(isinstance(e, Tensor) and e.forward and not e.host for e in flatten(items))
         case Instance(class_=class_):
             return any(_moves(each.node) for each in class_.lineage())
+        case _:
+            return False
+
+
+def _is_put_there(collate: Value | None) -> bool:
+    """Whether what makes a batch copies it to the device."""
+    match collate:
+        case Partial(function=inner):
+            return _is_put_there(inner)
+        case Function(node=node):
+            return _moves(node)
         case _:
             return False
 
@@ -195,11 +265,14 @@ def _names_device(call: ast.Call) -> bool:
 
 def _evaluates(event: Made) -> bool:
     """Whether a loader is for validation or pictures: by its name, or that of its function."""
-    statement = event.module.statement_of(event.node)
-    targets = statement.targets if isinstance(statement, ast.Assign) else []
-    names = [*map(dotted, targets), *event.context.functions]
-    own = [each.rpartition(".")[2] for each in names]
-    return any(EVALUATION.search(each) or PICTURES.search(each) for each in own)
+    names = [*bound_to(event.module, event.node), *event.context.functions]
+    words = [re.split(r"\W+", each.rpartition(".")[2]) for each in names]
+    return any(_is_aside(word) for each in words for word in each)
+
+
+def _is_aside(name: str) -> bool:
+    """Whether a name is of validation or pictures."""
+    return bool(EVALUATION.search(name) or PICTURES.search(name))
 
 
 PICTURES = re.compile(r"(^|_)(vis|viz|visual\w*|plot\w*|render\w*|demo)(_|$)", re.IGNORECASE)

@@ -107,8 +107,8 @@ def _ends_at_work(events: list[Event]) -> bool:
 
 
 def _reads_found_inf(optimizer: Value | None) -> bool:
-    """Whether the scaler's step waits itself: for an optimizer that is not fused."""
-    if not isinstance(optimizer, Optimizer) or not optimizer.path.startswith("torch.optim."):
+    """Whether the scaler's step waits itself: for one that is not fused, of whatever class."""
+    if not isinstance(optimizer, Optimizer) or not optimizer.path or "Fused" in optimizer.path:
         return False
     fused = optimizer.arguments.get("fused", FALSE)
     return "**" not in optimizer.arguments and isinstance(fused, Const) and not fused.value

@@ -63,6 +63,16 @@ WRAPPERS = re.compile(
     r"detectron2\.engine|trl\.)"
 )
 LIGHTNING = re.compile(r"^(lightning|pytorch_lightning|lightning_fabric)\.")
+SIDE_BY_SIDE = {
+    "cat",
+    "concat",
+    "stack",
+    "_flatten_dense_tensors",
+    "_unflatten_dense_tensors",
+}
+"""Operations that put tensors into one, or take them out again, as they are."""
+WAITS = re.compile(r"torch\.\w+\.(synchronize|empty_cache)$")
+"""Of each backend: torch.cuda, torch.xpu, torch.npu, torch.mps, torch.accelerator."""
 CLOCKS = {
     "time.time",
     "time.time_ns",
@@ -132,6 +142,9 @@ INTEGER = {
     "isnan", "isinf", "isfinite", "topk", "numel",
 }  # fmt: skip
 
+COUNTS = {"sum", "prod", "cumsum", "cumprod"}
+"""Operations that give whole numbers of whole numbers."""
+
 DTYPES = {
     "torch.float16": "float16",
     "torch.half": "float16",
@@ -176,7 +189,13 @@ def canonical(path: str) -> str:
 
 def operation(path: str) -> str:
     """``torch.nn.functional.softmax``, ``torch.softmax``: ``softmax``; empty outside torch."""
-    for prefix in ("torch.nn.functional.", "torch.special.", "torch.Tensor.", "torch."):
+    for prefix in (
+        "torch.nn.functional.",
+        "torch.special.",
+        "torch.Tensor.",
+        "torch._utils.",
+        "torch.",
+    ):
         if path.startswith(prefix):
             return path[len(prefix) :]
     return ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ampwise_lint.findings import Edit
 from ampwise_lint.source.nodes import span
@@ -163,6 +163,30 @@ def assignments(scope: ast.AST, name: str) -> list[ast.Assign | ast.AugAssign | 
 
 def _targets(node: ast.Assign | ast.AugAssign | ast.AnnAssign) -> list[ast.expr]:
     return node.targets if isinstance(node, ast.Assign) else [node.target]
+
+
+def bound_to(module: Module, node: ast.AST) -> list[str]:
+    """What something is bound to, also as an item of a tuple or a dict, or as an argument."""
+    around, statement = module.parents.get(id(node)), module.statement_of(node)
+    match around, statement:
+        case ast.keyword(arg=str(name)), _:
+            return [name]
+        case ast.Dict(keys=keys, values=values), _:
+            return _beside(keys, values, node)
+        case ast.Tuple(elts=values), ast.Assign(targets=[ast.Tuple(elts=targets)]):
+            return _beside(targets, values, node) if statement.value is around else []
+        case _, ast.Assign(targets=targets):
+            return [*map(dotted, targets)]
+        case _:
+            return []
+
+
+def _beside(
+    names: Sequence[ast.expr | None], values: Sequence[ast.expr], node: ast.AST
+) -> list[str]:
+    """The text of that name whose value is a node."""
+    pairs = zip(names, values, strict=False)
+    return [ast.unparse(name) for name, value in pairs if value is node and name is not None]
 
 
 def stores(scope: ast.AST, name: str) -> int:

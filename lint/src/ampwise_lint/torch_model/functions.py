@@ -353,7 +353,7 @@ def _operation(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
     if not a.values and name not in library.PLAIN:
         return state.unknown(node, "called", path)
     if name not in library.INTEGER and not name.startswith("_foreach_"):
-        methods.note_gradients(state, node, a, copies=name in ("cat", "concat", "stack"))
+        methods.note_gradients(state, node, a, copies=name in library.SIDE_BY_SIDE)
     inputs = list(a.positional)
     inputs += [a.named[key] for key in ("input", "pred", "target") if key in a.named]
     return tensors.apply(state, node, name, inputs, a.named)
@@ -516,8 +516,6 @@ NAMES: dict[str, Handler] = {
     "torch.set_grad_enabled": _set_grad_enabled,
     "torch.autograd.set_grad_enabled": _set_grad_enabled,
     "torch.autograd.grad": _grad,
-    "torch.cuda.synchronize": _synchronize,
-    "torch.cuda.empty_cache": _synchronize,
     "torch.device": _device,
     "torch.save": _save,
     "apex.amp.scale_loss": _scale_loss,
@@ -536,6 +534,7 @@ NAMES: dict[str, Handler] = {
 FAMILIES: list[tuple[Callable[[str], bool], Handler]] = [
     (lambda p: p.startswith("builtins."), python_functions.call),
     (lambda p: p.startswith("apex.amp."), _apex),
+    (lambda p: bool(library.WAITS.match(p)), _synchronize),
     (library.is_scheduler, make_scheduler),
     (library.is_optimizer, make_optimizer),
     (lambda p: _last(p) in ("DataLoader", "FastDataLoader", "DataLoaderX"), _loader),

@@ -40,14 +40,16 @@ from ampwise_lint.values.abstract import (
     key_of,
 )
 from ampwise_lint.values.arguments import Arguments
-from ampwise_lint.values.contents import flatten, holds
+from ampwise_lint.values.contents import flatten, holds, loaders_in
 from ampwise_lint.values.events import (
     Applied,
     Backward,
     GradientRead,
     Managed,
+    Read,
     Report,
     Save,
+    Synchronize,
     ZeroGrad,
 )
 
@@ -119,7 +121,10 @@ def note_gradients(state: State, node: ast.Call, a: Arguments, *, copies: bool =
 def given_away(
     state: State, node: ast.Call, name: str, a: Arguments, owner: Unknown | None = None
 ) -> None:
-    """Note what a function nobody showed us is given: a checkpoint to save, a scaler to step."""
+    """Note what a function nobody showed us is given: a checkpoint, a scaler, a loader."""
+    for given in flatten(a.values):
+        for loader in loaders_in(given):
+            state.emit(Read, node, loader, name)
     to_save = a.named.get("to_save")
     if isinstance(to_save, DictValue):  # ignite's word for it
         state.emit(Save, node, to_save, to_save)
@@ -161,6 +166,7 @@ def _parameters(state: State, node: ast.Call, owner: Parameters, name: str, a: A
 
 def _loader(state: State, node: ast.Call, owner: Loader, name: str, a: Arguments) -> Value:
     if name in ("next", "get_batch", "__next__"):
+        state.emit(Read, node, owner)
         return Tensor(key=f"batch@{node.lineno}#{state.iteration}", data=True)
     return state.unknown(node, "called")
 
@@ -231,6 +237,9 @@ def _unknown(state: State, node: ast.Call, owner: Unknown, name: str, a: Argumen
             return steps.scheduler(state, node, Scheduler(owner.key), name, a)
         case "state_dict" | "load_state_dict":
             return steps.state_dict(state, node, owner, name)
+        case "synchronize" if not a.count:
+            state.emit(Synchronize, node, "")
+            return NONE
         case "no_sync":
             return Manager("other", node)
         case "log_every" if a.positional:  # the logger of torchvision's references

@@ -39,7 +39,8 @@ from ampwise_lint.values.events import (
 def run(state: State, node: Node, network: Value, a: Arguments) -> None:
     """Note that a network runs."""
     is_root, is_training = not state.in_forward, not state.is_evaluating(network)
-    state.emit(Forward, node, network, tuple(a.values), is_root, is_training)
+    on_cpu = isinstance(network, Model) and network.cpu
+    state.emit(Forward, node, network, tuple(a.values), is_root, is_training, on_cpu)
 
 
 def run_given(state: State, node: Node, a: Arguments) -> None:
@@ -115,20 +116,20 @@ def _network_moved(
     if dtype in ("float16", "bfloat16"):
         return casts.halved(state, node, owner, dtype)
     if isinstance(owner, Model):
-        owner.cpu = casts.device_given(a) == "cpu" and not _is_for_want(state)
+        owner.cpu = casts.device_given(a) == "cpu" and not _is_choice(state)
     return owner
 
 
-def _is_for_want(state: State) -> bool:
-    """Whether the path stands in a branch of ``if torch.cuda.is_available()``."""
-    return any("available" in each.key for each in state.context.conditions)
+def _is_choice(state: State) -> bool:
+    """Whether the path stands in a branch that may not be taken, or is there for want of a GPU."""
+    return state.unsure > 0 or any("available" in each.key for each in state.context.conditions)
 
 
 def _network_as_it_is(
     state: State, node: ast.Call, owner: Model | Instance, name: str, a: Arguments
 ) -> Value:
     if isinstance(owner, Model):
-        owner.cpu = name == "cpu" and not _is_for_want(state)
+        owner.cpu = name == "cpu" and not _is_choice(state)
     return owner
 
 

@@ -31,6 +31,8 @@ from ampwise_lint.values.abstract import (
     key_of,
 )
 from ampwise_lint.values.arguments import Arguments
+from ampwise_lint.values.contents import loaders_in
+from ampwise_lint.values.events import Read
 
 TENSORS = {"torch.Tensor", "torch.nn.Parameter", "torch.autograd.Variable"}
 
@@ -83,6 +85,8 @@ def _same_items(state: State, node: ast.Call, name: str, a: Arguments) -> Value:
 
 def _next(state: State, node: ast.Call, name: str, a: Arguments) -> Value:
     first = _first(a)
+    for loader in loaders_in(first):
+        state.emit(Read, node, loader)
     if isinstance(first, Loader) or (isinstance(first, Unknown) and is_loader(first)):
         return Tensor(key=f"batch@{node.lineno}#{state.iteration}", data=True)
     return state.unknown(node, "called")

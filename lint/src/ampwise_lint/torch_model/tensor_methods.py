@@ -129,7 +129,7 @@ def gradient(state: State, node: ast.Call, owner: Gradient, name: str, a: Argume
     if name in COPIES:
         state.emit(GradientRead, node, copies=True)
         return owner
-    state.emit(GradientRead, node, name.endswith("_"))
+    state.emit(GradientRead, node, name.endswith("_"), copies=name == "copy_")
     return Tensor(key=f"gradient {name}", op=f"grad.{name}", inputs=(owner,))
 
 

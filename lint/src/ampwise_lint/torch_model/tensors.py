@@ -18,6 +18,7 @@ from ampwise_lint.values.abstract import (
     Unknown,
     Value,
     is_low,
+    is_periodic,
     key_of,
 )
 from ampwise_lint.values.contents import flatten
@@ -59,8 +60,14 @@ def dtype_of(state: State, operation: str, inputs: Sequence[Value]) -> str | Non
         if operation in library.OPS_LOW:
             return low(region)
         if operation in library.OPS_FLOAT32 and region.device != "cpu":
-            return "float32"
+            return "int" if operation in library.COUNTS and _are_whole(inputs) else "float32"
     return widest(inputs)
+
+
+def _are_whole(inputs: Sequence[Value]) -> bool:
+    """Whether all tensors are of whole numbers, which autocast leaves alone."""
+    dtypes = {each.dtype for each in inputs if isinstance(each, Tensor)}
+    return dtypes == {"int"}
 
 
 def widest(inputs: Sequence[Value]) -> str | None:
@@ -185,9 +192,11 @@ def decides(state: State, node: ast.expr, test: Value) -> None:
     """A branch is taken by what a tensor holds: the host waits to know."""
     # What numpy's functions of these names return has no dtype here.
     match test:
-        case Unknown(op="not" | "and" | "or", operands=operands):
+        case Unknown(op="not" | "and" | "or" as op, operands=operands):
             for each in operands:
                 decides(state, node, each)
+                if op == "and" and is_periodic([each]):
+                    break  # what is behind it is asked for once in a window
         case Tensor(op="any" | "all", inputs=(Tensor(op=op, dtype="int"), *_)) if op in CHECKS:
             read(state, node, test, "a branch")
         case Tensor(op=op, dtype="int") if op in CHECKS:

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ampwise_lint.values.abstract import ListValue, Model, Optimizer, Scaler, Tensor, Value
+from ampwise_lint.values.abstract import (
+    ListValue,
+    Loader,
+    Model,
+    Optimizer,
+    Scaler,
+    Tensor,
+    Unknown,
+    Value,
+)
 
 ONE_BY_ONE = 8
 """Of what a container holds, as much is walked one by one: by loops, comprehensions, functions."""
@@ -19,6 +28,18 @@ def flatten(values: Sequence[Value]) -> list[Value]:
         else:
             flat.append(each)
     return flat
+
+
+def loaders_in(value: Value | None) -> Iterator[Loader]:
+    """The loaders that a loop over something reads: ``enumerate(tqdm(loader))``, ``zip(a, b)``."""
+    match value:
+        case Loader():
+            yield value
+        case Unknown(op="enumerate" | "tqdm" | "zip", operands=operands):
+            for each in operands:
+                yield from loaders_in(each)
+        case _:
+            pass
 
 
 def modules_in(value: Value) -> list[Value]:

@@ -109,6 +109,15 @@ class Made(Event):
 
 
 @dataclass(eq=False, slots=True)
+class Read(Event):
+    """Batches are taken of a loader: by a loop, by ``next``, by whom it is handed to."""
+
+    loader: Loader
+    by: str = ""
+    """The function nobody showed us that is given it."""
+
+
+@dataclass(eq=False, slots=True)
 class Enter(Event):
     """An autocast region was entered."""
 
@@ -124,6 +133,8 @@ class Forward(Event):
     is_root: bool
     """Called by a loop, not by another network's forward."""
     training: bool | None = None
+    on_cpu: bool = False
+    """It was surely on the CPU then."""
 
 
 @dataclass(eq=False, slots=True)
@@ -177,7 +188,7 @@ class GradientRead(Event):
     given: Value | None = None
     """What is put in its place."""
     copies: bool = False
-    """It is read only to be put elsewhere, as it is."""
+    """It is read only to be put elsewhere as it is, or something is put there."""
     is_linear: bool = False
     """It is multiplied or divided, which unscaling commutes with."""
 
@@ -266,9 +277,10 @@ class Report(Event):
 
 @dataclass(eq=False, slots=True)
 class Synchronize(Event):
-    """``torch.cuda.synchronize`` or ``empty_cache``."""
+    """``torch.cuda.synchronize`` or ``empty_cache``; of a stream or an event."""
 
     path: str
+    """Full name of the function; empty for a method."""
 
 
 @dataclass(eq=False, slots=True)
