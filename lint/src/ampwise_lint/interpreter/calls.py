@@ -199,12 +199,20 @@ def _function(state: State, node: ast.Call, function: Function, a: Arguments) ->
     if isinstance(owner, Instance) and is_schedule(owner.class_):
         steps.scheduler(state, node, Scheduler(owner.class_.node.name), name, a)
     value = state.call(function, a, node)
+    if isinstance(value, Unknown) and value.made == "called" and function.class_ is None:
+        value = _of_arguments(value, a)
     if LOSS.search(name) and not HANDLES.match(name):
         if isinstance(value, Unknown | Tensor):
             state.emit(Loss, node, name, tuple(a.values))
         if isinstance(value, Unknown):
             return Tensor(key=value.key, loss=True, inputs=tuple(a.values))
     return value
+
+
+def _of_arguments(made: Unknown, a: Arguments) -> Unknown:
+    """What a function makes of settings, as ``instantiate(conf.optim)``; of others, another."""
+    given = ", ".join(map(key_of, a.values))
+    return replace(made, key=f"{made.key} of {given}") if given else made
 
 
 METER = re.compile(r"Meter|Averager?\b|RunningMean")
@@ -305,8 +313,19 @@ def _instance(state: State, node: ast.Call, instance: Instance, a: Arguments) ->
         if not isinstance(value, Tensor | ListValue):
             value = Tensor(key=key_of(value), inputs=tuple(a.values))
         if isinstance(value, Tensor):
-            return value.but(loss=True)
+            return _mean_of_its_own(value).but(loss=True)
     return value
+
+
+WINDOW = re.compile(r"accum|micro|grad_steps|window|iter_size|update_freq", re.IGNORECASE)
+"""What the number of micro-batches in a window is called."""
+
+
+def _mean_of_its_own(value: Tensor) -> Tensor:
+    """What a criterion divides by is its own affair, unless it was told of a window."""
+    if WINDOW.search(key_of(value.divisor)):
+        return value
+    return value.but(divided=False, divisor=None)
 
 
 def _casts_up(state: State, since: int, a: Arguments) -> bool:

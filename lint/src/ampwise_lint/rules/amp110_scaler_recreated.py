@@ -35,6 +35,7 @@ from ampwise_lint.analysis import Analysis
 from ampwise_lint.findings import Edit
 from ampwise_lint.queries import edit
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.source.places import functions_of
 from ampwise_lint.triggers import SCALER
 from ampwise_lint.values.abstract import Optimizer, Scaler, Unknown
 from ampwise_lint.values.events import Made, ScalerStep
@@ -69,12 +70,18 @@ def check(code: Analysis) -> Iterator[Mistake]:
 
 
 EPOCH = re.compile(r"epoch(?!s)|(^|_)(train|training)_step$")
+WHICH_EPOCH = re.compile(r"(cur_|current_|i_)?epoch(_id|_idx|_index|_num)?$")
+"""A parameter that says which epoch it is."""
 
 
 def _is_each_epoch(event: Made) -> bool:
     """Whether it is made in a function that somebody else calls for each epoch or step."""
-    name = event.context.functions[-1].rpartition(".")[2] if event.context.functions else ""
-    return bool(EPOCH.search(name)) and len(event.context.functions) == 1
+    if len(event.context.functions) != 1:
+        return False
+    name = event.context.functions[0].rpartition(".")[2]
+    around = functions_of(event.module, event.node)[:1]
+    given = [each.arg for function in around for each in function.args.args]
+    return bool(EPOCH.search(name)) or any(map(WHICH_EPOCH.match, given))
 
 
 def _is_kept(optimizer: Unknown, event: Made) -> bool:

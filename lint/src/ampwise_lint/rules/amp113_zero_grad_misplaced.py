@@ -3,7 +3,9 @@
 ## What it does
 Reports gradients that are zeroed between backward and step, zeroed on every micro-batch of an
 accumulation window or before its last one, or never zeroed at all; also those of one of several
-networks that share a step, between its backward and that step.
+networks that share a step, between its backward and that step. In
+`with accelerator.accumulate(...)` also before backward: Accelerate zeroes in the last micro-batch
+only.
 
 ## Why is this bad
 Zeroed before the step, there is nothing to apply: AssertionError "No inf checks were recorded
@@ -33,6 +35,7 @@ No automatic fix: where zeroing belongs depends on the window that is meant.
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 from functools import partial
 
@@ -47,7 +50,9 @@ from ampwise_lint.queries import (
     zeroed_with,
 )
 from ampwise_lint.rule import Mistake, rule
-from ampwise_lint.triggers import SCALER
+from ampwise_lint.source.project import Module
+from ampwise_lint.source.roles import dotted
+from ampwise_lint.triggers import AUTOCAST, SCALER
 from ampwise_lint.values.abstract import Instance, Model, Optimizer, Parameter, Tensor, key_of
 from ampwise_lint.values.contents import origins
 from ampwise_lint.values.events import (
@@ -60,10 +65,11 @@ from ampwise_lint.values.events import (
 )
 
 
-@rule("AMP113", "zero-grad-misplaced", "error", triggers=(SCALER,))
+@rule("AMP113", "zero-grad-misplaced", "error", triggers=(SCALER, AUTOCAST))
 def check(code: Analysis) -> Iterator[Mistake]:
     if not uses_amp(code):
         return
+    yield from _before_accumulated(code.module)
     never: dict[int, ScalerStep | OptimizerStep] = {}
     zeroed: set[int] = set()
     for trace in code.traces:
@@ -87,6 +93,44 @@ def check(code: Analysis) -> Iterator[Mistake]:
                 "gradients are never zeroed: each step adds those of all earlier ones; call "
                 "optimizer.zero_grad() before each backward (or behind each step)",
             )
+
+
+def _before_accumulated(module: Module) -> Iterator[Mistake]:
+    """Zeroed before backward in ``with accelerator.accumulate(model):``.
+
+    Inside of it Accelerate's optimizer zeroes only in the last micro-batch of a window, as it steps
+    only there.
+    """
+    windows = [each for call in module.index.of(ast.Call) for each in _windows(call)]
+    if not any(not isinstance(each, ast.Constant) or each.value != 1 for each in windows):
+        return
+    for block in module.index.of(ast.With):
+        if not isinstance(block, ast.With) or not any(_accumulates(e) for e in block.items):
+            continue
+        calls = [each for each in ast.walk(block) if isinstance(each, ast.Call)]
+        calls.sort(key=lambda each: (each.lineno, each.col_offset))
+        named = [(dotted(e.func).rpartition(".")[2], e) for e in calls]
+        order = [(name, e) for name, e in named if name in ("zero_grad", "backward", "step")]
+        if [name for name, _ in order][:2] == ["zero_grad", "backward"]:
+            yield Mistake(
+                order[0][1],
+                module,
+                "inside accumulate() gradients are zeroed in the last micro-batch of a window "
+                "only, and here before its backward: those of all others are lost; zero them "
+                "behind the step",
+            )
+
+
+def _windows(call: ast.AST) -> Iterator[ast.expr]:
+    """How many micro-batches a call says that a window has."""
+    for each in call.keywords if isinstance(call, ast.Call) else []:
+        if each.arg == "gradient_accumulation_steps":
+            yield each.value
+
+
+def _accumulates(item: ast.withitem) -> bool:
+    call = item.context_expr
+    return isinstance(call, ast.Call) and dotted(call.func).endswith(".accumulate")
 
 
 def _is_plain(trace: Trace, step: Event) -> bool:

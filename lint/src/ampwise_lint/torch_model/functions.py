@@ -547,7 +547,7 @@ FAMILIES: list[tuple[Callable[[str], bool], Handler]] = [
     (lambda p: bool(library.WRAPPERS.match(p)) and _last(p)[:1].isupper(), _wrapper),
     (lambda p: p.startswith("torch.nn.") and _last(p)[:1].isupper(), _layer),
     (library.is_operation, _operation),
-    (lambda p: p.endswith(".from_pretrained"), _pretrained),
+    (lambda p: _last(p) in ("from_pretrained", "from_config", "_from_config"), _pretrained),
     (lambda p: p.startswith("numpy."), _numpy),
 ]
 """All others by what their names have in common; the first that holds counts."""
