@@ -37,7 +37,14 @@ from functools import partial
 from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.findings import Edit
 from ampwise_lint.rule import Mistake, rule
-from ampwise_lint.source.places import block_of, has_own_lines, has_torch, in_reach, wrap
+from ampwise_lint.source.places import (
+    block_of,
+    functions_of,
+    has_own_lines,
+    has_torch,
+    in_reach,
+    wrap,
+)
 from ampwise_lint.source.project import Module
 from ampwise_lint.source.roles import EVALUATION, LOSS, RUNS, dotted, leaves
 from ampwise_lint.triggers import AUTOCAST, SCALER
@@ -131,7 +138,34 @@ def _is_choice(event: Forward, beside: set[tuple[int, bool]]) -> bool:
     """``if cuda: with autocast: model(x)``, else without: the author has thought of it."""
     if any((id(e.node), not e.taken) in beside for e in event.context.branches):
         return True
+    if _opens_otherwise(event):
+        return True
     return any((id(each), True) in beside for each in _left_by(event))
+
+
+def _opens_otherwise(event: Forward) -> bool:
+    """Whether autocast is entered on the other side of an ``if``, in a function that only runs."""
+    function = next(iter(functions_of(event.module, event.node)), None)
+    if function is None or any(map(_is_backward, ast.walk(function))):
+        return False  # the other side may be the training
+    node: ast.AST = event.node
+    while (around := event.module.parents.get(id(node))) is not None:
+        if isinstance(around, ast.If) and node is not around.test:
+            here = around.body if any(each is node for each in around.body) else around.orelse
+            there = around.orelse if here is around.body else around.body
+            if any(map(_opens, there)) and not any(map(_opens, here)):
+                return True
+        node = around
+    return False
+
+
+def _is_backward(node: ast.AST) -> bool:
+    return isinstance(node, ast.Attribute) and node.attr == "backward"
+
+
+def _opens(statement: ast.stmt) -> bool:
+    items = [e for each in ast.walk(statement) if isinstance(each, ast.With) for e in each.items]
+    return any("autocast" in ast.unparse(each.context_expr) for each in items)
 
 
 def _left_by(event: Forward) -> Iterator[ast.If]:

@@ -37,6 +37,7 @@ from ampwise_lint.source.imports import Imports
 from ampwise_lint.triggers import Trigger
 
 LIGHTNING = ("lightning.", "pytorch_lightning.", "lightning_fabric.")
+OLD = ("16", "bf16", "mixed")
 NEW = {
     "16": "16-mixed",
     "bf16": "bf16-mixed",
@@ -68,18 +69,15 @@ def _call(code: Analysis, found: Imports, node: ast.Call) -> Iterator[Mistake]:
     for keyword in node.keywords:
         value = keyword.value.value if isinstance(keyword.value, ast.Constant) else None
         if full.startswith(LIGHTNING) and last in ("Trainer", "Fabric"):
-            if (
-                keyword.arg == "precision"
-                and value is not None
-                and str(value) in ("16", "bf16", "mixed")
-            ):
-                new = NEW[str(value)]
+            old = [e for e in _literals(keyword.value) if str(e.value) in OLD]
+            if keyword.arg == "precision" and old:
+                new = NEW[str(old[0].value)]
                 yield Mistake(
                     node,
                     code.module,
-                    f"precision={value!r} is an old spelling: Lightning warns and reads it as "
-                    f"{new!r}; write that",
-                    (edit("replace", keyword.value, repr(new)),),
+                    f"precision={old[0].value!r} is an old spelling: Lightning warns and reads it "
+                    f"as {new!r}; write that",
+                    (edit("replace", old[0], repr(new)),),
                 )
             elif keyword.arg in GONE:
                 yield _gone(code, keyword)
@@ -100,6 +98,17 @@ def _call(code: Analysis, found: Imports, node: ast.Call) -> Iterator[Mistake]:
                 code.module,
                 "Accelerator(fp16=...) is gone: use mixed_precision='fp16' or 'bf16'",
             )
+
+
+def _literals(value: ast.expr) -> list[ast.Constant]:
+    """The literals that an argument may be: ``16 if torch.cuda.is_available() else 32``."""
+    match value:
+        case ast.Constant():
+            return [value]
+        case ast.IfExp(body=body, orelse=orelse):
+            return [*_literals(body), *_literals(orelse)]
+        case _:
+            return []
 
 
 def _is_on_cpu(call: ast.Call) -> bool:

@@ -150,7 +150,7 @@ def arithmetic(state: State, node: Node, name: str, left: Value, right: Value) -
                 result.divided = False  # multiplied back
         elif name == "mul" and main.divided and _is_same(node, other, main.divisor):
             result.divided = False  # multiplied back
-        elif name == "mul" and _is_weight(_divisor(node, other)):
+        elif name == "mul" and (_is_weight(_divisor(node, other)) or _is_by_name(node)):
             pass
         elif (name == "div" and main is left) or (name == "mul" and not isinstance(other, Const)):
             result.divided = result.divided or not isinstance(other, Tensor) or other.host
@@ -208,12 +208,19 @@ def decides(state: State, node: ast.expr, test: Value) -> None:
 WEIGHT = re.compile(
     r"(^|[._'])(lambda|lamb|lam|alpha|beta|gamma|coeff?|w)(_\w+|\d+)?'?\]?$"
     r"|(weights?|lambdas?|coeff?s?)'?\]?( or [\d.]+\))?$"
+    r"|(weights?|lambdas?|coeff?s?)(_dict|_map)?\[[^\]]*\]$"
 )
 """Names of what one term of a loss is weighted with: a setting, and no share of a window."""
 
 
 def _is_weight(value: Value) -> bool:
     return isinstance(value, Unknown) and bool(WEIGHT.search(value.key))
+
+
+def _is_by_name(node: Node) -> bool:
+    """``losses[k] * weight_dict[k]``: a weight out of a mapping, by what that is called."""
+    factors = (node.left, node.right) if isinstance(node, ast.BinOp) else ()
+    return any(isinstance(e, ast.Subscript) and WEIGHT.search(ast.unparse(e)) for e in factors)
 
 
 def _is_extent(value: Value) -> bool:
