@@ -47,6 +47,9 @@ class Failing:
         What float64 makes of the parameters, where it is the step's update that failed.
     wanted
         What the step should have given, where that is known already.
+    updates
+        How many steps are to be trained again from the beginning, where it is what their updates
+        add up to that is wrong; else 0.
     """
 
     source: TaskSource
@@ -55,6 +58,7 @@ class Failing:
     stash: Stash
     after: Mapping[str, Tensor] = dataclasses.field(default_factory=dict[str, Tensor])
     wanted: Reference | None = None
+    updates: int = 0
 
     @property
     def step(self) -> Replay:
@@ -98,6 +102,7 @@ def _content(failing: Failing, wanted: Reference) -> dict[str, Any]:
         "window": window(failing.stash, failing.settings.device),
         "wanted": vars(wanted) | {"finite": wanted.finite},
         "after": dict(failing.after),
+        "updates": failing.updates,
     }
 
 

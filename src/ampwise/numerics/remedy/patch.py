@@ -62,7 +62,7 @@ def _trials(folder: Path, file: Path, processes: Fresh, failing: Failing, number
         fix.judged(failing.step, failing.stash, AS_IT_IS, wanted).complaint
     )
     handover.save(folder / "step.pt", failing, wanted)
-    trials = Trials(folder, file, processes, number, silent=silent)
+    trials = Trials(folder, file, processes, number, silent=silent and not failing.updates)
     if why := trials.control():
         raise UsageError(why)
     return trials

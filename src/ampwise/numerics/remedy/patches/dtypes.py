@@ -43,7 +43,7 @@ _ATEN: Mapping[str, tuple[str, ...]] = {
 """Aten's names of operations, where they are others."""
 _MAKES = ("_to_copy", "arange", "full", "zeros", "ones", "empty", "linspace", "scalar_tensor")
 """Operations that give a tensor its format."""
-_FLOAT32 = "float32 keeps the digits, and the range, that this operation needs."
+FLOAT32 = "float32 keeps the digits, and the range, that this operation needs."
 _INTO = {"index_add_": 2, "index_copy_": 2, "scatter_add_": 2, "scatter_": 2, "masked_scatter_": 1}
 """Methods that write a tensor of their own format, and which argument that is."""
 
@@ -99,7 +99,13 @@ def _uncast(site: Site) -> Iterator[Edit]:
     of_class = {} if around is None else wide(site, around)
     for changes in (here, behind, everywhere, of_class):
         if changes:
-            yield Edit("a cast to float32 in place of 16 bits", _FLOAT32, changes, separable=True)
+            yield Edit("a cast to float32 in place of 16 bits", FLOAT32, changes, separable=True)
+
+
+def in_part(site: Site) -> Iterator[Edit]:
+    """All casts to 16 bits in a part of a file: a class, a function, a statement outside of any."""
+    if changes := wide(site, site.source.module):
+        yield Edit("casts to float32 in place of 16 bits", FLOAT32, changes, separable=True)
 
 
 def _taken_over(site: Site, expressions: Iterable[cst.BaseExpression]) -> dict[cst.CSTNode, Change]:
@@ -136,7 +142,7 @@ def _followed(site: Site) -> Iterator[Edit]:
         }
         if changes and not any(site.source.inside(each, asked) for each in changes):
             what = f"{code_of(asked.value)}, whose format this takes over, in float32"
-            yield Edit(what, _FLOAT32, changes)
+            yield Edit(what, FLOAT32, changes)
 
 
 def _is_a_dtype(node: cst.BaseExpression) -> bool:
@@ -155,7 +161,7 @@ def _raised(site: Site) -> Iterator[Edit]:
         for operand in _operands(site, term):
             changes[operand] = widened(operand)
     if changes:
-        yield Edit(f"the operands of {found[0].op} in float32", _FLOAT32, changes, separable=True)
+        yield Edit(f"the operands of {found[0].op} in float32", FLOAT32, changes, separable=True)
 
 
 def _meant(site: Site) -> list[Term]:
@@ -203,7 +209,7 @@ def _formula(site: Site) -> Iterator[Edit]:
     for each in nested:
         del changes[each]
     if changes:
-        yield Edit("what the formula starts from in float32", _FLOAT32, changes, separable=True)
+        yield Edit("what the formula starts from in float32", FLOAT32, changes, separable=True)
 
 
 def _leaves(site: Site, term: Term) -> Iterator[Term]:
@@ -241,7 +247,7 @@ def _from_here_on(site: Site) -> Iterator[Edit]:
         cast = raised(some).with_changes(leading_lines=line.leading_lines)
         what = f"{joined(some)} in float32 from here on"
         return Edit(
-            what, _FLOAT32, {line: cst.FlattenSentinel([cast, below])}, names=some, fewer=raises
+            what, FLOAT32, {line: cst.FlattenSentinel([cast, below])}, names=some, fewer=raises
         )
 
     if names:
