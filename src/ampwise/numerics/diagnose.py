@@ -27,6 +27,7 @@ from ampwise.numerics.across_ranks import all_raised, examined, first_at_fault, 
 from ampwise.numerics.examine import Examiner
 from ampwise.numerics.explain.silent import is_sound
 from ampwise.numerics.observe import stagnation
+from ampwise.numerics.observe.made import note_originals
 from ampwise.numerics.observe.reference import Reference
 from ampwise.numerics.observe.values import loss_of
 from ampwise.numerics.progress import Progress, Silent
@@ -279,8 +280,11 @@ def _quiet(
 
 
 def _arm(task: Task, config: DiagnoseConfig) -> Arm:
-    kind = _Copies if is_up() else Arm
-    return kind(task, config.policy, config.settings)
+    if is_up():
+        return _Copies(task, config.policy, config.settings)
+    arm = Arm(task, config.policy, config.settings)
+    note_originals(task, arm, config.settings)
+    return arm
 
 
 class _Copies(Arm):
