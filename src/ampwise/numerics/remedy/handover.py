@@ -52,6 +52,9 @@ class Failing:
     updates
         How many steps are to be trained again from the beginning, where it is what their updates
         add up to that is wrong; else 0.
+    at
+        File and name of the function whose results are near the end of the format; None where that
+        is not asked.
     """
 
     source: TaskSource
@@ -61,6 +64,7 @@ class Failing:
     after: Mapping[str, Tensor] = dataclasses.field(default_factory=dict[str, Tensor])
     wanted: Reference | None = None
     updates: int = 0
+    at: tuple[str, str] | None = None
 
     @property
     def step(self) -> Replay:
@@ -107,6 +111,7 @@ def _content(failing: Failing, wanted: Reference) -> dict[str, Any]:
         "wanted": vars(wanted) | {"finite": wanted.finite},
         "after": dict(failing.after),
         "updates": failing.updates,
+        "at": failing.at,
     }
 
 

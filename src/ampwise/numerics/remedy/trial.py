@@ -46,6 +46,7 @@ from ampwise.numerics.observe.trace import watch
 from ampwise.numerics.remedy import ahead, fix, handover
 from ampwise.numerics.remedy.candidate import AS_IT_IS
 from ampwise.numerics.remedy.fresh import serve
+from ampwise.numerics.remedy.headroom import near_the_end
 from ampwise.numerics.remedy.overlay import Overlay
 from ampwise.numerics.remedy.patch_cost import cost_beside_original
 from ampwise.numerics.remedy.verify import (
@@ -119,7 +120,12 @@ def _outcome(folder: Path, task: Task, content: Mapping[str, Any]) -> Outcome:
     arm, stash = handover.restored(task, content)
     windows = ahead.windows(task, arm, stash, content)
     failing = [each.batch for each in stash.micro_batches]
-    return outcome.followed_by(_trained(arm, chain([failing], windows)))
+    outcome = outcome.followed_by(_trained(arm, chain([failing], windows)))
+    if not content["at"]:
+        return outcome
+    step = Replay(arm.step)
+    last = step.rehearsal(arm.iteration.again, failing)
+    return replace(outcome, near=near_the_end(step, last, content["at"]))
 
 
 def _of_updates(_: Path, task: Task, content: Mapping[str, Any]) -> Outcome:

@@ -51,6 +51,8 @@ class Outcome:
         Whether it was the step's update that failed, and is held against float64.
     left
         What is still wrong in the failing step, though its gradients are right.
+    near
+        What is left near the end of float16, in the function of the fault.
     updates
         How many steps' updates together failed, and are held against float64.
     """
@@ -64,6 +66,7 @@ class Outcome:
     cost: Cost | None = None
     of_update: bool = False
     left: str = ""
+    near: str = ""
     updates: int = 0
 
     @property
@@ -99,11 +102,11 @@ class Outcome:
         left = f"; but {self.left}" if self.left else ""
         return (
             f"verified: the patched source, in a fresh process, makes step {step} finite"
-            f"{self.near}, and the next {counted(self.next_steps, 'step')} train{left}"
+            f"{self.within}, and the next {counted(self.next_steps, 'step')} train{left}"
         )
 
     @property
-    def near(self) -> str:
+    def within(self) -> str:
         """How near to its reference it is, as part of a sentence; empty where that is not known."""
         if self.sqnr_db is None or self.sqnr_db <= 0:  # a gradient that is 0
             return ""
