@@ -139,7 +139,7 @@ def _wrong_updates(
     if not sound or arm.step.ranks > 1 or config.policy.pure:
         return 0
     trained = Trained(task, config.policy, config.settings, arm.step.steps)
-    return trained.steps if wrong_updates(trained, found, progress) else 0
+    return trained.steps if wrong_updates(trained, arm, found, progress) else 0
 
 
 class Explored(NamedTuple):

@@ -152,12 +152,16 @@ def is_wrong(errors: GradientErrors) -> bool:
     return errors.norm > 0 and (low or bool(errors.missing()))
 
 
-def rounds_updates(trained: Trained) -> bool:
+def rounds_updates(trained: Trained, arm: Arm) -> bool:
     """Whether updates of a task compute in 16 bits, or keep something in them.
 
     At no price for torch's own optimizers of float32 parameters.
+
+    Parameters
+    ----------
+    arm
+        What was trained.
     """
-    arm = Arm(trained.task, trained.policy, trained.settings)
     plain = not arm.iteration.makes_updates and all(map(_is_torchs, arm.step.optimizers))
     kept = [*arm.model.parameters(), *arm.model.buffers()]
     if plain and not any(each.dtype in HALF for each in kept):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ampwise import formats
+from ampwise.bench.arm import Arm
 from ampwise.numerics.followed import (
     LIMIT_S,
     Change,
@@ -36,15 +37,17 @@ _MOST_LINES = 8
 _HOW = "keep state and averages of weights in float32, and compute updates in it"
 
 
-def wrong_updates(trained: Trained, found: Diagnosis, progress: Progress) -> bool:
+def wrong_updates(trained: Trained, arm: Arm, found: Diagnosis, progress: Progress) -> bool:
     """Say in a diagnosis of sound gradients that updates are wrong, if they are.
 
     Parameters
     ----------
     trained
         `steps` of it are made again.
+    arm
+        What it was.
     """
-    if not rounds_updates(trained):
+    if not rounds_updates(trained, arm):
         return False
     progress.stage(f"training {trained.steps} steps again, with their updates in float64")
     run = follow(trained, trained.steps)
