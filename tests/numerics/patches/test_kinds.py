@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from ampwise.numerics.remedy.patches import Grade, Proposal, casts_in, proposals
+from ampwise.numerics.remedy.patches import Grade, Proposal, around, casts_in, proposals
+from ampwise.numerics.remedy.patches.calls import CallSite
 from ampwise.numerics.remedy.patches.site import Site
-from ampwise.numerics.remedy.patches.source import SourceFile
+from ampwise.numerics.remedy.patches.source import SourceFile, code_of
 
 HEAD = "import torch\nimport torch.nn.functional as F\n\n\n"
 
@@ -382,3 +383,14 @@ def test_where_state_is_made_it_is_no_more_in_16_bits_nor_where_it_is_updated():
     where_made = text.replace("torch.half", "torch.float32")
     assert found[0] == where_made
     assert where_made.replace("p.half()", "p.float()") in found
+
+
+def test_what_a_helper_is_given_by_a_cast_to_half_is_given_in_float32():
+    code = "def loss(m, b):\n    return distance(m(b).half(), b).mean()  # <-\n"
+    at = site(code)
+    call = next(each for each in at.expressions if code_of(each) == "distance(m(b).half(), b)")
+    end = at.source.end(call)
+    made = [
+        each.data.decode() for each in around(at, [CallSite(at, end, helpers=frozenset([end]))], [])
+    ]
+    assert any("distance(m(b).float(), b.float())" in each for each in made)

@@ -27,8 +27,8 @@ ELEMENTWISE = frozenset(
 TENSORS = ("input", "other", "x1", "x2")
 """Parameters of operations that are tensors."""
 _NO_TENSORS = ("math", "numpy", "len", "int", "float", "max", "min", "range")
-_KNOWN = ("numel", "size", "float", "double", "half", "bfloat16")
-"""Methods whose result is no tensor, or has the format that is written there."""
+_KNOWN = ("numel", "size", "float", "double")
+"""Methods whose result is no tensor, or in a wide format."""
 _ATEN: Mapping[str, tuple[str, ...]] = {
     "square": ("mul", "pow", "square"),
     "std": ("std", "var"),
