@@ -19,7 +19,15 @@ from __future__ import annotations
 import math
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Container,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -106,6 +114,8 @@ class Followed:
         Where updates round to 16 bits, in order.
     draws
         Whether updates draw random numbers: then they round by chance, which loses nothing.
+    gradients
+        What each update was given, by parameter.
     """
 
     arm: Arm
@@ -114,6 +124,7 @@ class Followed:
     changes: list[Change] = field(default_factory=list[Change])
     roundings: list[Rounding] = field(default_factory=list[Rounding])
     draws: bool = False
+    gradients: list[dict[str, Tensor]] = field(default_factory=list[dict[str, Tensor]])
 
     @property
     def is_deliberate(self) -> bool:
@@ -137,6 +148,15 @@ class Followed:
         """The same, of what did not change as it should; nothing where that is meant."""
         found = {} if self.is_deliberate else self.errors()
         return {kind: each for kind, each in found.items() if is_wrong(each)}
+
+    def kept_of_db(self, ideal: Mapping[str, Tensor]) -> float:
+        """The least SQNR of a kind against changes that are given, in dB."""
+        kinds: dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]] = {}
+        for each in self.changes:
+            if each.name in ideal:
+                actual, wanted = kinds.setdefault(each.kind, ({}, {}))
+                actual[each.name], wanted[each.name] = each.actual, ideal[each.name]
+        return min((GradientErrors(*pair).sqnr_db for pair in kinds.values()), default=math.inf)
 
     def kept_db(self) -> float:
         """The least SQNR of a kind, in dB."""
@@ -182,6 +202,8 @@ def follow(
     *,
     shadowed: bool = True,
     rounds: Callable[[Place], bool] | None = None,
+    given: Iterable[Mapping[str, Tensor]] | None = None,
+    also: Container[str] = (),
 ) -> Followed:
     """Train a task from its beginning, with its updates beside float64.
 
@@ -191,22 +213,29 @@ def follow(
         False to see only where updates round.
     rounds
         Places at which the shadow rounds, too.
+    given
+        Gradients for each update, in place of its own.
+    also
+        Names of state that is looked at in float32, too.
     """
     began = time.monotonic()
     with placing([]) as places:
         mode = Shadow(places, errors=False, at=None, rounds=rounds) if shadowed else None
-        feeds = _Feeds(places)
+        feeds = _Feeds(places, also)
         with feeds.inside(mode):
             arm = Arm(trained.task, trained.policy, trained.settings)
         groups = [each for one in arm.step.optimizers for each in one.param_groups]
         one_by_one(groups)
         batches = (to_device(each, arm.step.device) for each in endless(trained.task))
         found = Followed(arm, batches)
+        turns = _Gradients(found, None if given is None else iter(given))
         first = _Values(mode)
         first.note(_kept(arm, feeds))
         while found.steps < steps and time.monotonic() - began < LIMIT_S:
             feeds.begin(_kept(arm, feeds))
-            _step(arm, [next(batches) for _ in range(trained.settings.accumulate)], feeds, mode)
+            _step(
+                arm, [next(batches) for _ in range(trained.settings.accumulate)], feeds, mode, turns
+            )
             kept = _kept(arm, feeds)
             feeds.end(kept)
             first.note(kept)
@@ -221,10 +250,35 @@ def follow(
     return found
 
 
-def _step(arm: Arm, window: Sequence[Any], feeds: _Feeds, mode: Shadow | None) -> None:
+class _Gradients:
+    """Notes what updates are given, or has them be given what others were."""
+
+    def __init__(self, found: Followed, given: Iterator[Mapping[str, Tensor]] | None) -> None:
+        self._found, self._given = found, given
+
+    def at_update(self) -> None:
+        """An update is about to begin."""
+        arm = self._found.arm
+        scale = float(arm.step.loss_scale.scale)
+        held = {n: e for n, e in Replay(arm.step).named_tensors().items() if e.grad is not None}
+        wanted = {} if self._given is None else next(self._given, {})
+        for name, each in held.items():
+            assert each.grad is not None
+            if name in wanted:
+                each.grad.copy_(wanted[name] * scale)
+        if self._given is None:
+            self._found.gradients.append(
+                {n: e.grad.detach() / scale for n, e in held.items() if e.grad is not None}
+            )
+
+
+def _step(
+    arm: Arm, window: Sequence[Any], feeds: _Feeds, mode: Shadow | None, gradients: _Gradients
+) -> None:
     """A step; an update of it begins with the gradients that are there."""
 
     def update(make: Callable[[], None], _: Sequence[Optimizer]) -> bool:
+        gradients.at_update()
         for each in Replay(arm.step).named_tensors().values():
             if each.grad is not None:
                 feeds.anew(each.grad)
@@ -273,8 +327,11 @@ def _kept(arm: Arm, feeds: _Feeds) -> list[_Kept]:
     for optimizer in arm.step.optimizers:
         for parameter, state in list(optimizer.state.items()):
             of = names.get(id(parameter), "")
-            found += [_Kept(f"the optimizer's {key!r}", f"{key} of {of}", each)
-                      for key, each in _tensors_in(state)]  # fmt: skip
+            found += [
+                _Kept(f"the optimizer's {key!r}", f"{key} of {of}", each)
+                for key, each in _tensors_in(state)
+                if each.dtype in HALF or f"{key} of {of}" in feeds.also
+            ]
     found += [_Kept("buffers", name, each) for name, each in arm.model.named_buffers()
               if each.dtype in HALF]  # fmt: skip
     known = {memory(each.tensor) for each in found} | {memory(each) for each in named.values()}
@@ -285,7 +342,7 @@ def _kept(arm: Arm, feeds: _Feeds) -> list[_Kept]:
 def _tensors_in(state: Any) -> Iterator[tuple[str, Tensor]]:
     if isinstance(state, Mapping):
         for key, each in state.items():
-            if isinstance(each, Tensor) and each.dtype in HALF:
+            if isinstance(each, Tensor):
                 yield str(key), each
 
 
@@ -330,10 +387,13 @@ class _Feeds(TorchDispatchMode):
         By line.
     draws
         Whether random numbers were drawn.
+    also
+        Names of state that is looked at in any format.
     """
 
-    def __init__(self, places: Places) -> None:
+    def __init__(self, places: Places, also: Container[str] = ()) -> None:
         super().__init__()
+        self.also = also
         self.accumulates: set[str] = set()
         self.roundings: dict[_Line, Rounding] = {}
         self.draws = False

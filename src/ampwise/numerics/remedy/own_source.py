@@ -52,14 +52,15 @@ class OwnSource:
     chains
         Runs of functions of the user's own with that of the fault among them.
     others
-        Other parts of the user's files that write a 16-bit format, where an update is at fault.
+        Other parts of the user's files that write a 16-bit format, where an update is at fault;
+        else None.
     """
 
     root: Path
     site: Site
     callers: Sequence[CallSite] = ()
     chains: Sequence[Sequence[Site]] = ()
-    others: Sequence[Site] = ()
+    others: Sequence[Site] | None = None
 
     @property
     def file(self) -> Path:
@@ -70,8 +71,8 @@ class OwnSource:
     def with_caller(self) -> list[Proposal]:
         """`proposals`, and at last changes where the function of the fault is called."""
         beyond = around(self.site, self.callers, self.chains)
-        casts = islice(casts_in(self.site, self.others), _MOST_BEYOND)
-        return [*self.proposals, *casts, *islice(beyond, _MOST_BEYOND)]
+        casts = () if self.others is None else casts_in(self.site, self.others)
+        return [*self.proposals, *islice(casts, _MOST_BEYOND), *islice(beyond, _MOST_BEYOND)]
 
     @property
     def proposals(self) -> list[Proposal]:
@@ -155,7 +156,7 @@ def own_source(
     ]
     several = [[sites[each] for each in run] for run in runs]
     whole = [[each for each in run if each is not None] for run in several if None not in run]
-    others = _others(found, root, site, step) if found.phase == "optimizer" else []
+    others = _others(found, root, site, step) if found.phase == "optimizer" else None
     return OwnSource(root, site, at_calls, whole, others)
 
 

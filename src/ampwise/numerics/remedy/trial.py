@@ -17,7 +17,8 @@ What its gradients keep on the next steps, as the source on disk would make them
 measured between the two (`ahead`).
 
 Where it is the update of the step that failed, that is held against float64 between the two. Where
-it is what the updates of all steps add up to, these are made again, with a shadow (`followed`).
+it is what the updates of all steps add up to, these are made again from the gradients of the source
+on disk (`followed`).
 Without a patch, `NAME` ``control``, the same step must fail: else the trial says nothing. `NAME`
 ``cost-3`` measures what ``patch-3`` costs (`patch_cost`).
 """
@@ -128,12 +129,25 @@ def _outcome(folder: Path, task: Task, content: Mapping[str, Any]) -> Outcome:
     return replace(outcome, near=near_the_end(step, last, content["at"]))
 
 
-def _of_updates(_: Path, task: Task, content: Mapping[str, Any]) -> Outcome:
-    """What becomes of the updates of all steps, held against float64; and of the next ones."""
+def _of_updates(folder: Path, task: Task, content: Mapping[str, Any]) -> Outcome:
+    """What becomes of the updates of all steps, held against float64; and of the next ones.
+
+    A patched source is given the gradients that the one on disk had, and held against what float64
+    makes of them by that one: by itself it might be exact, and mean another update.
+    """
     steps: int = content["updates"]
     policy, settings = Policy.parse(content["policy"]), handover.run_settings(content)
-    run = follow(Trained(task, policy, settings, steps), steps)
-    kept = min(run.kept_db(), _ENOUGH_DB)
+    trained, file = Trained(task, policy, settings, steps), folder / "updates.pt"
+    if not file.exists():
+        run = follow(trained, steps)
+        ideal = {each.name: each.ideal for each in run.changes}
+        torch.save({"gradients": run.gradients, "ideal": ideal}, file)
+        kept = run.kept_db()
+    else:
+        wanted: dict[str, Any] = torch.load(file, weights_only=True)
+        run = follow(trained, steps, given=wanted["gradients"], also=wanted["ideal"])
+        kept = min(run.kept_db(), run.kept_of_db(wanted["ideal"]))
+    kept = min(kept, _ENOUGH_DB)
     what = f"its updates keep {kept:.0f} dB of what float64 makes of the same gradients"
     wrong = what if run.wrong() or kept < _LEAST_DB else ""
     outcome = Outcome(wrong, sqnr_db=kept, updates=steps)

@@ -141,10 +141,11 @@ def around(
 
 
 def casts_in(site: Site, others: Sequence[Site]) -> Iterator[Proposal]:
-    """No casts to 16 bits in another part of files than that of the fault.
+    """Copies in place of casts to 16 bits; no such casts in another part of files than the fault's.
 
     Then in none of all parts of the file of the fault, and in none of all files.
     """
+    yield from _made(site, dtypes.copied, Grade.FLOAT32)
     for other in others:
         for each in _made(other, dtypes.in_part, Grade.FLOAT32):
             yield _in_caller(each, site, other)

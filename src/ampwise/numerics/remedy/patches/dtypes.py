@@ -108,6 +108,34 @@ def in_part(site: Site) -> Iterator[Edit]:
         yield Edit("casts to float32 in place of 16 bits", FLOAT32, changes, separable=True)
 
 
+def copied(site: Site) -> Iterator[Edit]:
+    """As casts that are too much, where these make a copy, too: of float32 there is none."""
+    around = None if site.function is None else site.source.class_around(site.function)
+    for scope in (site.statement, site.function, around):
+        changes: dict[cst.CSTNode, Change] = {}
+        for call in walk(scope, cst.Call) if scope is not None else ():
+            if (value := _cast_of(site, call)) is not None:
+                float32 = cst.parse_expression(site.source.spelled("torch.float32"))
+                copy = cst.parse_expression("f(copy=True)")
+                assert isinstance(copy, cst.Call)
+                made = method(value, "to", float32)
+                changes[call] = made.with_changes(args=[*made.args, *copy.args])
+        if changes:
+            what = "a copy in float32 in place of a cast to 16 bits"
+            yield Edit(what, FLOAT32, changes, separable=True)
+
+
+def _cast_of(site: Site, call: cst.Call) -> cst.BaseExpression | None:
+    """What a call casts to 16 bits; None where it does not."""
+    if not isinstance(call.func, cst.Attribute):
+        return None
+    name = call.func.attr.value
+    if name in ("half", "bfloat16") and not site.source.full(call.func):
+        return call.func.value
+    is_to = name == "to" and len(call.args) == 1
+    return call.func.value if is_to and wide(site, call.args[0].value) else None
+
+
 def _taken_over(site: Site, expressions: Iterable[cst.BaseExpression]) -> dict[cst.CSTNode, Change]:
     """Changes of a format that is given as a name, or that of another tensor: ``x.dtype``.
 
