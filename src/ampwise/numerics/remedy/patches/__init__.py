@@ -143,16 +143,17 @@ def around(
 def casts_in(site: Site, others: Sequence[Site]) -> Iterator[Proposal]:
     """Copies in place of casts to 16 bits; no such casts in another part of files than the fault's.
 
-    Then in none of all parts of the file of the fault, and in none of all files.
+    In one of them, and in all; first of the file of the fault, then of others.
     """
     yield from _made(site, dtypes.copied, Grade.FLOAT32)
-    for other in others:
-        for each in _made(other, dtypes.in_part, Grade.FLOAT32):
-            yield _in_caller(each, site, other)
     own = [each for each in others if each.source.path == site.source.path]
-    for several in (own, others):
-        parts = [each for each in (site, *several) if any(dtypes.in_part(each))]
-        if len(parts) > 1 and (changed := _changed(parts, dtypes.in_part)) is not None:
+    for several in (own, [each for each in others if each not in own]):
+        for other in several:
+            for each in _made(other, dtypes.in_part, Grade.FLOAT32):
+                yield _in_caller(each, site, other)
+        within = own if several is own else others
+        parts = [each for each in (site, *within) if any(dtypes.in_part(each))]
+        if several and len(parts) > 1 and (changed := _changed(parts, dtypes.in_part)) is not None:
             what = "casts to float32 in place of 16 bits, in all parts"
             yield _of_files(what, dtypes.FLOAT32, Grade.FLOAT32, site, changed)
 
