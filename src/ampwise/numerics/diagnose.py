@@ -27,6 +27,7 @@ from ampwise.numerics.across_ranks import all_raised, examined, first_at_fault, 
 from ampwise.numerics.examine import Examiner
 from ampwise.numerics.explain.silent import is_sound
 from ampwise.numerics.observe import stagnation
+from ampwise.numerics.observe.made import note_originals
 from ampwise.numerics.observe.reference import Reference
 from ampwise.numerics.observe.values import loss_of
 from ampwise.numerics.progress import Progress, Silent
@@ -34,6 +35,7 @@ from ampwise.numerics.remedy.handover import Failing, TaskSource
 from ampwise.numerics.result import Diagnosis
 from ampwise.numerics.update import last_update
 from ampwise.numerics.update_of_task import Trained, failing_update, in_update
+from ampwise.numerics.updates import wrong_updates
 from ampwise.policy import Policy
 from ampwise.step.recorder import NonFiniteLossError, Recorder, Stash, UntilBad
 from ampwise.step.replay import Replay
@@ -109,15 +111,35 @@ def diagnose(
 def run_diagnosis(task: Task, config: DiagnoseConfig, progress: Progress) -> Diagnosis:
     """`diagnose`, with everything configurable."""
     arm, found, stash, wanted = explore(task, config, progress)
+    updates = _wrong_updates(task, config, arm, found, progress)
     if config.source is not None:
         from ampwise.numerics.remedy.patch import add_patches  # loads libcst
 
         failing = Failing(config.source, arm, config.settings, stash, wanted=wanted)
-        if found.phase == "optimizer" and found.cause != "STAGNATION" and task.loss is not None:
+        if updates:
+            failing = replace(failing, updates=updates)
+        elif found.phase == "optimizer" and found.cause != "STAGNATION" and task.loss is not None:
             trained = Trained(task, config.policy, config.settings, found.step)
             failing = failing_update(trained, config.source)
         add_patches(found, failing, progress)
     return found
+
+
+def _wrong_updates(
+    task: Task, config: DiagnoseConfig, arm: Arm, found: Diagnosis, progress: Progress
+) -> int:
+    """Say of a run of sound steps whether its updates were what they should be.
+
+    Returns
+    -------
+    int
+        How many are at fault: all that were made, or 0.
+    """
+    sound = found.status in ("clean", "benign")
+    if not sound or arm.step.ranks > 1 or config.policy.pure:
+        return 0
+    trained = Trained(task, config.policy, config.settings, arm.step.steps)
+    return trained.steps if wrong_updates(trained, arm, found, progress) else 0
 
 
 class Explored(NamedTuple):
@@ -258,8 +280,11 @@ def _quiet(
 
 
 def _arm(task: Task, config: DiagnoseConfig) -> Arm:
-    kind = _Copies if is_up() else Arm
-    return kind(task, config.policy, config.settings)
+    if is_up():
+        return _Copies(task, config.policy, config.settings)
+    arm = Arm(task, config.policy, config.settings)
+    note_originals(task, arm, config.settings)
+    return arm
 
 
 class _Copies(Arm):

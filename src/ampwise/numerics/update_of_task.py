@@ -148,10 +148,10 @@ class _OfIteration(_OfWindow):
                 real()
             return last
 
-        _iterate(self._arm, self._batch, update)
+        each_update(self._arm, self._batch, update)
 
 
-def _iterate(
+def each_update(
     arm: Arm, batch: Any, update: Callable[[Callable[[], None], Sequence[Optimizer]], bool]
 ) -> None:
     """Run an iteration whose updates are made by a function, until that says that it is enough."""
@@ -185,7 +185,7 @@ def _first_bad(trained: Trained) -> tuple[int, str] | None:
             bad = count, _names(arm.step.optimizer, optimizers)
         return bad is not None
 
-    _iterate(arm, next(batches), update)
+    each_update(arm, next(batches), update)
     return bad
 
 

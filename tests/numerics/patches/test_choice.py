@@ -16,9 +16,9 @@ BEFORE = b"a\nb\nc\nd\n"
 MOST = enough_db("float16")
 
 
-def held(what, grade, step_db, *next_db, lines=1, own=False, left=""):
+def held(what, grade, step_db, *next_db, lines=1, own=False, left="", near=""):
     data = b"x\n" * lines + b"".join(BEFORE.splitlines(keepends=True)[lines:])
-    outcome = Outcome("", own, step_db, 5, next_db=list(next_db), left=left)
+    outcome = Outcome("", own, step_db, 5, next_db=list(next_db), left=left, near=near)
     return Held(1, Proposal(what, "", data, grade), outcome)
 
 
@@ -99,6 +99,18 @@ class Tries:
     def of(self, number, data, beside):
         self.tried.append((number, data))
         return self.outcomes[data]
+
+
+def test_float32_that_leaves_its_neighbour_near_the_end_of_the_format_is_passed_over():
+    near = held("operand", Grade.FLOAT32, 60, 58, near="line 7 comes to 33,440 of 65,504")
+    wide = held("name", Grade.FLOAT32, 61, 58, lines=2)
+    assert may_win(wide.proposal, near, MOST)
+    assert best_of([near, wide], MOST, BEFORE) is wide
+    assert "line 7 comes to 33,440" in why(wide, [near, wide], MOST)
+    layers = held("layers", Grade.LAYERS, 61, 58)
+    noisy = held("name", Grade.FLOAT32, 45, 40)
+    assert not may_win(layers.proposal, near, MOST)
+    assert best_of([near, layers, noisy], MOST, BEFORE) is near
 
 
 SITE = mock.Mock(compute_dtype="float16")

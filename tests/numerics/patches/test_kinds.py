@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from ampwise.numerics.remedy.patches import Grade, Proposal, proposals
+from ampwise.numerics.remedy.patches import Grade, Proposal, around, casts_in, proposals
+from ampwise.numerics.remedy.patches.calls import CallSite
 from ampwise.numerics.remedy.patches.site import Site
-from ampwise.numerics.remedy.patches.source import SourceFile
+from ampwise.numerics.remedy.patches.source import SourceFile, code_of
 
 HEAD = "import torch\nimport torch.nn.functional as F\n\n\n"
 
@@ -367,3 +368,30 @@ def test_an_island_asks_nothing_of_what_only_a_lambda_knows():
     found = texts(code, "x table", cause="RANGE_OVERFLOW", op="add")
     assert any("with torch.autocast(x.device.type, enabled=False)" in each for each in found)
     assert not any("table.device" in each or "table = table" in each for each in found)
+
+
+def test_where_state_is_made_it_is_no_more_in_16_bits_nor_where_it_is_updated():
+    text = (
+        f"{HEAD}def zeros(p):\n    return torch.zeros_like(p, dtype=torch.half)\n\n\n"
+        "def update(kept, p):\n    kept.add_(p.half())\n"
+    )
+    at_line = {word: text[: text.index(word)].count("\n") + 1 for word in ("zeros_like", "add_")}
+    made_at, updated_at = (
+        Site(SourceFile.of(Path("x.py"), text.encode(), line), line) for line in at_line.values()
+    )
+    found = [each.data.decode() for each in casts_in(updated_at, [made_at])]
+    where_made = text.replace("torch.half", "torch.float32")
+    assert found[0] == text.replace("p.half()", "p.to(torch.float32, copy=True)")
+    assert where_made in found
+    assert where_made.replace("p.half()", "p.float()") in found
+
+
+def test_what_a_helper_is_given_by_a_cast_to_half_is_given_in_float32():
+    code = "def loss(m, b):\n    return distance(m(b).half(), b).mean()  # <-\n"
+    at = site(code)
+    call = next(each for each in at.expressions if code_of(each) == "distance(m(b).half(), b)")
+    end = at.source.end(call)
+    made = [
+        each.data.decode() for each in around(at, [CallSite(at, end, helpers=frozenset([end]))], [])
+    ]
+    assert any("distance(m(b).float(), b.float())" in each for each in made)

@@ -14,7 +14,7 @@ from ampwise import formats
 from ampwise.numerics.explain.lost import Lost, note
 from ampwise.numerics.observe.budget import Carrier, carriers
 from ampwise.numerics.observe.gradient_errors import NOISE_DB, GradientErrors
-from ampwise.numerics.observe.operation_errors import OperationError
+from ampwise.numerics.observe.operation_errors import FROM_NUMBERS, RIGHT_DB, OperationError
 from ampwise.numerics.observe.shadow import ShadowRun
 from ampwise.numerics.remedy.candidate import Candidate
 from ampwise.numerics.remedy.precision import in_float32, lines_in_float32
@@ -25,6 +25,8 @@ from ampwise_lint.base.words import joined
 
 _ENOUGH_DB, _ALIKE_DB = 50.0, 6.0
 """SQNR above which an island is as good as any; and how far below the best one a smaller is."""
+_MOST = 0.5
+"""Share of the error that one number makes, from which on it is no noise."""
 _TRIED = 3
 """Lines that are tried one by one."""
 
@@ -82,7 +84,8 @@ def of_lines(
         return []
     most = max(now.gain(kept) for _, kept in tried)
     island, best = next(each for each in tried if now.gain(each[1]) >= most - _ALIKE_DB)
-    severe = (bool(damage) or now.is_below(_FAULT)) and now.gain(best) >= _MENDED_DB
+    grave = bool(damage) or now.is_below(_FAULT) or _is_biased(now, found)
+    severe = grave and now.gain(best) >= _MENDED_DB
     if not severe and now.gain(best) < _GAINED_DB:
         return []
     words = f"{_lines(found)}: {_quality(now, errors)}"
@@ -94,6 +97,12 @@ def of_lines(
     wrong = f" Silently wrong: {damage}." if damage else ""
     return [Lost("PRECISION_LOSS", f"{words}.{wrong}", worst.place, worst.name, worst.dtype,
                  severe=True)]  # fmt: skip
+
+
+def _is_biased(now: _Gradient, found: Sequence[Carrier]) -> bool:
+    """Whether most of an error is that of one number of the code: it is the same in every step."""
+    constant = found[0].worst.name in (*FROM_NUMBERS, "tensor")
+    return now.whole < RIGHT_DB and constant and found[0].share > _MOST
 
 
 def _candidates(step: Replayable, found: Sequence[Carrier]) -> Iterator[Candidate]:

@@ -32,4 +32,4 @@ def _remedies(_: Fault) -> list[Candidate]:
     return []
 
 
-CAUSE = Cause("STAGNATION", _remedies, in_code=False)
+CAUSE = Cause("STAGNATION", _remedies)

@@ -5,18 +5,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, MutableMapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.weak import WeakIdKeyDictionary
 
+from ampwise.numerics.observe.ancestry import Ancestor
 from ampwise.numerics.observe.exact import FLOATS
 from ampwise.step.precision.functions import CallMode
 
 _MAKE = {torch.tensor: 0, torch.as_tensor: 0, torch.asarray: 0, Tensor.new_tensor: 1}
 """Which argument of a function is what a tensor is made of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Original:
+    """What a tensor was before it was rounded, and what made it.
+
+    Attributes
+    ----------
+    rounded
+        What it was then.
+    """
+
+    rounded: Tensor
+    exact: Tensor
+    maker: Ancestor
+
+
+ORIGINALS: MutableMapping[Tensor, Original] = WeakIdKeyDictionary()
+"""Of tensors that models hold (`made`)."""
+
+
+def originals() -> Iterator[tuple[Tensor, Original]]:
+    """The tensors that nobody has written to since."""
+    for tensor, original in list(ORIGINALS.items()):
+        if torch.equal(original.rounded, tensor):
+            yield tensor, original
 
 
 class Constants(CallMode):

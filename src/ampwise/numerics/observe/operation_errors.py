@@ -35,6 +35,10 @@ _COUNTS = frozenset([*_SUMS, *(f"{each}_" for each in _SUMS)])
 """Operations that count, where all that they are given are integers."""
 _FROM_INTEGERS = frozenset(["arange", "_to_copy", "cumsum"])
 """Operations that turn integers into floating point: positions, counters."""
+FROM_NUMBERS = frozenset(
+    ["full", "full_like", "new_full", "fill", "fill_", "scalar_tensor", "linspace"]
+)
+"""Operations that make a tensor of Python numbers."""
 
 
 @dataclass(slots=True)
@@ -209,10 +213,11 @@ class OperationErrors:
         """Measure an operation's own error."""
         actual, name, references = made.written[0], made.operation.name, made.references
         floating = any(each.is_floating_point() for each in tensors(made.args))
-        if references is None or not actual.numel() or not (floating or name in _FROM_INTEGERS):
+        made_of = floating or name in _FROM_INTEGERS or name in FROM_NUMBERS
+        if references is None or not actual.numel() or not made_of:
             return
         counts = name in _COUNTS and _are_integers(made.args, actual)
-        if made.operation.mutates and not counts:
+        if made.operation.mutates and not counts and name not in FROM_NUMBERS:
             return
         error = OperationError(
             made.index, name, made.place, dtype_name(actual.dtype), math.inf, propagated_db,

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map
 from ampwise import formats
 from ampwise.formats import dtype_name
 from ampwise.numerics.observe.ancestry import Ancestor, cancelled, flushed, lost_constants
-from ampwise.numerics.observe.constants import Constants
+from ampwise.numerics.observe.constants import Constants, originals
 from ampwise.numerics.observe.exact import FLOATS, UnsupportedError, exact
 from ampwise.numerics.observe.operation_errors import (
     Made,
@@ -49,6 +49,7 @@ from ampwise.numerics.observe.trace import sources
 from ampwise.numerics.observe.twins import Key, Twins, key_of
 from ampwise.places import Place, Places, placing
 from ampwise.policy import Policy
+from ampwise.sqnr import sqnr_db
 from ampwise.step.recorder import Stash
 from ampwise.step.replayable import Replayable, Replayed
 
@@ -129,6 +130,7 @@ def shadow(
         mode = Shadow(places, errors=errors, at=at, shares=shares, decides=decides, rounds=rounds)
         for _, tensor, _ in sources(step.models, stash):
             mode.source(tensor)
+        mode.originals()
         replayed = step.replay(stash, around=mode.beside, policy=policy, scale=scale)
     run = mode.seen(replayed)
     if at is None:
@@ -200,22 +202,38 @@ class Shadow(TorchDispatchMode):
         if tensor.dtype in FLOATS and not tensor.is_sparse:
             self._twins.write(tensor, tensor.detach().double())
 
+    def originals(self) -> None:
+        """Tensors that models hold are what they were before they were rounded, where known."""
+        for tensor, original in originals():
+            self._rounded(tensor, original.exact, original.maker)
+
     def _constant(self, made: Tensor, numbers: Tensor) -> None:
         """A tensor was made of Python numbers, which it rounds."""
-        place = self._places.here()
-        if not made.numel() or (self._rounds is not None and self._rounds(place)):
+        if not made.numel():
+            return
+        extreme = max(map(float, torch.aminmax(numbers)), key=abs)
+        kept, place = sqnr_db(made, numbers), self._places.here()
+        dtype = dtype_name(made.dtype)
+        self._rounded(
+            made, numbers,
+            Ancestor("tensor", place, dtype, math.inf, kept, (), (), extreme=extreme),
+        )  # fmt: skip
+
+    def _rounded(self, made: Tensor, numbers: Tensor, maker: Ancestor) -> None:
+        """A tensor is made of numbers that it rounds."""
+        if self._rounds is not None and self._rounds(maker.place):
             return
         self._twins.write(made, numbers)
-        kept_db = self._qualities.measure([made], [numbers])
+        self._qualities.measure([made], [numbers])
         if self._measure:
-            self._errors.constant(self._count, place, made, numbers)
+            self._errors.constant(self._count, maker.place, made, numbers)
         if self._at is not None:
             error = distance(made, numbers)
-            self._made[key_of(made)] = Ancestor(
-                "tensor", place, dtype_name(made.dtype), math.inf, kept_db, (), (),
-                extreme=max(map(float, torch.aminmax(numbers)), key=abs),
-                error=error, own=error, index=self._count,
-            )  # fmt: skip
+            self._made[key_of(made)] = replace(maker, error=error, own=error, index=self._count)
+
+    def maker_of(self, tensor: Tensor) -> Ancestor | None:
+        """What made a tensor, while an operation is looked for; None where nothing was seen."""
+        return self._made.get(key_of(tensor))
 
     def of(self, tensor: Tensor) -> Tensor | None:
         """The shadow of a tensor; None where there is none."""

@@ -25,6 +25,8 @@ _COARSE_DB = 10.0
 _SOUND_DB = 20.0
 """A stable formula that keeps this on all steps is taken, whatever float32 around it would add; and
 layers in float32 are not looked at where another patch does."""
+_WIDER = (Grade.FLOAT32, Grade.STATEMENTS, Grade.FUNCTION)
+"""Patches that put float32 in place of float16."""
 _NO_LESS_DB = 1.0
 """What an edit may add, and still be superfluous."""
 
@@ -82,6 +84,8 @@ def may_win(each: Proposal, best: Held, most: float) -> bool:
     """Whether a proposal that was not tried could be taken in place of the best so far."""
     if best.outcome.left:
         return True
+    if _is_narrow(best) and each.grade in _WIDER:
+        return True
     if not best.measured:
         return False
     if _is_sound_formula(best) or (each.grade == Grade.LAYERS and best.worst() >= _SOUND_DB):
@@ -106,7 +110,21 @@ def best_of(held: Sequence[Held], most: float, before: bytes) -> Held:
             and each.mean(most) >= nearest.mean(most) - within
         )
     ]
-    return min(alike, key=lambda each: (each.proposal.grade, each.lines(before), each.number))
+    taken = _least(alike, before)
+    if _is_narrow(taken):  # what is beside it grows, too
+        wider = [each for each in held if each.proposal.grade in _WIDER and not each.outcome.near]
+        near = [each for each in wider if each.worst(most) >= taken.worst(most) - within]
+        return _least(near, before) if near else taken
+    return taken
+
+
+def _least(some: Sequence[Held], before: bytes) -> Held:
+    return min(some, key=lambda each: (each.proposal.grade, each.lines(before), each.number))
+
+
+def _is_narrow(each: Held) -> bool:
+    """Whether it widens something, and leaves its neighbour near the end of the format."""
+    return bool(each.outcome.near) and each.proposal.grade in _WIDER
 
 
 def _is_sound_formula(each: Held) -> bool:
@@ -120,6 +138,7 @@ def is_as_good(less: Outcome, best: Held) -> bool:
     return (
         less.verified
         and less.left == best.outcome.left
+        and (not less.near or bool(best.outcome.near))
         and same_length
         and all(a >= b - _NO_LESS_DB for a, b in pairs)
     )
@@ -135,6 +154,8 @@ def _before(taken: Held, other: Held, most: float) -> str:
     name = f"{other.proposal.what} ({in_db(other.worst())} at worst)"
     if other.outcome.left and not taken.outcome.left:
         return f"taken before {name}: there {other.outcome.left}"
+    if other.outcome.near and not taken.outcome.near:
+        return f"taken before {name}: there {other.outcome.near}"
     if taken.worst(most) > other.worst(most) + _ALIKE_DB:
         return f"taken before {name}: it is nearer"
     if taken.mean(most) > other.mean(most) + _ALIKE_DB:

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from ampwise.bench.arm import Arm, Settings
 from ampwise.errors import UsageError, in_one_line
+from ampwise.numerics.observe.constants import originals
+from ampwise.numerics.observe.made import note_originals
 from ampwise.numerics.observe.reference import Reference
 from ampwise.policy import Policy
 from ampwise.step.recorder import MicroBatch, RandomState, Stash
@@ -47,6 +49,12 @@ class Failing:
         What float64 makes of the parameters, where it is the step's update that failed.
     wanted
         What the step should have given, where that is known already.
+    updates
+        How many steps are to be trained again from the beginning, where it is what their updates
+        add up to that is wrong; else 0.
+    at
+        File and name of the function whose results are near the end of the format; None where that
+        is not asked.
     """
 
     source: TaskSource
@@ -55,6 +63,8 @@ class Failing:
     stash: Stash
     after: Mapping[str, Tensor] = dataclasses.field(default_factory=dict[str, Tensor])
     wanted: Reference | None = None
+    updates: int = 0
+    at: tuple[str, str] | None = None
 
     @property
     def step(self) -> Replay:
@@ -86,6 +96,7 @@ def load(file: Path) -> dict[str, Any]:
 
 def _content(failing: Failing, wanted: Reference) -> dict[str, Any]:
     arm, began = failing.arm, failing.stash.before
+    made = [tensor for tensor, _ in originals()]  # which a patch may make in float32
     return {
         "spec": failing.source.spec,
         "settings": dict(failing.source.settings),
@@ -93,11 +104,14 @@ def _content(failing: Failing, wanted: Reference) -> dict[str, Any]:
         "run": {**vars(failing.settings), "device": str(failing.settings.device)},
         "parameters": {n: began.get(n, each) for n, each in arm.model.named_parameters()},
         "buffers": dict(arm.model.named_buffers()),
+        "as_made": [n for n, each in arm.model.named_buffers() if any(each is o for o in made)],
         "optimizer": arm.optimizer.state_dict(),
         "step": {k: v for k, v in arm.step.state_dict().items() if k not in _OPEN},
         "window": window(failing.stash, failing.settings.device),
         "wanted": vars(wanted) | {"finite": wanted.finite},
         "after": dict(failing.after),
+        "updates": failing.updates,
+        "at": failing.at,
     }
 
 
@@ -129,6 +143,7 @@ def restored(task: Task, content: Mapping[str, Any]) -> tuple[Arm, Stash]:
     """The training as it was before the failing step, and that step."""
     settings = run_settings(content)
     arm = Arm(task, Policy.parse(content["policy"]), settings)
+    note_originals(task, arm, settings)
     with torch.no_grad():
         for own, kept in (
             (dict(arm.model.named_parameters()), content["parameters"]),
@@ -136,7 +151,8 @@ def restored(task: Task, content: Mapping[str, Any]) -> tuple[Arm, Stash]:
         ):
             _same_names(own, kept)
             for name, each in own.items():
-                each.copy_(kept[name])
+                if name not in content["as_made"]:
+                    each.copy_(kept[name])
     arm.optimizer.load_state_dict(content["optimizer"])
     arm.step.load_state_dict(content["step"])
     return arm, stash(arm, content["window"])

@@ -104,7 +104,7 @@ class _InPlace:
             return f"suggestion: tried in place of the function: {outcome.complaint}"
         return (
             f"verified: step {self._stash.step}, run again with the patched function in its "
-            f"place, is finite{outcome.near}; the script goes on without it"
+            f"place, is finite{outcome.within}; the script goes on without it"
         )
 
     def cost_of(self, number: int) -> Cost | None:

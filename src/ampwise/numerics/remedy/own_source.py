@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
 
 import ampwise
+from ampwise.formats import HALF
 from ampwise.numerics.explain.causes import CAUSES
 from ampwise.numerics.remedy.costs import Cost
-from ampwise.numerics.remedy.patches import Proposal, around, proposals
+from ampwise.numerics.remedy.patches import Proposal, around, casts_in, proposals
 from ampwise.numerics.remedy.patches.calls import CallSite
 from ampwise.numerics.remedy.patches.site import Site
 from ampwise.numerics.remedy.patches.source import (
@@ -19,6 +21,7 @@ from ampwise.numerics.remedy.patches.source import (
     SourceFile,
     dotted,
     encoding_of,
+    parts_with,
     unified,
 )
 from ampwise.numerics.remedy.precision import runs_with
@@ -33,6 +36,7 @@ _MOST = 16
 _MOST_BEYOND = 8
 """Patches elsewhere that are tried."""
 _MOST_CALLERS = 3
+_MOST_OTHERS = 6
 
 
 @dataclass(frozen=True)
@@ -47,12 +51,16 @@ class OwnSource:
         Where the function of the fault is called, the innermost call first.
     chains
         Runs of functions of the user's own with that of the fault among them.
+    others
+        Other parts of the user's files that write a 16-bit format, where an update is at fault;
+        else None.
     """
 
     root: Path
     site: Site
     callers: Sequence[CallSite] = ()
     chains: Sequence[Sequence[Site]] = ()
+    others: Sequence[Site] | None = None
 
     @property
     def file(self) -> Path:
@@ -63,7 +71,8 @@ class OwnSource:
     def with_caller(self) -> list[Proposal]:
         """`proposals`, and at last changes where the function of the fault is called."""
         beyond = around(self.site, self.callers, self.chains)
-        return [*self.proposals, *islice(beyond, _MOST_BEYOND)]
+        casts = () if self.others is None else casts_in(self.site, self.others)
+        return [*self.proposals, *islice(casts, _MOST_BEYOND), *islice(beyond, _MOST_BEYOND)]
 
     @property
     def proposals(self) -> list[Proposal]:
@@ -146,9 +155,34 @@ def own_source(
         if (at := sites[each.file, each.line]) is not None
     ]
     several = [[sites[each] for each in run] for run in runs]
-    return OwnSource(root, site, at_calls, [
-        [each for each in run if each is not None] for run in several if None not in run
-    ])  # fmt: skip
+    whole = [[each for each in run if each is not None] for run in several if None not in run]
+    others = _others(found, root, site, step) if found.phase == "optimizer" else None
+    return OwnSource(root, site, at_calls, whole, others)
+
+
+def _others(found: Diagnosis, root: Path, site: Site, step: Replayable) -> list[Site]:
+    """Other parts of the user's files that write a 16-bit format: classes, functions, statements.
+
+    Where state is made is no place of the update that shows what it loses.
+    """
+    loaded = {getattr(each, "__file__", None) for each in list(sys.modules.values())}
+    files = sorted(Path(each).resolve() for each in loaded if each and each.endswith(".py"))
+    places = [
+        (each, first)
+        for each in dict.fromkeys([site.source.path, *files])
+        if _is_own(each, [root])
+        for first, last in _parts_with_casts(each)
+        if not (each == site.source.path and first <= site.line <= last)
+    ]
+    sites = [_site(found, *each, step) for each in places[:_MOST_OTHERS]]
+    return [each for each in sites if each is not None]
+
+
+def _parts_with_casts(file: Path) -> list[tuple[int, int]]:
+    try:
+        return list(parts_with(file.read_bytes(), (*HALF, "half")))
+    except (OSError, *UNREADABLE):
+        return []
 
 
 def own_file(found: Diagnosis, roots: Sequence[Path]) -> Path | None:

@@ -8,6 +8,7 @@ trains on. All that were tried are in the diagnosis, with what came of it.
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from ampwise.errors import UsageError, in_one_line
@@ -17,6 +18,7 @@ from ampwise.numerics.remedy import fix, handover
 from ampwise.numerics.remedy.candidate import AS_IT_IS
 from ampwise.numerics.remedy.fresh import Fresh, fresh
 from ampwise.numerics.remedy.handover import Failing, TaskSource
+from ampwise.numerics.remedy.headroom import function_at
 from ampwise.numerics.remedy.own_source import Tried, add_to, own_file, own_source
 from ampwise.numerics.remedy.search import Search
 from ampwise.numerics.remedy.verify import Trials
@@ -39,7 +41,8 @@ def add_patches(found: Diagnosis, failing: Failing, progress: Progress) -> None:
         source = own_source(found, failing.step, failing.stash, roots)
         if source is not None and (made := source.with_caller):
             try:
-                trials = _trials(Path(folder), source.file, processes, failing, found.step)
+                at = _overflowing(found)
+                trials = _trials(Path(folder), source.file, processes, failing, found.step, at)
             except UsageError as error:
                 why = f"suggestion: not run: {in_one_line(error)}"
                 add_to(found, source, [Tried(made[0], why)])
@@ -49,7 +52,10 @@ def add_patches(found: Diagnosis, failing: Failing, progress: Progress) -> None:
             add_to(found, source, search.tried)
 
 
-def _trials(folder: Path, file: Path, processes: Fresh, failing: Failing, number: int) -> Trials:
+def _trials(
+    folder: Path, file: Path, processes: Fresh, failing: Failing, number: int,
+    at: tuple[str, str] | None,
+) -> Trials:  # fmt: skip
     """What patches are tried with, of the step of this number.
 
     Raises
@@ -61,11 +67,19 @@ def _trials(folder: Path, file: Path, processes: Fresh, failing: Failing, number
     silent = all(map(finite, failing.stash.losses)) and not (
         fix.judged(failing.step, failing.stash, AS_IT_IS, wanted).complaint
     )
-    handover.save(folder / "step.pt", failing, wanted)
-    trials = Trials(folder, file, processes, number, silent=silent)
+    handover.save(folder / "step.pt", replace(failing, at=at), wanted)
+    trials = Trials(folder, file, processes, number, silent=silent and not failing.updates)
     if why := trials.control():
         raise UsageError(why)
     return trials
+
+
+def _overflowing(found: Diagnosis) -> tuple[str, str] | None:
+    """File and name of the function in which float16 ended, where it did."""
+    origin = found.origin
+    if found.cause != "RANGE_OVERFLOW" or origin is None or origin.dtype != "float16":
+        return None
+    return origin.file, function_at(origin.file, origin.line)
 
 
 def _roots(source: TaskSource) -> list[Path]:

@@ -16,7 +16,9 @@ where it was before the failing step, and asked:
 What its gradients keep on the next steps, as the source on disk would make them in float64, is
 measured between the two (`ahead`).
 
-Where it is the update of the step that failed, that is held against float64 between the two.
+Where it is the update of the step that failed, that is held against float64 between the two. Where
+it is what the updates of all steps add up to, these are made again from the gradients of the source
+on disk (`followed`).
 Without a patch, `NAME` ``control``, the same step must fail: else the trial says nothing. `NAME`
 ``cost-3`` measures what ``patch-3`` costs (`patch_cost`).
 """
@@ -39,11 +41,13 @@ from torch import Tensor
 from ampwise.bench.arm import Arm
 from ampwise.errors import kind_and_words
 from ampwise.lines import is_users
+from ampwise.numerics.followed import follow
 from ampwise.numerics.observe.reference import Reference, reference
 from ampwise.numerics.observe.trace import watch
 from ampwise.numerics.remedy import ahead, fix, handover
 from ampwise.numerics.remedy.candidate import AS_IT_IS
 from ampwise.numerics.remedy.fresh import serve
+from ampwise.numerics.remedy.headroom import near_the_end
 from ampwise.numerics.remedy.overlay import Overlay
 from ampwise.numerics.remedy.patch_cost import cost_beside_original
 from ampwise.numerics.remedy.verify import (
@@ -56,10 +60,14 @@ from ampwise.numerics.remedy.verify import (
     read_texts,
 )
 from ampwise.numerics.update import LEAST_ALIKE, alike
+from ampwise.numerics.update_of_task import Trained
+from ampwise.policy import Policy
 from ampwise.step.recorder import Stash, finite
 from ampwise.step.replay import Replay
 from ampwise.tasks import Task, load_task
 
+_LEAST_DB, _ENOUGH_DB = 20.0, 60.0
+"""SQNR that the updates of a patched source have to keep, and above which they are exact."""
 _SETTLING = 32
 """Steps that may be skipped until a loss scale has settled."""
 
@@ -86,13 +94,16 @@ def tried(folder: Path, name: str, tell: Callable[[Outcome], object]) -> None:
         overlay = Overlay(read_texts(folder, name.replace(COST, PATCH)))
     content = handover.load(folder / "step.pt")
     task = load_task(content["spec"], content["settings"])
+    measures = _of_updates if content["updates"] else _outcome
     if overlay is not None and (left := overlay.not_loaded):
         tell(Outcome(f"the task does not import {left[0].name} by itself"))
         return
     if overlay is not None and name.startswith(COST):
         tell(Outcome("", cost=cost_beside_original(task, overlay, content, before)))
     elif overlay is not None:
-        tell(_outcome(folder, task, content))
+        tell(measures(folder, task, content))
+    elif content["updates"]:
+        tell(_of_updates(folder, task, content))
     else:
         arm, stash = handover.restored(task, content)
         tell(_mended(arm, stash, content)[0])
@@ -110,7 +121,40 @@ def _outcome(folder: Path, task: Task, content: Mapping[str, Any]) -> Outcome:
     arm, stash = handover.restored(task, content)
     windows = ahead.windows(task, arm, stash, content)
     failing = [each.batch for each in stash.micro_batches]
-    return outcome.followed_by(_trained(arm, chain([failing], windows)))
+    outcome = outcome.followed_by(_trained(arm, chain([failing], windows)))
+    if not content["at"]:
+        return outcome
+    step = Replay(arm.step)
+    last = step.rehearsal(arm.iteration.again, failing)
+    return replace(outcome, near=near_the_end(step, last, content["at"]))
+
+
+def _of_updates(folder: Path, task: Task, content: Mapping[str, Any]) -> Outcome:
+    """What becomes of the updates of all steps, held against float64; and of the next ones.
+
+    A patched source is given the gradients that the one on disk had, and held against what float64
+    makes of them by that one: by itself it might be exact, and mean another update.
+    """
+    steps: int = content["updates"]
+    policy, settings = Policy.parse(content["policy"]), handover.run_settings(content)
+    trained, file = Trained(task, policy, settings, steps), folder / "updates.pt"
+    if not file.exists():
+        run = follow(trained, steps)
+        ideal = {each.name: each.ideal for each in run.changes}
+        torch.save({"gradients": run.gradients, "ideal": ideal}, file)
+        kept = run.kept_db()
+    else:
+        wanted: dict[str, Any] = torch.load(file, weights_only=True)
+        run = follow(trained, steps, given=wanted["gradients"], also=wanted["ideal"])
+        kept = min(run.kept_db(), run.kept_of_db(wanted["ideal"]))
+    kept = min(kept, _ENOUGH_DB)
+    what = f"its updates keep {kept:.0f} dB of what float64 makes of the same gradients"
+    wrong = what if run.wrong() or kept < _LEAST_DB else ""
+    outcome = Outcome(wrong, sqnr_db=kept, updates=steps)
+    if wrong:
+        return outcome
+    windows = iter(lambda: [next(run.batches) for _ in range(settings.accumulate)], None)
+    return outcome.followed_by(_trained(run.arm, windows))
 
 
 def _mended(arm: Arm, stash: Stash, content: Mapping[str, Any]) -> tuple[Outcome, float]:

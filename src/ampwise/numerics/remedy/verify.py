@@ -51,6 +51,10 @@ class Outcome:
         Whether it was the step's update that failed, and is held against float64.
     left
         What is still wrong in the failing step, though its gradients are right.
+    near
+        What is left near the end of float16, in the function of the fault.
+    updates
+        How many steps' updates together failed, and are held against float64.
     """
 
     complaint: str
@@ -62,6 +66,8 @@ class Outcome:
     cost: Cost | None = None
     of_update: bool = False
     left: str = ""
+    near: str = ""
+    updates: int = 0
 
     @property
     def verified(self) -> bool:
@@ -81,6 +87,13 @@ class Outcome:
                 f"suggestion: the failing step is mended, but step {step + self.next_steps + 1} "
                 f"is not right: {self.next_complaint}"
             )
+        if self.updates:
+            assert self.sqnr_db is not None
+            return (
+                f"verified: the patched source, in a fresh process, makes the updates of "
+                f"{counted(self.updates, 'step')} as float64 does ({self.sqnr_db:.0f} dB), and the "
+                f"next {counted(self.next_steps, 'step')} train"
+            )
         if self.of_update:
             return (
                 f"verified: the patched source, in a fresh process, makes the update of step "
@@ -89,11 +102,11 @@ class Outcome:
         left = f"; but {self.left}" if self.left else ""
         return (
             f"verified: the patched source, in a fresh process, makes step {step} finite"
-            f"{self.near}, and the next {counted(self.next_steps, 'step')} train{left}"
+            f"{self.within}, and the next {counted(self.next_steps, 'step')} train{left}"
         )
 
     @property
-    def near(self) -> str:
+    def within(self) -> str:
         """How near to its reference it is, as part of a sentence; empty where that is not known."""
         if self.sqnr_db is None or self.sqnr_db <= 0:  # a gradient that is 0
             return ""
@@ -189,6 +202,8 @@ class Trials:
 
     def cost_of(self, number: int) -> Cost | None:
         """What a patch costs that was tried; None where that was not measured."""
+        if self._unmended is not None and self._unmended.updates:
+            return Cost("2 more bytes for each number that is kept; its time is in the update")
         return self._run(f"{COST}-{number}").cost
 
     def _run(self, name: str) -> Outcome:

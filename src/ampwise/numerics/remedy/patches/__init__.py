@@ -140,21 +140,46 @@ def around(
             yield from (each for each in islands if each is not None)
 
 
+def casts_in(site: Site, others: Sequence[Site]) -> Iterator[Proposal]:
+    """Copies in place of casts to 16 bits; no such casts in another part of files than the fault's.
+
+    In one of them, and in all; first of the file of the fault, then of others.
+    """
+    yield from _made(site, dtypes.copied, Grade.FLOAT32)
+    own = [each for each in others if each.source.path == site.source.path]
+    for several in (own, [each for each in others if each not in own]):
+        for other in several:
+            for each in _made(other, dtypes.in_part, Grade.FLOAT32):
+                yield _in_caller(each, site, other)
+        within = own if several is own else others
+        parts = [each for each in (site, *within) if any(dtypes.in_part(each))]
+        if several and len(parts) > 1 and (changed := _changed(parts, dtypes.in_part)) is not None:
+            what = "casts to float32 in place of 16 bits, in all parts"
+            yield _of_files(what, dtypes.FLOAT32, Grade.FLOAT32, site, changed)
+
+
 def islands_in(several: Sequence[Site], site: Site) -> Proposal | None:
     """Functions of a chain in float32, each by itself; None where one of them cannot be.
 
     They may be in several files. In a file the last one is changed first: lines above it stay.
     """
+    if (changed := _changed(several, island.function)) is None:
+        return None
+    lines = joined(f"{each.source.path.name}:{each.line}" for each in several)
+    what = f"the functions at {lines} in float32, outside of autocast"
+    return _of_files(what, island.WHY, Grade.FUNCTION, site, changed)
+
+
+def _changed(several: Sequence[Site], kind: Kind) -> dict[Site, bytes] | None:
+    """The first change of a kind at each of several places; None where one has none."""
     files: dict[Path, tuple[Site, bytes]] = {}
     for each in sorted(several, key=lambda one: one.line, reverse=True):
         path = each.source.path
         now = each if path not in files else each.of(files[path][1])
-        if now is None or (made := next(_made(now, island.function, Grade.FUNCTION), None)) is None:
+        if now is None or (made := next(_made(now, kind, Grade.FUNCTION), None)) is None:
             return None
         files[path] = each, made.data
-    lines = joined(f"{each.source.path.name}:{each.line}" for each in several)
-    what = f"the functions at {lines} in float32, outside of autocast"
-    return _of_files(what, island.WHY, Grade.FUNCTION, site, dict(files.values()))
+    return dict(files.values())
 
 
 def _of_files(

@@ -27,8 +27,8 @@ ELEMENTWISE = frozenset(
 TENSORS = ("input", "other", "x1", "x2")
 """Parameters of operations that are tensors."""
 _NO_TENSORS = ("math", "numpy", "len", "int", "float", "max", "min", "range")
-_KNOWN = ("numel", "size", "float", "double", "half", "bfloat16")
-"""Methods whose result is no tensor, or has the format that is written there."""
+_KNOWN = ("numel", "size", "float", "double")
+"""Methods whose result is no tensor, or in a wide format."""
 _ATEN: Mapping[str, tuple[str, ...]] = {
     "square": ("mul", "pow", "square"),
     "std": ("std", "var"),
@@ -43,7 +43,7 @@ _ATEN: Mapping[str, tuple[str, ...]] = {
 """Aten's names of operations, where they are others."""
 _MAKES = ("_to_copy", "arange", "full", "zeros", "ones", "empty", "linspace", "scalar_tensor")
 """Operations that give a tensor its format."""
-_FLOAT32 = "float32 keeps the digits, and the range, that this operation needs."
+FLOAT32 = "float32 keeps the digits, and the range, that this operation needs."
 _INTO = {"index_add_": 2, "index_copy_": 2, "scatter_add_": 2, "scatter_": 2, "masked_scatter_": 1}
 """Methods that write a tensor of their own format, and which argument that is."""
 
@@ -99,7 +99,41 @@ def _uncast(site: Site) -> Iterator[Edit]:
     of_class = {} if around is None else wide(site, around)
     for changes in (here, behind, everywhere, of_class):
         if changes:
-            yield Edit("a cast to float32 in place of 16 bits", _FLOAT32, changes, separable=True)
+            yield Edit("a cast to float32 in place of 16 bits", FLOAT32, changes, separable=True)
+
+
+def in_part(site: Site) -> Iterator[Edit]:
+    """All casts to 16 bits in a part of a file: a class, a function, a statement outside of any."""
+    if changes := wide(site, site.source.module):
+        yield Edit("casts to float32 in place of 16 bits", FLOAT32, changes, separable=True)
+
+
+def copied(site: Site) -> Iterator[Edit]:
+    """As casts that are too much, where these make a copy, too: of float32 there is none."""
+    around = None if site.function is None else site.source.class_around(site.function)
+    for scope in (site.statement, site.function, around):
+        changes: dict[cst.CSTNode, Change] = {}
+        for call in walk(scope, cst.Call) if scope is not None else ():
+            if (value := _cast_of(site, call)) is not None:
+                float32 = cst.parse_expression(site.source.spelled("torch.float32"))
+                copy = cst.parse_expression("f(copy=True)")
+                assert isinstance(copy, cst.Call)
+                made = method(value, "to", float32)
+                changes[call] = made.with_changes(args=[*made.args, *copy.args])
+        if changes:
+            what = "a copy in float32 in place of a cast to 16 bits"
+            yield Edit(what, FLOAT32, changes, separable=True)
+
+
+def _cast_of(site: Site, call: cst.Call) -> cst.BaseExpression | None:
+    """What a call casts to 16 bits; None where it does not."""
+    if not isinstance(call.func, cst.Attribute):
+        return None
+    name = call.func.attr.value
+    if name in ("half", "bfloat16") and not site.source.full(call.func):
+        return call.func.value
+    is_to = name == "to" and len(call.args) == 1
+    return call.func.value if is_to and wide(site, call.args[0].value) else None
 
 
 def _taken_over(site: Site, expressions: Iterable[cst.BaseExpression]) -> dict[cst.CSTNode, Change]:
@@ -136,7 +170,7 @@ def _followed(site: Site) -> Iterator[Edit]:
         }
         if changes and not any(site.source.inside(each, asked) for each in changes):
             what = f"{code_of(asked.value)}, whose format this takes over, in float32"
-            yield Edit(what, _FLOAT32, changes)
+            yield Edit(what, FLOAT32, changes)
 
 
 def _is_a_dtype(node: cst.BaseExpression) -> bool:
@@ -155,7 +189,7 @@ def _raised(site: Site) -> Iterator[Edit]:
         for operand in _operands(site, term):
             changes[operand] = widened(operand)
     if changes:
-        yield Edit(f"the operands of {found[0].op} in float32", _FLOAT32, changes, separable=True)
+        yield Edit(f"the operands of {found[0].op} in float32", FLOAT32, changes, separable=True)
 
 
 def _meant(site: Site) -> list[Term]:
@@ -203,7 +237,7 @@ def _formula(site: Site) -> Iterator[Edit]:
     for each in nested:
         del changes[each]
     if changes:
-        yield Edit("what the formula starts from in float32", _FLOAT32, changes, separable=True)
+        yield Edit("what the formula starts from in float32", FLOAT32, changes, separable=True)
 
 
 def _leaves(site: Site, term: Term) -> Iterator[Term]:
@@ -241,7 +275,7 @@ def _from_here_on(site: Site) -> Iterator[Edit]:
         cast = raised(some).with_changes(leading_lines=line.leading_lines)
         what = f"{joined(some)} in float32 from here on"
         return Edit(
-            what, _FLOAT32, {line: cst.FlattenSentinel([cast, below])}, names=some, fewer=raises
+            what, FLOAT32, {line: cst.FlattenSentinel([cast, below])}, names=some, fewer=raises
         )
 
     if names:

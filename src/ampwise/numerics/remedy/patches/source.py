@@ -6,7 +6,7 @@ import ast
 import difflib
 import io
 import tokenize
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -193,6 +193,14 @@ def _around(tree: ast.Module, line: int, count: int) -> tuple[int, int]:
         if first <= line <= (each.end_lineno or first):
             return first - 1, each.end_lineno or first
     return 0, count
+
+
+def parts_with(data: bytes, names: Container[str]) -> Iterator[tuple[int, int]]:
+    """First and last line of what stands on the top level and has attributes of such names."""
+    for each in ast.parse(data).body:
+        found = (node for node in ast.walk(each) if isinstance(node, ast.Attribute))
+        if any(node.attr in names for node in found):
+            yield each.lineno, each.end_lineno or each.lineno
 
 
 def _imports(tree: ast.Module) -> dict[str, str]:

@@ -1,0 +1,140 @@
+"""Updates that are finite, but not what they should be: what stays behind, and on which line.
+
+The task is trained again with a float64 shadow of its updates (`followed`). Where what they add up
+to is not within the limits of gradients, the shadow is run with the rounding of one line at a time:
+the line that makes most of the error by itself is the origin. A fault is only what some line makes.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ampwise import formats
+from ampwise.bench.arm import Arm
+from ampwise.numerics.followed import (
+    LIMIT_S,
+    Change,
+    Followed,
+    Rounding,
+    follow,
+    rounds_updates,
+)
+from ampwise.numerics.observe.gradient_errors import MISSING, GradientErrors
+from ampwise.numerics.observe.values import at
+from ampwise.numerics.progress import Progress
+from ampwise.numerics.result import CauseName, Diagnosis, Fix
+from ampwise.numerics.update_of_task import Trained
+from ampwise_lint.base.words import counted, joined
+
+_LEAST = 0.1
+"""Share of the square of the error that a line has to make by itself."""
+_MOST_LINES = 8
+_HOW = "keep state and averages of weights in float32, and compute updates in it"
+
+
+def wrong_updates(trained: Trained, arm: Arm, found: Diagnosis, progress: Progress) -> bool:
+    """Say in a diagnosis of sound gradients that updates are wrong, if they are.
+
+    Parameters
+    ----------
+    trained
+        `steps` of it are made again.
+    arm
+        What it was.
+    """
+    if not rounds_updates(trained, arm):
+        return False
+    progress.stage(f"training {trained.steps} steps again, with their updates in float64")
+    run = follow(trained, trained.steps)
+    wrong = run.wrong()
+    if not wrong:
+        return False
+    kind = next(iter(wrong))
+    line = _line(trained, run, kind)
+    if line is None:
+        return False
+    changes = [each for each in run.changes if each.kind == kind]
+    cause = _cause(changes)
+    found.status, found.phase, found.cause = "fault", "optimizer", cause
+    found.step, found.origin = trained.steps, at(line.place, line.name, line.dtype)
+    # Of a step that was skipped because of its loss scale, before these.
+    found.path, found.target, found.history = [], "", []
+    found.extent = found.measured_scale = None
+    found.explanation = _in_words(run, wrong, cause, changes, line)
+    found.fixes = [Fix("float32 for what updates keep", _HOW, verified=False, cost="not tried")]
+    progress.found(found)
+    return True
+
+
+def _line(trained: Trained, run: Followed, kind: str) -> Rounding | None:
+    """The line that makes most of the error of a kind by its rounding alone; None if none does."""
+    names = {each.name for each in run.changes if each.kind == kind}
+    ideal = {each.name: each.ideal for each in run.changes if each.name in names}
+    whole = _squared(run.changes, ideal)
+    began = time.monotonic()
+    harms: list[tuple[float, int]] = []
+    lines = run.roundings[-_MOST_LINES:]
+    for number, each in enumerate(lines):
+        if time.monotonic() - began > LIMIT_S:
+            break
+        where = each.place.file, each.place.line
+        alone = follow(trained, run.steps, rounds=lambda at, w=where: (at.file, at.line) == w)
+        rounded = {e.name: e.ideal for e in alone.changes if e.name in ideal}
+        harm = GradientErrors(rounded, ideal).relative(ideal) ** 2
+        harms.append((min(1.0, harm / whole), number))
+    share, number = max(harms, default=(0.0, 0))
+    return lines[number] if share >= _LEAST else None
+
+
+def _squared(changes: Sequence[Change], ideal: Mapping[str, Tensor]) -> float:
+    actual = {each.name: each.actual for each in changes if each.name in ideal}
+    return GradientErrors(actual, ideal).relative(ideal) ** 2
+
+
+def _cause(changes: Sequence[Change]) -> CauseName:
+    """Why values are wrong: they are 0, they did not move, or they are inexact."""
+    if _most([(each.holds == 0, each.should_hold) for each in changes]):
+        return "UNDERFLOW"
+    if _most([(each.actual == 0, each.ideal) for each in changes]):
+        return "STAGNATION"
+    return "PRECISION_LOSS"
+
+
+def _most(parts: Sequence[tuple[Tensor, Tensor]]) -> bool:
+    """Whether most of a signal is lost, by norm or by its elements."""
+    gone = sum(float(torch.where(lost, signal, 0.0).square().sum()) for lost, signal in parts)
+    count = sum(int((lost & (signal != 0)).sum()) for lost, signal in parts)
+    of = sum(int((signal != 0).sum()) for _, signal in parts)
+    return gone > MISSING**2 * _norm([signal for _, signal in parts]) ** 2 or count > MISSING * of
+
+
+_WHY: Mapping[CauseName, str] = {
+    "UNDERFLOW": "most of what it should hold is below the smallest number of {fmt}",
+    "STAGNATION": "what a step adds is mostly below half an ULP of {fmt}, and rounds to nothing",
+    "PRECISION_LOSS": "{fmt} keeps {bits} bits, and the rounding is as large as what a step adds",
+}
+
+
+def _in_words(
+    run: Followed, wrong: Mapping[str, GradientErrors], cause: CauseName,
+    changes: Sequence[Change], line: Rounding,
+) -> str:  # fmt: skip
+    fmt = formats.lookup(getattr(torch, line.dtype))
+    why = _WHY[cause].format(fmt=fmt, bits=fmt.mantissa_bits + 1)
+    what = joined(f"{kind} ({each.sqnr_db:z.0f} dB)" for kind, each in list(wrong.items())[:3])
+    moved, should = (_norm([e.actual for e in changes]), _norm([e.ideal for e in changes]))
+    kind = changes[0].kind
+    return (
+        f"The first {counted(run.steps, 'update')} are not what float64 makes of the same "
+        f"gradients: what they changed is wrong of {what}. The change of {kind} has a norm of "
+        f"{moved:.3g}, and should be of {should:.3g}: on line {line.place.line}, {why}."
+    )
+
+
+def _norm(tensors: Sequence[Tensor]) -> float:
+    return math.sqrt(sum(float(each.square().sum()) for each in tensors))

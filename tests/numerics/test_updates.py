@@ -1,0 +1,240 @@
+"""Updates that are finite, and not what float64 makes of the same gradients."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ampwise.bench.arm import Settings
+from ampwise.numerics.diagnose import diagnose
+from ampwise.numerics.followed import follow
+from ampwise.numerics.update_of_task import Trained
+from ampwise.policy import Policy
+from ampwise.tasks import Task
+from tests.numerics.cases import data, line_of
+
+BF16 = torch.bfloat16
+
+
+class Own(torch.optim.Optimizer):
+    """An optimizer that updates a parameter at a time."""
+
+    def __init__(self, params, lr=1e-3):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.update(p, p.grad, self.state[p], group["lr"])
+
+
+class Lookahead(Own):
+    def update(self, p, grad, state, lr):
+        if not state:
+            state["slow"] = p.to(BF16)
+        p.add_(grad, alpha=-lr)
+        state["slow"].add_(p.to(BF16) - state["slow"], alpha=0.5)  # <- here
+        p.copy_(state["slow"])
+
+
+class Rebound(Own):
+    """Its sum of squares is a new tensor each time."""
+
+    def update(self, p, grad, state, lr):
+        total = state.get("sum", torch.ones_like(p, dtype=BF16))
+        state["sum"] = total + grad.square().to(BF16)  # <- here
+        p.addcdiv_(grad, state["sum"].float().sqrt(), value=-lr)
+
+
+class Flushed(Own):
+    def update(self, p, grad, state, lr):
+        if not state:
+            state["m"] = torch.zeros_like(p, dtype=torch.float16)
+        state["m"].lerp_((1e-7 * grad).half(), 0.1)  # <- here
+        p.add_(state["m"].float(), alpha=-lr * 1e7)
+
+
+class HalfArithmetic(Own):
+    def update(self, p, grad, state, lr):
+        half = p.half() - lr * grad.half()  # <- here
+        p.copy_(half)
+
+
+class Outside(Own):
+    """What it keeps is no state of its own."""
+
+    def __init__(self, params, lr=1e-3):
+        super().__init__(params, lr)
+        self.kept = {p: p.detach().half() for p in self.param_groups[0]["params"]}
+
+    def update(self, p, grad, state, lr):
+        p.add_(grad, alpha=-lr)
+        self.kept[p].mul_(0.999).add_(p.half(), alpha=0.001)  # <- here
+
+
+class Momentum(Own):
+    """Momentum in bfloat16 forgets soon enough."""
+
+    def update(self, p, grad, state, lr):
+        if not state:
+            state["m"] = torch.zeros_like(p, dtype=BF16)
+        state["m"].mul_(0.9).add_(grad.to(BF16), alpha=0.1)
+        p.add_(state["m"].float(), alpha=-lr)
+
+
+class Masters(Own):
+    """Parameters in bfloat16, rounded anew from float32."""
+
+    def update(self, p, grad, state, lr):
+        if not state:
+            state["master"] = p.float()
+        state["master"].add_(grad.float(), alpha=-lr)
+        p.copy_(state["master"])
+
+
+class Compensated(Own):
+    def update(self, p, grad, state, lr):
+        if not state:
+            state["slow"], state["rest"] = p.to(BF16), torch.zeros_like(p, dtype=BF16)
+        step = state["rest"] - (lr * grad).to(BF16)
+        new = state["slow"] + step
+        state["rest"], state["slow"] = step - (new - state["slow"]), new
+        p.copy_(new.float() + state["rest"].float())
+
+
+class ByChance(Own):
+    def update(self, p, grad, state, lr):
+        if not state:
+            state["slow"] = p.to(BF16)
+        exact = state["slow"].float() - lr * grad
+        bits = exact.view(torch.int32) + torch.randint_like(exact, 1 << 16, dtype=torch.int32)
+        state["slow"] = (bits & -65536).view(torch.float32).to(BF16)
+        p.copy_(state["slow"])
+
+
+class Wide(Own):
+    def update(self, p, grad, state, lr):
+        state["slow"] = torch.lerp(state.get("slow", p.clone()), p, 0.001)
+        p.add_(grad, alpha=-lr)
+
+
+def network():
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+
+
+def task(optimizer, model=network, iteration=None):
+    batch = data(16, 8)
+    return Task(
+        model=model,
+        batches=lambda: [batch] * 8,
+        loss=None if iteration else lambda m, b: F.mse_loss(m(b).float(), b.flip(-1)),
+        iteration=iteration,
+        optimizer=optimizer,
+    )
+
+
+def of(kind, lr=1e-3):
+    return task(lambda m: kind(m.parameters(), lr))
+
+
+@pytest.mark.parametrize(
+    ("kind", "cause"),
+    [
+        (Lookahead, "STAGNATION"),
+        (Rebound, "STAGNATION"),
+        (Flushed, "UNDERFLOW"),
+        (HalfArithmetic, "PRECISION_LOSS"),
+        (Outside, "STAGNATION"),
+    ],
+    ids=lambda each: getattr(each, "__name__", each),
+)
+def test_an_update_that_is_finite_and_wrong_is_a_fault_at_the_line_that_rounds(kind, cause):
+    found = diagnose(of(kind), precision="bf16", steps=8)
+    assert (found.status, found.phase, found.cause) == ("fault", "optimizer", cause)
+    assert found.origin.line == line_of(kind)
+    assert "not what float64 makes of the same gradients" in found.explanation
+
+
+@pytest.mark.parametrize("kind", [Momentum, Compensated, ByChance, Wide], ids=lambda e: e.__name__)
+def test_an_update_that_loses_nothing_is_none(kind):
+    assert diagnose(of(kind), precision="bf16", steps=8).status == "clean"
+
+
+def test_parameters_in_16_bits_that_have_masters_are_none():
+    made = task(lambda m: Masters(m.parameters(), 1.0), lambda: network().to(BF16))
+    assert diagnose(made, precision="bf16", steps=8).status == "clean"
+
+
+def teacher_and_student(dtype):
+    student = network()
+    return {"student": student, "teacher": copy.deepcopy(student).to(dtype).requires_grad_(False)}
+
+
+def distil(step, batch):
+    student, teacher = step.model["student"], step.model["teacher"]
+    with step.autocast():
+        loss = F.mse_loss(student(batch).float(), teacher(batch).float() + 1)
+    step.backward(loss)
+    step.update()
+    with torch.no_grad():
+        for slow, fast in zip(teacher.parameters(), student.parameters(), strict=True):
+            slow.lerp_(fast.to(slow.dtype), 0.002)  # <- here
+    return loss
+
+
+@pytest.mark.parametrize(("dtype", "status"), [(BF16, "fault"), (torch.float32, "clean")])
+def test_an_average_of_weights_that_an_iteration_makes_is_followed(dtype, status):
+    made = task(
+        lambda m: torch.optim.Adam(m["student"].parameters()),
+        lambda: teacher_and_student(dtype),
+        distil,
+    )
+    found = diagnose(made, precision="bf16", steps=8)
+    assert found.status == status
+    if status == "fault":
+        assert found.origin.line == line_of(distil)
+
+
+def test_optimizers_of_torch_are_not_trained_again(monkeypatch):
+    monkeypatch.setattr("ampwise.numerics.followed.follow", None)  # would raise
+    for kind in (torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad):
+        assert diagnose(of(kind), precision="bf16", steps=4).status == "clean"
+
+
+class Aliased(Lookahead):
+    """As a patch that only changes the format would have it: `to` makes no copy then."""
+
+    def update(self, p, grad, state, lr):
+        if not state:
+            state["slow"] = self.begin(p)
+        p.add_(grad, alpha=-lr)
+        state["slow"].add_(p - state["slow"], alpha=0.5)
+        p.copy_(state["slow"])
+
+    def begin(self, p):
+        return p.to(torch.float32)
+
+
+class Copied(Aliased):
+    def begin(self, p):
+        return p.to(torch.float32, copy=True)
+
+
+def test_another_optimizer_is_held_against_float64_of_the_first_from_the_same_gradients():
+    def followed(kind, **given):
+        made = Trained(of(kind), Policy.parse("bf16"), Settings(torch.device("cpu")), 6)
+        return follow(made, 6, **given)
+
+    first = followed(Lookahead)
+    ideal = {each.name: each.ideal for each in first.changes}
+    again = followed(Lookahead, given=first.gradients)
+    assert again.kept_of_db(ideal) == first.kept_db()
+    alias, copied = (
+        followed(kind, given=first.gradients, also=ideal) for kind in (Aliased, Copied)
+    )
+    assert alias.kept_of_db(ideal) < 10 < 40 < copied.kept_of_db(ideal)
