@@ -66,6 +66,8 @@ def _either(
         return value
     if isinstance(before, Optimizer) and isinstance(value, Optimizer):
         value.others = (*before.others, before)
+    if isinstance(before, Optimizer) and isinstance(value, Unknown) and value.made == "called":
+        return before  # of a library that was not given: the one that is known says more
     if isinstance(before, Const) and isinstance(value, Const) and before.value != value.value:
         either = state.unknown(target, label=dotted(target))
         either.op = "either"

@@ -265,7 +265,7 @@ def _save_mistake(code: Analysis, save: Save) -> Mistake:
     node, module = save.node, save.module
     made = save.mapping.node if save.mapping is not None else None
     home = file_of(made, save, code) if made is not None else None
-    if isinstance(made, ast.Dict) and home is not None:
+    if made is not None and made is not node and home is not None and _is_dict(made):
         within = functions_of(home, made)[:1]
         if home is not module or within != functions_of(module, node)[:1]:
             node, module = made, home  # another function only writes what it is given
@@ -276,6 +276,12 @@ def _save_mistake(code: Analysis, save: Save) -> Mistake:
         "again at loss scale 65,536 and skips steps until it fits; save scaler.state_dict() too",
         _edits(code, save, module),
     )
+
+
+def _is_dict(node: Node) -> bool:
+    """Whether a dict is written there, as a display or by its name."""
+    by_name = isinstance(node, ast.Call) and dotted(node.func) == "dict"
+    return by_name or isinstance(node, ast.Dict)
 
 
 def _holds(value: Value | None, kind: type[Value]) -> bool:
