@@ -38,6 +38,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from functools import partial
+from typing import TypeGuard
 
 from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.findings import Edit
@@ -265,7 +266,7 @@ def _save_mistake(code: Analysis, save: Save) -> Mistake:
     node, module = save.node, save.module
     made = save.mapping.node if save.mapping is not None else None
     home = file_of(made, save, code) if made is not None else None
-    if made is not None and made is not node and home is not None and _is_dict(made):
+    if made is not node and home is not None and _is_dict(made):
         within = functions_of(home, made)[:1]
         if home is not module or within != functions_of(module, node)[:1]:
             node, module = made, home  # another function only writes what it is given
@@ -278,7 +279,7 @@ def _save_mistake(code: Analysis, save: Save) -> Mistake:
     )
 
 
-def _is_dict(node: Node) -> bool:
+def _is_dict(node: ast.AST | None) -> TypeGuard[ast.expr]:
     """Whether a dict is written there, as a display or by its name."""
     by_name = isinstance(node, ast.Call) and dotted(node.func) == "dict"
     return by_name or isinstance(node, ast.Dict)
