@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
@@ -16,7 +16,7 @@ from ampwise_lint.source.frequency import SETTING, is_for_few, is_for_most
 from ampwise_lint.source.nodes import Node, span
 from ampwise_lint.source.places import block_of, in_reach, is_inside, names, scope_of
 from ampwise_lint.source.project import Module
-from ampwise_lint.source.roles import dotted, leaves
+from ampwise_lint.source.roles import EVALUATION, dotted, leaves
 from ampwise_lint.values.abstract import (
     Const,
     DictValue,
@@ -79,14 +79,28 @@ def given_in_parts(trace: Trace) -> Iterator[tuple[Managed, Tensor]]:
 
 
 def uses_amp(code: Analysis) -> bool:
-    """Whether the file trains in mixed precision anywhere."""
+    """Whether anything in the file runs in mixed precision."""
+    return _has_amp(code, lambda e: e.region.enabled and not e.context.no_grad)
+
+
+def trains_in_amp(code: Analysis) -> bool:
+    """The same, but not in an evaluation alone, whose gradients may be off further in."""
+    return _has_amp(code, lambda e: e.region.enabled and not _evaluates(e))
+
+
+def _has_amp(code: Analysis, counts: Callable[[Enter], bool]) -> bool:
     return (
-        code.any(Enter, lambda e: e.region.enabled and not e.context.no_grad)
+        code.any(Enter, counts)
         or code.any(ScalerStep)
         or code.any(Backward, lambda e: e.scaled is not None and not isinstance(e.scaled, Wrapper))
         or code.any(Made, lambda e: isinstance(e.value, Wrapper) and e.value.lower)
         or code.any(Managed, lambda e: e.path.startswith("apex.amp"))
     )
+
+
+def _evaluates(event: Event) -> bool:
+    names = [each.rpartition(".")[2] for each in event.context.functions]
+    return event.context.no_grad or any(map(EVALUATION.search, names))
 
 
 def uses_half(code: Analysis) -> bool:

@@ -41,7 +41,7 @@ from dataclasses import dataclass
 
 from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.findings import Edit
-from ampwise_lint.queries import Steps, edit, is_always, is_hot, step_loops, uses_amp
+from ampwise_lint.queries import Steps, edit, is_always, is_hot, step_loops, trains_in_amp
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.places import block_of, functions_of, loads, stores
 from ampwise_lint.source.roles import dotted
@@ -52,7 +52,7 @@ from ampwise_lint.values.events import HostSync, SchedulerStep
 
 @rule("AMP301", "sync-in-hot-loop", "info", fix="unsafe", triggers=MIXED)
 def check(code: Analysis) -> Iterator[Mistake]:
-    if not uses_amp(code):
+    if not trains_in_amp(code):
         return
     loops = step_loops(code)
     schedules = [each for trace in code.traces for each in trace.of(SchedulerStep)]

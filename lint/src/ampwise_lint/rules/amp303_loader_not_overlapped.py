@@ -39,7 +39,7 @@ from functools import partial
 
 from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.findings import Edit
-from ampwise_lint.queries import Steps, edit, is_hot, step_loops, uses_amp
+from ampwise_lint.queries import Steps, edit, is_hot, step_loops, trains_in_amp
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.places import assignments, bound_to, loads, names, scope_of
 from ampwise_lint.source.project import Module
@@ -61,7 +61,7 @@ from ampwise_lint.values.events import Forward, Made, Moved, Read
 
 @rule("AMP303", "loader-not-overlapped", "info", fix="unsafe", triggers=MIXED)
 def check(code: Analysis) -> Iterator[Mistake]:
-    if not uses_amp(code):
+    if not trains_in_amp(code):
         return
     yield from _blocking_copies(code)
     aside, trained = _read(code)
@@ -104,7 +104,7 @@ def _edits(code: Analysis, loader: Loader, lacking: list[str]) -> tuple[Edit, ..
 def _blocking_copies(code: Analysis) -> Iterator[Mistake]:
     """Copies of batches from pinned memory that wait all the same."""
     loaders = [e.value for e in code.of(Made) if isinstance(e.value, Loader)]
-    if not any(_is_pinned(each) for each in loaders):
+    if not (any(map(_is_pinned, loaders)) if loaders else _are_pinned_elsewhere(code)):
         return
     for event in _copies(code):
         yield Mistake(
@@ -114,6 +114,16 @@ def _blocking_copies(code: Analysis) -> Iterator[Mistake]:
             "it runs while the device works",
             (edit("argument", event.node, "non_blocking=True"),),
         )
+
+
+PINNED = re.compile(r"pin_memory\s*=\s*True")
+UNPINNED = re.compile(r"pin_memory\s*=\s*False")
+
+
+def _are_pinned_elsewhere(code: Analysis) -> bool:
+    """Whether loaders, which are handed in, pin memory wherever they are made."""
+    project = code.module.project
+    return project.says(code.module, PINNED) and not project.says(code.module, UNPINNED)
 
 
 def _copies(code: Analysis) -> Iterator[Moved]:

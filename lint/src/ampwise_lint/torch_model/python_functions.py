@@ -88,7 +88,8 @@ def _next(state: State, node: ast.Call, name: str, a: Arguments) -> Value:
     for loader in loaders_in(first):
         state.emit(Read, node, loader)
     if isinstance(first, Loader) or (isinstance(first, Unknown) and is_loader(first)):
-        return Tensor(key=f"batch@{node.lineno}#{state.iteration}", data=True)
+        source = "Loader" if isinstance(first, Loader) else key_of(first)
+        return Tensor(key=f"batch of {source}@{node.lineno}#{state.iteration}", data=True)
     return state.unknown(node, "called")
 
 

@@ -201,6 +201,8 @@ def decides(state: State, node: ast.expr, test: Value) -> None:
             read(state, node, test, "a branch")
         case Tensor(op=op, dtype="int") if op in CHECKS:
             read(state, node, test, "a branch")
+        case Tensor(op="eq" | "ne", inputs=(Tensor() as asked, *_)):
+            decides(state, node, asked)  # ``torch.isnan(loss) == False``
         case _:
             pass
 
