@@ -182,13 +182,18 @@ def rounds_updates(trained: Trained, arm: Arm) -> bool:
     arm
         What was trained.
     """
-    plain = not arm.iteration.makes_updates and all(map(_is_torchs, arm.step.optimizers))
+    plain = are_torchs(arm)
     kept = [*arm.model.parameters(), *arm.model.buffers()]
     if plain and not any(each.dtype in HALF for each in kept):
         return False
     if any(each.dtype in HALF for each in arm.model.buffers()):
         return True
     return bool(follow(trained, _GATE, shadowed=False).roundings)
+
+
+def are_torchs(arm: Arm) -> bool:
+    """Whether all that updates do is done by optimizers of torch's."""
+    return not arm.iteration.makes_updates and all(map(_is_torchs, arm.step.optimizers))
 
 
 def _is_torchs(optimizer: Optimizer) -> bool:
@@ -216,7 +221,7 @@ def follow(
     given
         Gradients for each update, in place of its own.
     also
-        Names of state that is looked at in float32, too.
+        Names of state that is looked at in float32, too, and of parameters in 16 bits.
     """
     began = time.monotonic()
     with placing([]) as places:
@@ -313,7 +318,8 @@ class _Kept:
 def _kept(arm: Arm, feeds: _Feeds) -> list[_Kept]:
     """All that is looked at: parameters, and what is in 16 bits of state, buffers and others.
 
-    Parameters in 16 bits that an optimizer updates are left to `observe.stagnation`.
+    Parameters in 16 bits that an optimizer updates are left to `observe.stagnation`, unless they
+    are asked for.
     """
     named = Replay(arm.step).named_tensors()
     own = {id(each) for one in arm.step.optimizers for group in one.param_groups
@@ -321,7 +327,7 @@ def _kept(arm: Arm, feeds: _Feeds) -> list[_Kept]:
     found = [
         _Kept(PARAMETERS if id(each) in own else "weights that no optimizer holds", name, each)
         for name, each in named.items()
-        if each.dtype not in HALF or id(each) not in own
+        if each.dtype not in HALF or id(each) not in own or name in feeds.also
     ]
     names = {id(each): name for name, each in named.items()}
     for optimizer in arm.step.optimizers:
@@ -399,6 +405,7 @@ class _Feeds(TorchDispatchMode):
         self.draws = False
         self._places = places
         self._begun = self._updates = False
+        self._steps = 0
         self._made_of: dict[int, frozenset[str]] = {}
         self._written: set[int] = set()
         self._others: dict[str, weakref.ref[Tensor]] = {}
@@ -420,7 +427,14 @@ class _Feeds(TorchDispatchMode):
             self._updates = False
 
     def begin(self, kept: Sequence[_Kept]) -> None:
-        """A step begins, with these."""
+        """A step begins, with these.
+
+        What the first one makes of a tensor may be its copy: then it is another that feeds on
+        itself.
+        """
+        if self._steps == 1:
+            self.accumulates.clear()
+        self._steps += 1
         self._made_of = {memory(each.tensor): frozenset([each.name]) for each in kept}
         self._written.clear()
         self._begun = True

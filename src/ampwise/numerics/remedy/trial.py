@@ -139,7 +139,7 @@ def _of_updates(folder: Path, task: Task, content: Mapping[str, Any]) -> Outcome
     policy, settings = Policy.parse(content["policy"]), handover.run_settings(content)
     trained, file = Trained(task, policy, settings, steps), folder / "updates.pt"
     if not file.exists():
-        run = follow(trained, steps)
+        run = follow(trained, steps, also=content["narrow"])
         ideal = {each.name: each.ideal for each in run.changes}
         torch.save({"gradients": run.gradients, "ideal": ideal}, file)
         kept = run.kept_db()
