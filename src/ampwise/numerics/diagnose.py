@@ -120,11 +120,12 @@ def run_diagnosis(task: Task, config: DiagnoseConfig, progress: Progress) -> Dia
         if updates:
             failing = replace(failing, updates=updates)
         elif found.cause == "STAGNATION":
-            made = makers(task, config.settings)
-            failing = replace(failing, updates=arm.step.steps, made=made)
+            failing = replace(failing, updates=arm.step.steps)
         elif found.phase == "optimizer" and task.loss is not None:
             trained = Trained(task, config.policy, config.settings, found.step)
             failing = failing_update(trained, config.source)
+        if found.phase == "optimizer" and not updates and arm.step.ranks == 1:
+            failing = replace(failing, made=makers(task, config.settings))
         add_patches(found, failing, progress)
     return found
 

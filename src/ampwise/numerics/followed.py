@@ -116,6 +116,8 @@ class Followed:
         Whether updates draw random numbers: then they round by chance, which loses nothing.
     gradients
         What each update was given, by parameter.
+    began
+        Of parameters in 16 bits that were asked for, what they were then.
     """
 
     arm: Arm
@@ -125,6 +127,7 @@ class Followed:
     roundings: list[Rounding] = field(default_factory=list[Rounding])
     draws: bool = False
     gradients: list[dict[str, Tensor]] = field(default_factory=list[dict[str, Tensor]])
+    began: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
 
     @property
     def is_deliberate(self) -> bool:
@@ -209,6 +212,7 @@ def follow(
     rounds: Callable[[Place], bool] | None = None,
     given: Iterable[Mapping[str, Tensor]] | None = None,
     also: Container[str] = (),
+    began: Mapping[str, Tensor] | None = None,
 ) -> Followed:
     """Train a task from its beginning, with its updates beside float64.
 
@@ -222,21 +226,24 @@ def follow(
         Gradients for each update, in place of its own.
     also
         Names of state that is looked at in float32, too, and of parameters in 16 bits.
+    began
+        Parameters that begin as these, in place of their own values.
     """
-    began = time.monotonic()
+    since = time.monotonic()
     with placing([]) as places:
         mode = Shadow(places, errors=False, at=None, rounds=rounds) if shadowed else None
         feeds = _Feeds(places, also)
         with feeds.inside(mode):
             arm = Arm(trained.task, trained.policy, trained.settings)
+            begins = _begins(arm, also, began or {})
         groups = [each for one in arm.step.optimizers for each in one.param_groups]
         one_by_one(groups)
         batches = (to_device(each, arm.step.device) for each in endless(trained.task))
-        found = Followed(arm, batches)
+        found = Followed(arm, batches, began=begins)
         turns = _Gradients(found, None if given is None else iter(given))
         first = _Values(mode)
         first.note(_kept(arm, feeds))
-        while found.steps < steps and time.monotonic() - began < LIMIT_S:
+        while found.steps < steps and time.monotonic() - since < LIMIT_S:
             feeds.begin(_kept(arm, feeds))
             _step(
                 arm, [next(batches) for _ in range(trained.settings.accumulate)], feeds, mode, turns
@@ -253,6 +260,15 @@ def follow(
                 if each.name in feeds.accumulates and first.knows(each)
             ]
     return found
+
+
+def _begins(arm: Arm, also: Container[str], began: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What parameters in 16 bits are that are asked for; first they become what is given."""
+    named = dict(arm.model.named_parameters())
+    with torch.no_grad():
+        for name in named.keys() & began.keys():
+            named[name].copy_(began[name])
+    return {n: e.detach().clone() for n, e in named.items() if e.dtype in HALF and n in also}
 
 
 class _Gradients:

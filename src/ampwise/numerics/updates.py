@@ -98,12 +98,11 @@ def left_behind(trained: Trained, arm: Arm, still: Stagnant) -> Stagnant | None:
     by_line: Counter[tuple[str, int]] = Counter()
     for name, share in still.share.items():
         if name in made:
-            place = made[name].place
-            by_line[place.file, place.line] += int(share * named[name].numel())
+            by_line[made[name].line] += int(share * named[name].numel())
     if not by_line:
         return still
     most = by_line.most_common(1)[0][0]
-    return replace(still, made={n: e for n, e in made.items() if (e.place.file, e.place.line) == most})
+    return replace(still, made={name: each for name, each in made.items() if each.line == most})
 
 
 def _line(

@@ -1,9 +1,9 @@
 """Where parameters get their 16 bits: the lines of a model's code that make them so.
 
-A model is built once more under a dispatch mode. The format of a tensor is decided where it is made
-of none that has it: ``empty`` in bfloat16, a cast of float32. What is made of it takes it over, as a
-copy does, a product with a number, or the same weights on another device. ``nn.Parameter`` and
-``.data`` keep the memory, and go by it.
+A model is built once more under a dispatch mode. The format of a tensor is decided where it is
+made of none that has it: ``empty`` in bfloat16, a cast of float32. What is made of it takes it
+over: a copy, a product with a number, the same weights on another device. ``nn.Parameter`` and
+``.data`` keep the memory, and go by it. Of a model that was there before, nothing is known.
 
 Cost: the model once more, and only where a fault has been found in such parameters.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,6 +45,11 @@ class Maker:
     place: Place
     dtype: str
 
+    @property
+    def line(self) -> tuple[str, int]:
+        """File and line."""
+        return self.place.file, self.place.line
+
 
 def makers(task: Task, settings: Settings) -> Mapping[str, Maker]:
     """What makes each 16-bit parameter of a task's model so, by name, as far as code of it does.
@@ -65,6 +71,11 @@ def makers(task: Task, settings: Settings) -> Mapping[str, Maker]:
     return {name: each for name, each in found.items() if each is not None and each.place.file}
 
 
+def in_words(place: Place) -> str:
+    """``line 7 of model.py``."""
+    return f"line {place.line} of {Path(place.file).name}"
+
+
 class _Making(TorchDispatchMode):
     """Sees which operation gives each tensor its format, by memory."""
 
@@ -84,11 +95,15 @@ class _Making(TorchDispatchMode):
             with self:
                 return func.decompose(*args, **kwargs)
         result = func(*args, **kwargs)
-        given = [self.of.get(memory(each)) for each in tensors((args, kwargs))]
         for each in () if op.mutates else written(op, args, kwargs, result):
+            takes_over = [e for e in tensors((args, kwargs)) if e.dtype == each.dtype]
+            known = [self.of[memory(e)] for e in takes_over if memory(e) in self.of]
             self.of.pop(memory(each), None)  # of what had this memory before
-            if each.dtype in HALF:
-                over = next((e for e in given if e and e.dtype == dtype_name(each.dtype)), None)
-                here = Maker(op.name, self._places.here(), dtype_name(each.dtype))
-                self.of[memory(each)] = over or here
+            if each.dtype not in HALF:
+                continue
+            if known:
+                self.of[memory(each)] = known[0]
+            elif not takes_over:
+                here = self._places.here()
+                self.of[memory(each)] = Maker(op.name, here, dtype_name(each.dtype))
         return result

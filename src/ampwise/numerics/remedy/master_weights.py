@@ -23,7 +23,7 @@ def tried(step: Replayable) -> Fix:
         "float32 master weights",
         how,
         verified=moved,
-        cost="4 more bytes for each parameter" if moved else "tried: they do not move then",
+        cost="2 more bytes for each parameter" if moved else "tried: they do not move then",
     )
 
 

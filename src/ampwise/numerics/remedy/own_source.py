@@ -89,8 +89,9 @@ class OwnSource:
     def proposals(self) -> list[Proposal]:
         """What may be written there instead, in the order in which it is tried."""
         if self.makes_parameters:
-            return list(as_made(self.made))[:_MOST]
-        return proposals(self.site)[:_MOST]
+            return list(as_made(self.site, self.made))[:_MOST]
+        first = list(as_made(self.site, self.made)) if self.made else []
+        return [*first, *proposals(self.site)][:_MOST]
 
     def diff(self, proposal: Proposal) -> str:
         """A proposal as a unified diff."""

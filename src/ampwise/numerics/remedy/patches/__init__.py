@@ -143,19 +143,22 @@ def around(
             yield from (each for each in islands if each is not None)
 
 
-def as_made(sites: Sequence[Site]) -> Iterator[Proposal]:
-    """Parameters in float32 at the line of a fault that makes them in 16 bits.
+def as_made(site: Site, sites: Sequence[Site]) -> Iterator[Proposal]:
+    """Parameters in float32 where they are made in 16 bits.
 
     Parameters
     ----------
     sites
-        That line; behind it others that make some, which are changed together with it, too.
+        Lines that make some, the one to be changed first in front; then all of them are.
     """
-    own = list(_made(sites[0], parameters.edits, Grade.FLOAT32))
+    own = [
+        each if sites[0].source.path == site.source.path else _in_caller(each, site, sites[0])
+        for each in _made(sites[0], parameters.edits, Grade.FLOAT32)
+    ]
     yield from own[:1]
     if len(sites) > 1 and (changed := _changed(sites, parameters.edits)) is not None:
         what = f"parameters in float32 on all {len(sites)} lines that make them"
-        yield _of_files(what, own[0].why, Grade.FLOAT32, sites[0], changed)
+        yield _of_files(what, parameters.WHY, Grade.FLOAT32, site, changed)
     yield from own[1:]
 
 

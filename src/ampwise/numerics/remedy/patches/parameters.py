@@ -17,7 +17,7 @@ from ampwise.numerics.remedy.patches.edit import Edit, comments_moved, enclosed,
 from ampwise.numerics.remedy.patches.site import Site
 from ampwise.numerics.remedy.patches.source import Change, dotted, same, walk
 
-_WHY = "In float32 an update that is small beside a weight is added to it; autocast computes in 16 bits."
+WHY = "In float32 a small update is not lost beside a weight; autocast computes in 16 bits anyway."
 _TURNED = ("t", "T", "mT", "transpose", "reshape", "view")
 """Methods and attributes of a parameter that give all of it."""
 
@@ -26,20 +26,20 @@ def edits(site: Site) -> Iterator[Edit]:
     """Float32 for what the line makes, the least first."""
     left_out = without(site)
     if left_out:
-        yield Edit("parameters in float32: no 16-bit format where they are made", _WHY, left_out)
-    what = "parameters in float32 where they are made"
-    if here := _here(site):
-        yield Edit(what, _WHY, here)
+        yield Edit("parameters in float32: no 16-bit format where they are made", WHY, left_out)
     around = None if site.function is None else site.source.class_around(site.function)
+    here, uses = _here(site), _uses(site, around)
+    if uses and (made := left_out or here):
+        what = "parameters in float32, and a cast to 16 bits where they are used"
+        yield Edit(what, WHY, {**made, **uses})
+    what = "parameters in float32 where they are made"
+    if here:
+        yield Edit(what, WHY, here)
     for scope in (site.function, around):
         if scope is not None and (changes := wide(site, scope)):
-            yield Edit(what, _WHY, changes, separable=True)
+            yield Edit(what, WHY, changes, separable=True)
     if changes := taken_over(site, site.expressions):
-        yield Edit(what, _WHY, changes)
-    uses = _uses(site, around)
-    if uses and (made := left_out or _here(site)):
-        what = "parameters in float32, and a cast to 16 bits where they are used"
-        yield Edit(what, _WHY, {**made, **uses})
+        yield Edit(what, WHY, changes)
 
 
 def _here(site: Site) -> dict[cst.CSTNode, Change]:
@@ -93,7 +93,9 @@ class _Dropping(cst.CSTTransformer):
         self._site = site
 
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:  # noqa: N802 - libcst's name
-        """A call without these; of a cast only what it casts."""
+        """A call without these, if a part of it is on the line; of a cast only what it casts."""
+        if not self._site.source.covers(original_node, self._site.line):
+            return updated_node
         given = list(zip(original_node.args, updated_node.args, strict=True))
         left = [now for before, now in given if not self._is_format(before, original_node)]
         dropped = len(given) - len(left)
