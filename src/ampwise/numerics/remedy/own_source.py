@@ -13,7 +13,7 @@ import ampwise
 from ampwise.formats import HALF
 from ampwise.numerics.explain.causes import CAUSES
 from ampwise.numerics.remedy.costs import Cost
-from ampwise.numerics.remedy.patches import Proposal, around, casts_in, proposals
+from ampwise.numerics.remedy.patches import Proposal, around, as_made, casts_in, proposals
 from ampwise.numerics.remedy.patches.calls import CallSite
 from ampwise.numerics.remedy.patches.site import Site
 from ampwise.numerics.remedy.patches.source import (
@@ -54,6 +54,8 @@ class OwnSource:
     others
         Other parts of the user's files that write a 16-bit format, where an update is at fault;
         else None.
+    made
+        Lines that make parameters of the fault in 16 bits, where that is known.
     """
 
     root: Path
@@ -61,6 +63,7 @@ class OwnSource:
     callers: Sequence[CallSite] = ()
     chains: Sequence[Sequence[Site]] = ()
     others: Sequence[Site] | None = None
+    made: Sequence[Site] = ()
 
     @property
     def file(self) -> Path:
@@ -70,14 +73,25 @@ class OwnSource:
     @property
     def with_caller(self) -> list[Proposal]:
         """`proposals`, and at last changes where the function of the fault is called."""
-        beyond = around(self.site, self.callers, self.chains)
         casts = () if self.others is None else casts_in(self.site, self.others)
+        if self.makes_parameters:
+            return [*self.proposals, *islice(casts, _MOST_BEYOND)]
+        beyond = around(self.site, self.callers, self.chains)
         return [*self.proposals, *islice(casts, _MOST_BEYOND), *islice(beyond, _MOST_BEYOND)]
+
+    @property
+    def makes_parameters(self) -> bool:
+        """Whether the line of the fault is one that makes parameters."""
+        own = self.site.source.path, self.site.line
+        return any((each.source.path, each.line) == own for each in self.made)
 
     @property
     def proposals(self) -> list[Proposal]:
         """What may be written there instead, in the order in which it is tried."""
-        return proposals(self.site)[:_MOST]
+        if self.makes_parameters:
+            return list(as_made(self.site, self.made))[:_MOST]
+        first = list(as_made(self.site, self.made)) if self.made else []
+        return [*first, *proposals(self.site)][:_MOST]
 
     def diff(self, proposal: Proposal) -> str:
         """A proposal as a unified diff."""
@@ -125,14 +139,17 @@ def add_to(found: Diagnosis, source: OwnSource, tried: Iterable[Tried]) -> None:
 
 
 def own_source(
-    found: Diagnosis, step: Replayable, stash: Stash, roots: Sequence[Path]
-) -> OwnSource | None:
+    found: Diagnosis, step: Replayable, stash: Stash, roots: Sequence[Path],
+    made: Sequence[tuple[str, int]] = (),
+) -> OwnSource | None:  # fmt: skip
     """The source of a fault; None where it is not the user's, or cannot be read.
 
     Parameters
     ----------
     roots
         Folders whose code is the user's own; a diff names files from the first that has them.
+    made
+        Lines that make parameters in 16 bits.
     """
     file = own_file(found, roots)
     if file is None:
@@ -157,7 +174,19 @@ def own_source(
     several = [[sites[each] for each in run] for run in runs]
     whole = [[each for each in run if each is not None] for run in several if None not in run]
     others = _others(found, root, site, step) if found.phase == "optimizer" else None
-    return OwnSource(root, site, at_calls, whole, others)
+    makers = _makers(found, step, root, fault, made)
+    return OwnSource(root, site, at_calls, whole, others, makers)
+
+
+def _makers(
+    found: Diagnosis, step: Replayable, root: Path, fault: tuple[str, int],
+    made: Sequence[tuple[str, int]],
+) -> list[Site]:  # fmt: skip
+    """Lines of the user's that make parameters; that of the fault first."""
+    own = [each for each in dict.fromkeys(made) if _is_own(Path(each[0]), [root])]
+    own.sort(key=lambda each: each != fault)
+    sites = [_site(found, Path(file).resolve(), line, step) for file, line in own]
+    return [each for each in sites if each is not None]
 
 
 def _others(found: Diagnosis, root: Path, site: Site, step: Replayable) -> list[Site]:

@@ -15,6 +15,8 @@ island          the statement outside of autocast; then the function, by its arg
 domain          at last a clamp, where the formula is right and only the format is not
 ==============  =================================================================================
 
+A line that makes parameters in 16 bits is changed by `parameters` (`as_made`).
+
 Where none of these mends it, what `calls` gives to helpers is in float32, and `islands_in` has
 several functions in float32.
 
@@ -36,6 +38,7 @@ from ampwise.numerics.remedy.patches import (
     domain,
     dtypes,
     island,
+    parameters,
     primitives,
 )
 from ampwise.numerics.remedy.patches.edit import Edit
@@ -138,6 +141,25 @@ def around(
         if not among_layers:
             islands = (islands_in(each, site) for each in chains)
             yield from (each for each in islands if each is not None)
+
+
+def as_made(site: Site, sites: Sequence[Site]) -> Iterator[Proposal]:
+    """Parameters in float32 where they are made in 16 bits.
+
+    Parameters
+    ----------
+    sites
+        Lines that make some, the one to be changed first in front; then all of them are.
+    """
+    own = [
+        each if sites[0].source.path == site.source.path else _in_caller(each, site, sites[0])
+        for each in _made(sites[0], parameters.edits, Grade.FLOAT32)
+    ]
+    yield from own[:1]
+    if len(sites) > 1 and (changed := _changed(sites, parameters.edits)) is not None:
+        what = f"parameters in float32 on all {len(sites)} lines that make them"
+        yield _of_files(what, parameters.WHY, Grade.FLOAT32, site, changed)
+    yield from own[1:]
 
 
 def casts_in(site: Site, others: Sequence[Site]) -> Iterator[Proposal]:

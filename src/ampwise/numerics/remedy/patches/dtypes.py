@@ -89,11 +89,11 @@ def _uncast(site: Site) -> Iterator[Edit]:
         return
     here = {**wide(site, site.statement)}
     if site.op in _MAKES and site.dtype in HALF:
-        here |= _taken_over(site, site.expressions)
+        here |= taken_over(site, site.expressions)
     behind = {node: each for term in terms(site) for node, each in wide(site, term.node).items()}
     for name, value in assigned(site):
         if site.is_half(name):
-            behind |= _taken_over(site, list(walk(value, cst.BaseExpression)))
+            behind |= taken_over(site, list(walk(value, cst.BaseExpression)))
     everywhere = {} if site.function is None else wide(site, site.function)
     around = None if site.function is None else site.source.class_around(site.function)
     of_class = {} if around is None else wide(site, around)
@@ -136,7 +136,7 @@ def _cast_of(site: Site, call: cst.Call) -> cst.BaseExpression | None:
     return call.func.value if is_to and wide(site, call.args[0].value) else None
 
 
-def _taken_over(site: Site, expressions: Iterable[cst.BaseExpression]) -> dict[cst.CSTNode, Change]:
+def taken_over(site: Site, expressions: Iterable[cst.BaseExpression]) -> dict[cst.CSTNode, Change]:
     """Changes of a format that is given as a name, or that of another tensor: ``x.dtype``.
 
     Only for expressions that make a tensor in that format, where this is a 16-bit one.
@@ -162,7 +162,7 @@ def _followed(site: Site) -> Iterator[Edit]:
     """Float32 for the tensor whose format is taken over: then both have it."""
     if site.op not in _MAKES or site.dtype not in HALF:
         return
-    for asked in _taken_over(site, site.expressions):
+    for asked in taken_over(site, site.expressions):
         if not isinstance(asked, cst.Attribute):
             continue
         changes: dict[cst.CSTNode, Change] = {
