@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import libcst as cst
 
 from ampwise.formats import HALF
-from ampwise.numerics.remedy.patches.dtypes import ELEMENTWISE, wide
+from ampwise.numerics.remedy.patches.constants import assigned
+from ampwise.numerics.remedy.patches.dtypes import ELEMENTWISE, formats_asked, only_asked, wide
 from ampwise.numerics.remedy.patches.edit import Edit, method, raised
 from ampwise.numerics.remedy.patches.site import OTHER, Site
 from ampwise.numerics.remedy.patches.source import Change, changed, dotted, walk
@@ -47,14 +49,44 @@ def adjacent(site: Site) -> Iterator[Edit]:
     for before, after in _REACHES:
         part = body[max(0, at - before) : at + after + 1]
         if len(part) == before + after + 1 and _hangs_together(site, part):
-            kept = [*_cast_first(site, part, body[at + after + 1 :])]
-            gone = dict.fromkeys(part[1:], cst.RemoveFromParent())
-            first, last = (site.source.start(each)[0] for each in (part[0], part[-1]))
-            yield Edit(
-                f"lines {first} to {last} in float32, outside of autocast",
-                WHY,
-                {part[0]: outside_autocast(site, kept, part), **gone},
-            )
+            yield _span(site, part, body[at + after + 1 :])
+
+
+def back(site: Site) -> Iterator[Edit]:
+    """The statement at the line in float32, with all from one on that makes what it computes with.
+
+    The nearest first; of a whole function, that is `function`.
+    """
+    above = None if site.statement is None else site.source.parents[site.statement]
+    if not isinstance(above, cst.IndentedBlock):
+        return
+    body = list(above.body)
+    at = next(number for number, each in enumerate(body) if each is site.statement)
+    makers = [site.source.statement(value) for _, value in assigned(site)]
+    places = {number for number, each in enumerate(body[:at]) if each in makers}
+    for begin in sorted(places, reverse=True):
+        part = body[begin : at + 1]
+        if begin and all(_can_be_moved(site, each) for each in part):
+            yield _span(site, part, body[at + 1 :])
+
+
+def _can_be_moved(site: Site, node: cst.BaseStatement) -> bool:
+    simple = isinstance(node, cst.SimpleStatementLine)
+    return simple and not _calls_a_module(node) and not _calls_an_argument(node, site)
+
+
+def _span(
+    site: Site, part: Sequence[cst.BaseStatement], rest: Sequence[cst.BaseStatement]
+) -> Edit:  # fmt: skip
+    """Statements in float32, outside of autocast."""
+    kept = [*_cast_first(site, part, rest)]
+    gone = dict.fromkeys(part[1:], cst.RemoveFromParent())
+    first, last = (site.source.start(each)[0] for each in (part[0], part[-1]))
+    return Edit(
+        f"lines {first} to {last} in float32, outside of autocast",
+        WHY,
+        {part[0]: outside_autocast(site, kept, part), **gone},
+    )
 
 
 _REACHES = ((0, 1), (1, 0), (1, 1), (2, 0), (1, 2), (2, 1))
@@ -63,9 +95,7 @@ _REACHES = ((0, 1), (1, 0), (1, 1), (2, 0), (1, 2), (2, 1))
 
 def _hangs_together(site: Site, part: Sequence[cst.BaseStatement]) -> bool:
     """Whether each statement computes with what one before it in the part gave, and calls none."""
-    if not all(isinstance(each, cst.SimpleStatementLine) for each in part):
-        return False
-    if any(_calls_a_module(each) or _calls_an_argument(each, site) for each in part):
+    if not all(_can_be_moved(site, each) for each in part):
         return False
     return all(
         _bound(site, part[:number]) & _read(site, each)
@@ -118,7 +148,8 @@ def arguments(site: Site) -> Iterator[Edit]:
     rest = body[1:] if _is_docstring(body[0]) else body
     if not rest or _calls_an_argument(site.function, site):
         return
-    names = [each for each in _arguments(site.function) if _is_half_at(site, each, rest[0])]
+    half = [each for each in _arguments(site.function) if _is_half_at(site, each, rest[0])]
+    names = [each for each in half if not only_asked(site, each)]
     if not names or any(_calls_a_module(each) for each in rest):
         return
 
@@ -135,6 +166,62 @@ def arguments(site: Site) -> Iterator[Edit]:
     yield raises(names)
 
 
+def gently(site: Site) -> Iterator[Edit]:
+    """The arguments of the function in float32, and its products of matrices outside of autocast.
+
+    All that it computes is then in float32, and most of it stays as it is.
+    """
+    if site.function is None or not isinstance(site.function.body, cst.IndentedBlock):
+        return
+    body = site.function.body.body
+    rest = body[1:] if _is_docstring(body[0]) else body
+    if not rest or _calls_an_argument(site.function, site) or any(map(_calls_a_module, rest)):
+        return
+    lines = list(walk(site.function.body, cst.SimpleStatementLine))
+    products = [each for each in lines if _multiplies(site, each)]
+    if sum(map(_multiplies, [site] * len(rest), rest)) and not products:
+        return  # at the head of a compound statement
+    half = [each for each in _arguments(site.function) if _is_half_at(site, each, rest[0])]
+    asked = [each for each in half if only_asked(site, each)]
+    plain = {name for each in lines if each not in products for name in _read(site, each)}
+    first = [each for each in half if each not in asked and each in plain]
+    within = {each for each in half if each not in asked and each not in plain}
+    changes: dict[cst.CSTNode, Change] = {**formats_asked(site, asked)}
+    for each in products:
+        casts = {
+            node: method(node, "float")
+            for node in walk(each, cst.Name)
+            if node.value in within and not site.is_label(node) and _is_computed_with(site, node)
+        }
+        casts |= {node: to for node, to in changes.items() if site.source.inside(node, each)}
+        here = replace(site, line=site.source.start(each)[0])
+        changes[each] = outside_autocast(here, [bare(changed(each, casts))], [each])
+    if first:
+        leading = getattr(rest[0], "leading_lines", ())
+        now = changes.get(rest[0], changed(rest[0], changes))
+        assert isinstance(now, cst.BaseStatement)
+        cast = raised(first).with_changes(leading_lines=leading)
+        changes[rest[0]] = cst.FlattenSentinel([cast, bare(now)])
+    if changes:
+        yield Edit("the function in float32", WHY, changes)
+
+
+def _multiplies(site: Site, node: cst.CSTNode) -> bool:
+    """Whether a product of matrices is in a node, which autocast makes in 16 bits."""
+    calls = (site.source.full(each.func) or dotted(each.func) for each in walk(node, cst.Call))
+    names = {each.rpartition(".")[2] for each in calls}
+    methods = {each.func.attr.value for each in walk(node, cst.Call)
+               if isinstance(each.func, cst.Attribute)}  # fmt: skip
+    return bool((names | methods) & _PRODUCTS) or any(walk(node, cst.MatrixMultiply))
+
+
+_PRODUCTS = frozenset(
+    ["matmul", "mm", "bmm", "mv", "dot", "addmm", "addmv", "baddbmm", "addbmm", "einsum", "linear",
+     "conv1d", "conv2d", "conv3d", "cdist", "prelu", "chain_matmul", "multi_dot", "tensordot",
+     "scaled_dot_product_attention"]
+)  # fmt: skip
+
+
 def function(site: Site) -> Iterator[Edit]:
     """The function around the line in float32, from its first statement on."""
     if site.function is None or not isinstance(site.function.body, cst.IndentedBlock):
@@ -144,9 +231,12 @@ def function(site: Site) -> Iterator[Edit]:
     rest = body[kept:]
     if not rest or _calls_an_argument(site.function, site):
         return
-    names = [each for each in _arguments(site.function) if _is_half_at(site, each, rest[0])]
+    half = [each for each in _arguments(site.function) if _is_half_at(site, each, rest[0])]
+    asked = [each for each in half if only_asked(site, each)]
+    names = [each for each in half if each not in asked]
     casts = [cst.parse_statement(f"{each} = {each}.float()\n") for each in names]
     changes = {node: made for each in rest for node, made in wide(site, each).items()}
+    changes |= formats_asked(site, asked)
     first, *others = (changed(each, changes) for each in rest)
     block = outside_autocast(site, [*casts, bare(first), *others], rest[:1])
     new = site.function.body.with_changes(body=[*body[:kept], block])
