@@ -15,7 +15,8 @@ island          the statement outside of autocast; then the function, by its arg
 domain          at last a clamp, where the formula is right and only the format is not
 ==============  =================================================================================
 
-Where none of these mends it, what `calls` gives to helpers is in float32, and `islands_in` has
+Where what holds is noise on some step, `reach` changes what the operands are made by. Where none of
+these mends it, what `calls` gives to helpers is in float32, and `islands_in` has
 several functions in float32.
 
 Nothing is known here of whether a change helps: each is tried (`remedy.trial`).
@@ -37,6 +38,7 @@ from ampwise.numerics.remedy.patches import (
     dtypes,
     island,
     primitives,
+    reach,
 )
 from ampwise.numerics.remedy.patches.edit import Edit
 from ampwise.numerics.remedy.patches.site import Site
@@ -136,7 +138,7 @@ def around(
             for each in _made(caller, island.function, grade):
                 yield _of_files(what, each.why, grade, site, {caller: each.data})
         if not among_layers:
-            kinds = (island.gently, island.function)
+            kinds = (reach.function, island.function)
             islands = (islands_in(each, site, kind) for each in chains for kind in kinds)
             yield from (each for each in islands if each is not None)
 
@@ -144,7 +146,7 @@ def around(
 def made_by(site: Site, helpers: Sequence[Site]) -> Iterator[Proposal]:
     """Formats that are written in helpers which give the line what it computes with."""
     for each in helpers:
-        for made in _made(each, dtypes.formats, Grade.FLOAT32):
+        for made in _made(each, reach.formats, Grade.FLOAT32):
             yield _in_caller(made, site, each)
 
 
@@ -160,13 +162,13 @@ def back_from(site: Site, before: Sequence[Site]) -> Iterator[Proposal]:
     before
         Such helpers, the nearest first.
     """
-    yield from _made(site, dtypes.reached, Grade.FLOAT32)
-    yield from _made(site, island.back, Grade.STATEMENTS)
-    yield from _made(site, island.gently, Grade.STATEMENTS)
+    yield from _made(site, reach.operands, Grade.FLOAT32)
+    yield from _made(site, reach.statements, Grade.STATEMENTS)
+    yield from _made(site, reach.function, Grade.STATEMENTS)
     for number in range(1, len(before) + 1):
         several = before[:number]
         for some in dict.fromkeys([(several[-1],), tuple(several)]):
-            if (changed := _changed([*some, site], island.gently)) is not None:
+            if (changed := _changed([*some, site], reach.function)) is not None:
                 names = [each.function.name.value for each in (*some, site) if each.function]
                 what = f"{joined(names)} in float32"
                 yield _of_files(what, island.WHY, Grade.FUNCTION, site, changed)

@@ -92,16 +92,16 @@ def _uncast(site: Site) -> Iterator[Edit]:
         return
     here = {**wide(site, site.statement)}
     if site.op in _MAKES and site.dtype in HALF:
-        here |= _taken_over(site, site.expressions)
+        here |= taken_over(site, site.expressions)
     behind = {node: each for term in terms(site) for node, each in wide(site, term.node).items()}
     for name, value in assigned(site):
         if site.is_half(name):
-            behind |= _taken_over(site, list(walk(value, cst.BaseExpression)))
+            behind |= taken_over(site, list(walk(value, cst.BaseExpression)))
     everywhere = {} if site.function is None else wide(site, site.function)
     around = None if site.function is None else site.source.class_around(site.function)
     of_class = {} if around is None else wide(site, around)
     made = [each for each in site.roots if not _is_cast(each)]
-    followed = _of_half(site, _taken_over(site, made))
+    followed = of_half(site, taken_over(site, made))
     for changes in (here, behind, everywhere, of_class):
         if changes:
             yield Edit("a cast to float32 in place of 16 bits", FLOAT32, changes, separable=True)
@@ -145,7 +145,7 @@ def _cast_of(site: Site, call: cst.Call) -> cst.BaseExpression | None:
     return call.func.value if is_to and wide(site, call.args[0].value) else None
 
 
-def _taken_over(site: Site, expressions: Iterable[cst.BaseExpression]) -> dict[cst.CSTNode, Change]:
+def taken_over(site: Site, expressions: Iterable[cst.BaseExpression]) -> dict[cst.CSTNode, Change]:
     """Changes of a format that is given as a name, or that of another tensor: ``x.dtype``.
 
     Only for expressions that make a tensor in that format, where this is a 16-bit one.
@@ -176,7 +176,7 @@ def _is_cast(node: cst.BaseExpression) -> bool:
             return False
 
 
-def _of_half(
+def of_half(
     site: Site, changes: Mapping[cst.CSTNode, Change]
 ) -> dict[cst.CSTNode, Change]:  # fmt: skip
     """Those of changes of a format that take over that of a tensor seen to have 16 bits."""
@@ -223,7 +223,7 @@ def _followed(site: Site) -> Iterator[Edit]:
     """Float32 for the tensor whose format is taken over: then both have it."""
     if site.op not in _MAKES or site.dtype not in HALF:
         return
-    for asked in _taken_over(site, site.expressions):
+    for asked in taken_over(site, site.expressions):
         if not isinstance(asked, cst.Attribute):
             continue
         changes: dict[cst.CSTNode, Change] = {
@@ -321,70 +321,6 @@ def _leaves(site: Site, term: Term) -> Iterator[Term]:
         yield from _leaves(site, inner)
     elif may_be:
         yield term
-
-
-def reached(site: Site) -> Iterator[Edit]:
-    """What the line computes with in float32 from where it is made, beyond views of it."""
-    changes: dict[cst.CSTNode, Change] = {}
-    for term in (each for each in map(site.term, site.expressions) if each.op in ELEMENTWISE):
-        changes |= {node: widened(node) for node in _sources(site, term.node)}
-    nested = [each for each in changes if any(up in changes for up in site.source.up(each))]
-    for each in nested:
-        del changes[each]
-    if changes:
-        what = "what the formula starts from in float32, a few lines above"
-        yield Edit(what, FLOAT32, changes, separable=True)
-
-
-def _sources(site: Site, node: cst.BaseExpression) -> Iterator[cst.BaseExpression]:
-    term = site.term(node)
-    if term.op in ELEMENTWISE:
-        for each in map(term.get, TENSORS):
-            if each is not None:
-                yield from _sources(site, each.node)
-        return
-    if (base := _viewed(site, node)) is not None:
-        inner = list(_sources(site, base))
-        # A part is cast, not all that it is a part of.
-        yield from [node] if inner == [base] and isinstance(node, cst.Subscript) else inner
-        return
-    binding = site.definition(node)
-    value = None if binding is None else binding.value
-    if value is not None and (
-        site.term(value).op in ELEMENTWISE or _viewed(site, value) is not None
-    ):
-        yield from _sources(site, value)
-    elif not term.is_constant and may_be_half(site, term):
-        yield node
-
-
-def _viewed(site: Site, node: cst.BaseExpression) -> cst.BaseExpression | None:
-    """What an expression is a view or a part of; None where it computes something."""
-    match node:
-        case cst.Subscript(value=base):
-            return base
-        case cst.Call(func=cst.Attribute(attr=cst.Name(value=name)) as func, args=args) if (
-            name in _VIEWS
-        ):
-            return args[0].value if site.source.full(func) and args else func.value
-        case _:
-            return None
-
-
-_VIEWS = frozenset(
-    ["gather", "squeeze", "unsqueeze", "view", "reshape", "flatten", "unflatten", "transpose",
-     "permute", "t", "diagonal", "expand", "expand_as", "contiguous", "select", "narrow", "flip",
-     "index_select", "take_along_dim", "movedim", "repeat", "clone", "roll"]
-)  # fmt: skip
-"""Operations that give numbers of their tensor as they are."""
-
-
-def formats(site: Site) -> Iterator[Edit]:
-    """Formats that are written in the function, or taken over from a 16-bit tensor, as float32."""
-    changes = {} if site.function is None else wide(site, site.function)
-    changes |= _of_half(site, _taken_over(site, site.roots))
-    if changes:
-        yield Edit("a cast to float32 in place of 16 bits", FLOAT32, changes, separable=True)
 
 
 def _from_here_on(site: Site) -> Iterator[Edit]:
