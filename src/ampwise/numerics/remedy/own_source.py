@@ -9,12 +9,23 @@ from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
 
+import libcst as cst
+
 import ampwise
 from ampwise.formats import HALF
 from ampwise.numerics.explain.causes import CAUSES
 from ampwise.numerics.remedy.costs import Cost
-from ampwise.numerics.remedy.patches import Proposal, around, as_made, casts_in, proposals
+from ampwise.numerics.remedy.patches import (
+    Proposal,
+    around,
+    as_made,
+    back_from,
+    casts_in,
+    made_by,
+    proposals,
+)
 from ampwise.numerics.remedy.patches.calls import CallSite
+from ampwise.numerics.remedy.patches.constants import assigned
 from ampwise.numerics.remedy.patches.site import Site
 from ampwise.numerics.remedy.patches.source import (
     UNREADABLE,
@@ -23,10 +34,11 @@ from ampwise.numerics.remedy.patches.source import (
     encoding_of,
     parts_with,
     unified,
+    walk,
 )
 from ampwise.numerics.remedy.precision import runs_with
-from ampwise.numerics.remedy.probe import Wanted, formats_at, led_to
-from ampwise.numerics.result import Diagnosis, Fix
+from ampwise.numerics.remedy.probe import Led, Wanted, formats_at, led_to
+from ampwise.numerics.result import HOLDS_TOO, Diagnosis, Fix
 from ampwise.places import kind_of
 from ampwise.step.recorder import Stash
 from ampwise.step.replayable import Replayable
@@ -36,6 +48,7 @@ _MOST = 16
 _MOST_BEYOND = 8
 """Patches elsewhere that are tried."""
 _MOST_CALLERS = 3
+_MOST_BEFORE = 2
 _MOST_OTHERS = 6
 
 
@@ -51,10 +64,15 @@ class OwnSource:
         Where the function of the fault is called, the innermost call first.
     chains
         Runs of functions of the user's own with that of the fault among them.
+    before
+        Functions of the user's own that ran before that of the fault, and no layers, the nearest
+        first.
+    makers
+        Those that its function calls for what the line computes with.
     others
         Other parts of the user's files that write a 16-bit format, where an update is at fault;
         else None.
-    made
+    parameter_lines
         Lines that make parameters of the fault in 16 bits, where that is known.
     """
 
@@ -63,7 +81,9 @@ class OwnSource:
     callers: Sequence[CallSite] = ()
     chains: Sequence[Sequence[Site]] = ()
     others: Sequence[Site] | None = None
-    made: Sequence[Site] = ()
+    before: Sequence[Site] = ()
+    makers: Sequence[Site] = ()
+    parameter_lines: Sequence[Site] = ()
 
     @property
     def file(self) -> Path:
@@ -76,21 +96,32 @@ class OwnSource:
         casts = () if self.others is None else casts_in(self.site, self.others)
         if self.makes_parameters:
             return [*self.proposals, *islice(casts, _MOST_BEYOND)]
+        made = made_by(self.site, self.makers)
         beyond = around(self.site, self.callers, self.chains)
-        return [*self.proposals, *islice(casts, _MOST_BEYOND), *islice(beyond, _MOST_BEYOND)]
+        return [
+            *self.proposals,
+            *islice(casts, _MOST_BEYOND),
+            *islice(made, _MOST_BEYOND),
+            *islice(beyond, _MOST_BEYOND),
+        ]
+
+    @property
+    def further(self) -> list[Proposal]:
+        """Changes that reach back to what the line computes with, where those at it are too few."""
+        return list(islice(back_from(self.site, self.before), _MOST_BEYOND))
 
     @property
     def makes_parameters(self) -> bool:
         """Whether the line of the fault is one that makes parameters."""
         own = self.site.source.path, self.site.line
-        return any((each.source.path, each.line) == own for each in self.made)
+        return any((each.source.path, each.line) == own for each in self.parameter_lines)
 
     @property
     def proposals(self) -> list[Proposal]:
         """What may be written there instead, in the order in which it is tried."""
         if self.makes_parameters:
-            return list(as_made(self.site, self.made))[:_MOST]
-        first = list(as_made(self.site, self.made)) if self.made else []
+            return list(as_made(self.site, self.parameter_lines))[:_MOST]
+        first = list(as_made(self.site, self.parameter_lines)) if self.parameter_lines else []
         return [*first, *proposals(self.site)][:_MOST]
 
     def diff(self, proposal: Proposal) -> str:
@@ -122,9 +153,8 @@ class Tried:
     def as_fix(self, source: OwnSource) -> Fix:
         """The same as a diagnosis says it."""
         each, diff = self.proposal, source.diff(self.proposal)
-        fix = Fix(
-            each.what, each.why, self.verified, self.status, patch=diff, patch_status=self.status
-        )
+        said = self.status.removeprefix(f"{HOLDS_TOO}: ")
+        fix = Fix(each.what, each.why, self.verified, said, patch=diff, patch_status=self.status)
         return (self.cost or Cost("cost not measured")).of(fix) if self.verified else fix
 
 
@@ -140,7 +170,7 @@ def add_to(found: Diagnosis, source: OwnSource, tried: Iterable[Tried]) -> None:
 
 def own_source(
     found: Diagnosis, step: Replayable, stash: Stash, roots: Sequence[Path],
-    made: Sequence[tuple[str, int]] = (),
+    parameter_lines: Sequence[tuple[str, int]] = (),
 ) -> OwnSource | None:  # fmt: skip
     """The source of a fault; None where it is not the user's, or cannot be read.
 
@@ -148,7 +178,7 @@ def own_source(
     ----------
     roots
         Folders whose code is the user's own; a diff names files from the first that has them.
-    made
+    parameter_lines
         Lines that make parameters in 16 bits.
     """
     file = own_file(found, roots)
@@ -161,7 +191,12 @@ def own_source(
     led = led_to(step, stash, *fault, lambda each: _is_own(Path(each), [root]))
     callers = led.calls[:_MOST_CALLERS]
     runs = [] if led.at is None else runs_with(led.functions, led.at)
-    places = list(dict.fromkeys([fault, *((e.file, e.line) for e in callers), *chain(*runs)]))
+    first = _site(found, file, origin.line, step)
+    if first is None:
+        return None
+    before, made = led.before[::-1][:_MOST_BEFORE], _makers(first, origin.file, led)
+    at_callers = [(each.file, each.line) for each in callers]
+    places = list(dict.fromkeys([fault, *at_callers, *chain(*runs), *before, *made]))
     sites = dict(zip(places, _sites(found, places, step, stash), strict=True))
     site = sites[fault]
     if site is None:
@@ -174,19 +209,29 @@ def own_source(
     several = [[sites[each] for each in run] for run in runs]
     whole = [[each for each in run if each is not None] for run in several if None not in run]
     others = _others(found, root, site, step) if found.phase == "optimizer" else None
-    makers = _makers(found, step, root, fault, made)
-    return OwnSource(root, site, at_calls, whole, others, makers)
+    earlier = [at for each in before if (at := sites[each]) is not None]
+    makers = [at for each in made if (at := sites[each]) is not None]
+    lines = _parameter_lines(found, step, root, fault, parameter_lines)
+    return OwnSource(root, site, at_calls, whole, others, earlier, makers, lines)
 
 
-def _makers(
+def _parameter_lines(
     found: Diagnosis, step: Replayable, root: Path, fault: tuple[str, int],
-    made: Sequence[tuple[str, int]],
+    lines: Sequence[tuple[str, int]],
 ) -> list[Site]:  # fmt: skip
     """Lines of the user's that make parameters; that of the fault first."""
-    own = [each for each in dict.fromkeys(made) if _is_own(Path(each[0]), [root])]
+    own = [each for each in dict.fromkeys(lines) if _is_own(Path(each[0]), [root])]
     own.sort(key=lambda each: each != fault)
     sites = [_site(found, Path(file).resolve(), line, step) for file, line in own]
     return [each for each in sites if each is not None]
+
+
+def _makers(site: Site, file: str, led: Led) -> list[tuple[str, int]]:
+    """Functions that are called for what the line computes with, the nearest first."""
+    made = [*site.expressions, *(value for _, value in assigned(site))]
+    calls = dict.fromkeys(call for each in made for call in walk(each, cst.Call))
+    ends = [(file, site.source.end(each)) for each in calls]
+    return list(dict.fromkeys(led.called[end] for end in ends if end in led.called))
 
 
 def _others(found: Diagnosis, root: Path, site: Site, step: Replayable) -> list[Site]:

@@ -48,7 +48,7 @@ def add_patches(found: Diagnosis, failing: Failing, progress: Progress) -> None:
                 why = f"suggestion: not run: {in_one_line(error)}"
                 add_to(found, source, [Tried(made[0], why)])
                 return
-            search = Search(source.site, made, trials, progress)
+            search = Search(source.site, made, trials, progress, source.further)
             search.run()
             add_to(found, source, search.tried)
 
