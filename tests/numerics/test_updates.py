@@ -334,3 +334,20 @@ def test_of_an_optimizer_of_torch_no_line_of_an_update_is_named(kind, monkeypatc
 def test_bfloat16_throughout_is_left_as_it_is():
     made = task(lambda m: torch.optim.SGD(m.parameters(), lr=1e-5), narrow_network)
     assert diagnose(made, "bf16-pure", steps=4).status == "clean"
+
+
+def test_a_parameter_that_an_update_loses_in_16_bits_is_placed_where_it_is_made():
+    batch = data(16, 8)
+
+    def model():
+        return network().half()  # <- here
+
+    made = Task(
+        model=model,
+        batches=lambda: [batch] * 8,
+        loss=lambda m, b: 1e-4 * F.mse_loss(m(b).float(), b),
+        optimizer=lambda m: torch.optim.Adam(m.parameters(), 1e-3),
+    )
+    found = diagnose(made, "fp16:scaling=off", steps=4)
+    assert (found.phase, found.cause) == ("optimizer", "EPS_UNDERFLOW")
+    assert found.origin.line == line_of(model)
