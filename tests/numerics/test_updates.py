@@ -351,3 +351,20 @@ def test_a_parameter_that_an_update_loses_in_16_bits_is_placed_where_it_is_made(
     found = diagnose(made, "fp16:scaling=off", steps=4)
     assert (found.phase, found.cause) == ("optimizer", "EPS_UNDERFLOW")
     assert found.origin.line == line_of(model)
+
+
+def test_a_patch_of_parameters_begins_with_the_weights_that_were_rounded():
+    def followed(model, **given):
+        made = task(lambda m: Plain(m.parameters()), model)
+        return follow(
+            Trained(made, Policy.parse("bf16"), Settings(torch.device("cpu")), 2), 2, **given
+        )
+
+    names = [name for name, _ in network().named_parameters()]
+    first = followed(narrow_network, also=names)
+    assert set(first.began) == set(names)
+    zeros = {name: torch.zeros_like(each) for name, each in first.began.items()}
+    again = followed(network, also=names, began=zeros)
+    begun = {each.name: each.holds - each.actual for each in again.changes}
+    assert begun.keys() == zeros.keys()
+    assert not any(each.abs().max() > 1e-6 for each in begun.values())
