@@ -334,3 +334,37 @@ def test_of_an_optimizer_of_torch_no_line_of_an_update_is_named(kind, monkeypatc
 def test_bfloat16_throughout_is_left_as_it_is():
     made = task(lambda m: torch.optim.SGD(m.parameters(), lr=1e-5), narrow_network)
     assert diagnose(made, "bf16-pure", steps=4).status == "clean"
+
+
+def test_a_parameter_that_an_update_loses_in_16_bits_is_placed_where_it_is_made():
+    batch = data(16, 8)
+
+    def model():
+        return network().half()  # <- here
+
+    made = Task(
+        model=model,
+        batches=lambda: [batch] * 8,
+        loss=lambda m, b: 1e-4 * F.mse_loss(m(b).float(), b),
+        optimizer=lambda m: torch.optim.Adam(m.parameters(), 1e-3),
+    )
+    found = diagnose(made, "fp16:scaling=off", steps=4)
+    assert (found.phase, found.cause) == ("optimizer", "EPS_UNDERFLOW")
+    assert found.origin.line == line_of(model)
+
+
+def test_a_patch_of_parameters_begins_with_the_weights_that_were_rounded():
+    def followed(model, **given):
+        made = task(lambda m: Plain(m.parameters()), model)
+        return follow(
+            Trained(made, Policy.parse("bf16"), Settings(torch.device("cpu")), 2), 2, **given
+        )
+
+    names = [name for name, _ in network().named_parameters()]
+    first = followed(narrow_network, also=names)
+    assert set(first.began) == set(names)
+    zeros = {name: torch.zeros_like(each) for name, each in first.began.items()}
+    again = followed(network, also=names, began=zeros)
+    begun = {each.name: each.holds - each.actual for each in again.changes}
+    assert begun.keys() == zeros.keys()
+    assert not any(each.abs().max() > 1e-6 for each in begun.values())
