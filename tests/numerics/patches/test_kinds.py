@@ -78,6 +78,9 @@ LINES = {
         "return torch.full((n,), 0.998, dtype=x.dtype)",
         "return torch.full((n,), 0.998, dtype=torch.float32)",
         {"cause": "PRECISION_LOSS", "op": "full", "half": "x"}),
+    "to another tensor": (
+        "return self.embed(n.to(x))", "return self.embed(n.to(x.device, torch.float32))",
+        {"cause": "PRECISION_LOSS", "op": "_to_copy", "half": "x"}),
     "like another tensor": (
         "return self.embed(n.type_as(x))", "return self.embed(n.float())",
         {"cause": "PRECISION_LOSS", "op": "_to_copy", "half": "x"}),

@@ -143,8 +143,9 @@ def function(site: Site) -> Iterator[Edit]:
     half = [each for each in arguments_of(site.function) if is_half_at(site, each, rest[0])]
     asked = [each for each in half if only_asked(site, each)]
     plain = {name for each in lines if each not in products for name in names_read(site, each)}
-    first = [each for each in half if each not in asked and each in plain]
-    within = {each for each in half if each not in asked and each not in plain}
+    used = [name.value for each in products for name in walk(each, cst.Name)]
+    first = [e for e in half if e not in asked and (e in plain or used.count(e) > 1)]
+    within = {each for each in half if each not in asked and each not in first}
     changes: dict[cst.CSTNode, Change] = {**formats_asked(site, asked)}
     for each in products:
         casts = {
