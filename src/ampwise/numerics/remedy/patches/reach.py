@@ -158,7 +158,7 @@ def function(site: Site) -> Iterator[Edit]:
         changes[each] = outside_autocast(here, [bare(changed(each, casts))], [each])
     if first:
         leading = getattr(rest[0], "leading_lines", ())
-        now = changes.get(rest[0], changed(rest[0], changes))
+        now = changes[rest[0]] if rest[0] in changes else changed(rest[0], changes)
         assert isinstance(now, cst.BaseStatement)
         cast = raised(first).with_changes(leading_lines=leading)
         changes[rest[0]] = cst.FlattenSentinel([cast, bare(now)])
