@@ -78,6 +78,9 @@ LINES = {
         "return torch.full((n,), 0.998, dtype=x.dtype)",
         "return torch.full((n,), 0.998, dtype=torch.float32)",
         {"cause": "PRECISION_LOSS", "op": "full", "half": "x"}),
+    "to another tensor": (
+        "return self.embed(n.to(x))", "return self.embed(n.to(x.device, torch.float32))",
+        {"cause": "PRECISION_LOSS", "op": "_to_copy", "half": "x"}),
     "like another tensor": (
         "return self.embed(n.type_as(x))", "return self.embed(n.float())",
         {"cause": "PRECISION_LOSS", "op": "_to_copy", "half": "x"}),
@@ -476,3 +479,13 @@ def test_a_tensor_that_is_only_asked_for_its_format_is_not_cast():
     found = texts(code, "like ones zeros", cause="PRECISION_LOSS", op="index_add_")
     assert code.replace("dtype=like.dtype", "dtype=torch.float32") in found
     assert not any("like.float()" in each for each in found)
+
+
+def test_what_a_product_takes_more_than_once_is_cast_once():
+    code = "def gram(x):\n    return x @ x.transpose(-1, -2)  # <-\n"
+    wanted = (
+        "def gram(x):\n    x = x.float()\n"
+        "    with torch.autocast(x.device.type, enabled=False):\n"
+        "        return x @ x.transpose(-1, -2)  # <-\n"
+    )
+    assert wanted in back(code, "x", cause="RANGE_OVERFLOW", op="mm")

@@ -64,14 +64,14 @@ class OwnSource:
         Where the function of the fault is called, the innermost call first.
     chains
         Runs of functions of the user's own with that of the fault among them.
+    others
+        Other parts of the user's files that write a 16-bit format, where an update is at fault;
+        else None.
     before
         Functions of the user's own that ran before that of the fault, and no layers, the nearest
         first.
     makers
         Those that its function calls for what the line computes with.
-    others
-        Other parts of the user's files that write a 16-bit format, where an update is at fault;
-        else None.
     parameter_lines
         Lines that make parameters of the fault in 16 bits, where that is known.
     """

@@ -161,7 +161,11 @@ def taken_over(site: Site, expressions: Iterable[cst.BaseExpression]) -> dict[cs
             named = arg.keyword is not None and arg.keyword.value == "dtype"
             if (positional or named) and _is_a_dtype(arg.value):
                 changes[arg.value] = float32
-        if name == "type_as" or (name == "to" and node.args and site.is_half(node.args[0].value)):
+        if name == "to" and node.args and site.is_half(other := node.args[0].value):
+            assert isinstance(node.func, cst.Attribute)  # it goes to the device of the other, too
+            device = cst.Attribute(other, cst.Name("device"))
+            changes[node] = method(node.func.value, "to", device, float32)
+        elif name == "type_as":
             assert isinstance(node.func, cst.Attribute)
             changes[node] = method(node.func.value, "float")
     return changes

@@ -143,8 +143,9 @@ def function(site: Site) -> Iterator[Edit]:
     half = [each for each in arguments_of(site.function) if is_half_at(site, each, rest[0])]
     asked = [each for each in half if only_asked(site, each)]
     plain = {name for each in lines if each not in products for name in names_read(site, each)}
-    first = [each for each in half if each not in asked and each in plain]
-    within = {each for each in half if each not in asked and each not in plain}
+    used = [name.value for each in products for name in walk(each, cst.Name)]
+    first = [e for e in half if e not in asked and (e in plain or used.count(e) > 1)]
+    within = {each for each in half if each not in asked and each not in first}
     changes: dict[cst.CSTNode, Change] = {**formats_asked(site, asked)}
     for each in products:
         casts = {
@@ -157,7 +158,7 @@ def function(site: Site) -> Iterator[Edit]:
         changes[each] = outside_autocast(here, [bare(changed(each, casts))], [each])
     if first:
         leading = getattr(rest[0], "leading_lines", ())
-        now = changes.get(rest[0], changed(rest[0], changes))
+        now = changes[rest[0]] if rest[0] in changes else changed(rest[0], changes)
         assert isinstance(now, cst.BaseStatement)
         cast = raised(first).with_changes(leading_lines=leading)
         changes[rest[0]] = cst.FlattenSentinel([cast, bare(now)])
