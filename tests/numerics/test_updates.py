@@ -15,7 +15,7 @@ from ampwise.numerics.followed import follow
 from ampwise.numerics.update_of_task import Trained
 from ampwise.policy import Policy
 from ampwise.tasks import Task
-from tests.numerics.cases import data, line_of
+from tests.numerics.cases import CASES, data, line_of
 
 BF16 = torch.bfloat16
 
@@ -238,3 +238,133 @@ def test_another_optimizer_is_held_against_float64_of_the_first_from_the_same_gr
         followed(kind, given=first.gradients, also=ideal) for kind in (Aliased, Copied)
     )
     assert alias.kept_of_db(ideal) < 10 < 40 < copied.kept_of_db(ideal)
+
+
+# -- parameters that are made in 16 bits -----------------------------------------------------------
+
+
+class Plain(Own):
+    def update(self, p, grad, state, lr):
+        p.sub_(lr * grad)  # <- here
+
+
+class Small(Masters):
+    """None of its steps moves most of the rounded weights."""
+
+
+class MastersAtOnce(Own):
+    """Float32 masters from the beginning."""
+
+    def __init__(self, params, lr=1e-3):
+        super().__init__(params, lr)
+        self.masters = {p: p.detach().float() for p in self.param_groups[0]["params"]}
+
+    def update(self, p, grad, state, lr):
+        self.masters[p].sub_(lr * grad.float())
+        p.copy_(self.masters[p])
+
+
+class Kahan(Own):
+    """What rounding loses is added to the next step."""
+
+    def update(self, p, grad, state, lr):
+        if not state:
+            state["rest"] = torch.zeros_like(p)
+        step = state["rest"] - lr * grad
+        new = p + step
+        state["rest"] = step - (new - p)
+        p.copy_(new)
+
+
+class Stochastic(Own):
+    def update(self, p, grad, state, lr):
+        exact = p.float() - lr * grad.float()
+        bits = exact.view(torch.int32) + torch.randint_like(exact, 1 << 16, dtype=torch.int32)
+        p.copy_((bits & -65536).view(torch.float32))
+
+
+def narrow_network():
+    return network().to(BF16)  # <- here
+
+
+def partly_frozen():
+    made = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    made[0].to(BF16).requires_grad_(requires_grad=False)
+    return made
+
+
+def test_weights_that_do_not_move_are_placed_where_they_are_made():
+    found = diagnose(task(lambda m: Plain(m.parameters()), narrow_network), "bf16", steps=8)
+    assert (found.status, found.phase, found.cause) == ("fault", "optimizer", "STAGNATION")
+    assert (found.origin.line, found.origin.op) == (line_of(narrow_network), "_to_copy")
+    assert f"made in bfloat16 on line {line_of(narrow_network)} of test_updates.py" in (
+        found.explanation
+    )
+    assert f"the update is made on line {line_of(Plain)} of test_updates.py" in found.explanation
+    (advice,) = found.fixes
+    assert advice.verified
+    assert advice.how == "keep the parameters in float32: autocast computes in bfloat16 anyway"
+    elsewhere = diagnose(CASES["bfloat16 weights"].make(), "fp32", steps=6)
+    assert "--precision bf16" in elsewhere.fixes[0].how  # which changes something there
+
+
+@pytest.mark.parametrize("kind", [Small, MastersAtOnce, Kahan, Stochastic])
+def test_weights_whose_rounding_loses_nothing_may_stay(kind):
+    made = task(lambda m: kind(m.parameters(), 1e-4), narrow_network)
+    found = diagnose(made, "bf16", steps=8)
+    assert found.status == "clean", found.explanation
+
+
+def test_so_may_frozen_ones():
+    def trained(model):
+        return Plain([each for each in model.parameters() if each.requires_grad])
+
+    assert diagnose(task(trained, partly_frozen), "bf16", steps=8).status == "clean"
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_of_an_optimizer_of_torch_no_line_of_an_update_is_named(kind, monkeypatch):
+    monkeypatch.setattr("ampwise.numerics.updates.follow", None)  # would raise
+    made = task(lambda m: kind(m.parameters(), lr=1e-5), narrow_network)
+    found = diagnose(made, "bf16", steps=4)
+    assert (found.cause, found.origin.line) == ("STAGNATION", line_of(narrow_network))
+    assert "the update is made" not in found.explanation
+
+
+def test_bfloat16_throughout_is_left_as_it_is():
+    made = task(lambda m: torch.optim.SGD(m.parameters(), lr=1e-5), narrow_network)
+    assert diagnose(made, "bf16-pure", steps=4).status == "clean"
+
+
+def test_a_parameter_that_an_update_loses_in_16_bits_is_placed_where_it_is_made():
+    batch = data(16, 8)
+
+    def model():
+        return network().half()  # <- here
+
+    made = Task(
+        model=model,
+        batches=lambda: [batch] * 8,
+        loss=lambda m, b: 1e-4 * F.mse_loss(m(b).float(), b),
+        optimizer=lambda m: torch.optim.Adam(m.parameters(), 1e-3),
+    )
+    found = diagnose(made, "fp16:scaling=off", steps=4)
+    assert (found.phase, found.cause) == ("optimizer", "EPS_UNDERFLOW")
+    assert found.origin.line == line_of(model)
+
+
+def test_a_patch_of_parameters_begins_with_the_weights_that_were_rounded():
+    def followed(model, **given):
+        made = task(lambda m: Plain(m.parameters()), model)
+        return follow(
+            Trained(made, Policy.parse("bf16"), Settings(torch.device("cpu")), 2), 2, **given
+        )
+
+    names = [name for name, _ in network().named_parameters()]
+    first = followed(narrow_network, also=names)
+    assert set(first.began) == set(names)
+    zeros = {name: torch.zeros_like(each) for name, each in first.began.items()}
+    again = followed(network, also=names, began=zeros)
+    begun = {each.name: each.holds - each.actual for each in again.changes}
+    assert begun.keys() == zeros.keys()
+    assert not any(each.abs().max() > 1e-6 for each in begun.values())

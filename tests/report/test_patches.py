@@ -72,3 +72,12 @@ def test_patches_come_back_from_json():
     old = found.to_json()
     del old["fixes"][0]["patch"], old["fixes"][0]["patch_status"]
     assert Diagnosis.from_json(old).fixes[0].patch is None
+
+
+def test_a_patch_that_holds_beside_the_one_taken_is_not_called_unverified():
+    found = diagnosis("holds, too: 43 dB at worst, where the one taken keeps 44 dB")
+    assert found.fixes[0].outcome == "holds, too"
+    for text in (terminal(found), to_markdown(found), to_html(found)):
+        assert "not verified" not in text
+        assert "suggestion" not in text
+        assert "43 dB at worst" in text

@@ -28,6 +28,7 @@ from ampwise.numerics.examine import Examiner
 from ampwise.numerics.explain.silent import is_sound
 from ampwise.numerics.observe import stagnation
 from ampwise.numerics.observe.made import note_originals
+from ampwise.numerics.observe.narrow import makers
 from ampwise.numerics.observe.reference import Reference
 from ampwise.numerics.observe.values import loss_of
 from ampwise.numerics.progress import Progress, Silent
@@ -35,7 +36,7 @@ from ampwise.numerics.remedy.handover import Failing, TaskSource
 from ampwise.numerics.result import Diagnosis
 from ampwise.numerics.update import last_update
 from ampwise.numerics.update_of_task import Trained, failing_update, in_update
-from ampwise.numerics.updates import wrong_updates
+from ampwise.numerics.updates import left_behind, wrong_updates
 from ampwise.policy import Policy
 from ampwise.step.recorder import NonFiniteLossError, Recorder, Stash, UntilBad
 from ampwise.step.replay import Replay
@@ -118,9 +119,13 @@ def run_diagnosis(task: Task, config: DiagnoseConfig, progress: Progress) -> Dia
         failing = Failing(config.source, arm, config.settings, stash, wanted=wanted)
         if updates:
             failing = replace(failing, updates=updates)
-        elif found.phase == "optimizer" and found.cause != "STAGNATION" and task.loss is not None:
+        elif found.cause == "STAGNATION":
+            failing = replace(failing, updates=arm.step.steps)
+        elif found.phase == "optimizer" and task.loss is not None:
             trained = Trained(task, config.policy, config.settings, found.step)
             failing = failing_update(trained, config.source)
+        if found.phase == "optimizer" and not updates and arm.step.ranks == 1:
+            failing = replace(failing, made=makers(task, config.settings))
         add_patches(found, failing, progress)
     return found
 
@@ -199,7 +204,8 @@ def explore(task: Task, config: DiagnoseConfig, progress: Progress) -> Explored:
             continue
         progress.stage(f"no step failed; comparing step {arm.step.steps} with float64")
         looked = time.monotonic()
-        quiet, stash = _quiet(arm, examiner, window, begun, weights, looks)
+        trained = Trained(task, config.policy, config.settings, arm.step.steps)
+        quiet, stash = _quiet(trained, arm, examiner, window, begun, weights, looks)
         looked = time.monotonic() - looked
         looks.made(made, looked)
         deadline += looked  # training has its time yet
@@ -248,7 +254,7 @@ def _in_update(task: Task, config: DiagnoseConfig, arm: Arm, steps: int, found: 
 
 
 def _quiet(
-    arm: Arm, examiner: Examiner, window: list[Any], begun: StepRecord | None,
+    trained: Trained, arm: Arm, examiner: Examiner, window: list[Any], begun: StepRecord | None,
     before: dict[str, Tensor] | None, looks: _Looks,
 ) -> tuple[Diagnosis, Stash]:  # fmt: skip
     """The next step on a window beside float64; by the first process alone, which replays it often.
@@ -267,6 +273,8 @@ def _quiet(
             sound = looks.is_sound(step, stash)
             return examiner.empty(stash) if sound else examiner.quiet(stash, begun)
         still = stagnation.stagnant(step, before, arm.step.history[-1])
+        if still is not None and step.ranks == 1:
+            still = left_behind(trained, arm, still)
         return examiner.quiet(stash, begun, still)
 
     if step.ranks == 1 or not talks(step, stash):

@@ -116,6 +116,8 @@ class Followed:
         Whether updates draw random numbers: then they round by chance, which loses nothing.
     gradients
         What each update was given, by parameter.
+    began
+        Of parameters in 16 bits that were asked for, what they were then.
     """
 
     arm: Arm
@@ -125,6 +127,7 @@ class Followed:
     roundings: list[Rounding] = field(default_factory=list[Rounding])
     draws: bool = False
     gradients: list[dict[str, Tensor]] = field(default_factory=list[dict[str, Tensor]])
+    began: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
 
     @property
     def is_deliberate(self) -> bool:
@@ -182,13 +185,18 @@ def rounds_updates(trained: Trained, arm: Arm) -> bool:
     arm
         What was trained.
     """
-    plain = not arm.iteration.makes_updates and all(map(_is_torchs, arm.step.optimizers))
+    plain = are_torchs(arm)
     kept = [*arm.model.parameters(), *arm.model.buffers()]
     if plain and not any(each.dtype in HALF for each in kept):
         return False
     if any(each.dtype in HALF for each in arm.model.buffers()):
         return True
     return bool(follow(trained, _GATE, shadowed=False).roundings)
+
+
+def are_torchs(arm: Arm) -> bool:
+    """Whether all that updates do is done by optimizers of torch's."""
+    return not arm.iteration.makes_updates and all(map(_is_torchs, arm.step.optimizers))
 
 
 def _is_torchs(optimizer: Optimizer) -> bool:
@@ -204,6 +212,7 @@ def follow(
     rounds: Callable[[Place], bool] | None = None,
     given: Iterable[Mapping[str, Tensor]] | None = None,
     also: Container[str] = (),
+    began: Mapping[str, Tensor] | None = None,
 ) -> Followed:
     """Train a task from its beginning, with its updates beside float64.
 
@@ -216,22 +225,25 @@ def follow(
     given
         Gradients for each update, in place of its own.
     also
-        Names of state that is looked at in float32, too.
+        Names of state that is looked at in float32, too, and of parameters in 16 bits.
+    began
+        Parameters that begin as these, in place of their own values.
     """
-    began = time.monotonic()
+    since = time.monotonic()
     with placing([]) as places:
         mode = Shadow(places, errors=False, at=None, rounds=rounds) if shadowed else None
         feeds = _Feeds(places, also)
         with feeds.inside(mode):
             arm = Arm(trained.task, trained.policy, trained.settings)
+            begins = _begins(arm, also, began or {})
         groups = [each for one in arm.step.optimizers for each in one.param_groups]
         one_by_one(groups)
         batches = (to_device(each, arm.step.device) for each in endless(trained.task))
-        found = Followed(arm, batches)
+        found = Followed(arm, batches, began=begins)
         turns = _Gradients(found, None if given is None else iter(given))
         first = _Values(mode)
         first.note(_kept(arm, feeds))
-        while found.steps < steps and time.monotonic() - began < LIMIT_S:
+        while found.steps < steps and time.monotonic() - since < LIMIT_S:
             feeds.begin(_kept(arm, feeds))
             _step(
                 arm, [next(batches) for _ in range(trained.settings.accumulate)], feeds, mode, turns
@@ -248,6 +260,15 @@ def follow(
                 if each.name in feeds.accumulates and first.knows(each)
             ]
     return found
+
+
+def _begins(arm: Arm, also: Container[str], began: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What parameters in 16 bits are that are asked for; first they become what is given."""
+    named = dict(arm.model.named_parameters())
+    with torch.no_grad():
+        for name in named.keys() & began.keys():
+            named[name].copy_(began[name])
+    return {n: e.detach().clone() for n, e in named.items() if e.dtype in HALF and n in also}
 
 
 class _Gradients:
@@ -313,7 +334,8 @@ class _Kept:
 def _kept(arm: Arm, feeds: _Feeds) -> list[_Kept]:
     """All that is looked at: parameters, and what is in 16 bits of state, buffers and others.
 
-    Parameters in 16 bits that an optimizer updates are left to `observe.stagnation`.
+    Parameters in 16 bits that an optimizer updates are left to `observe.stagnation`, unless they
+    are asked for.
     """
     named = Replay(arm.step).named_tensors()
     own = {id(each) for one in arm.step.optimizers for group in one.param_groups
@@ -321,7 +343,7 @@ def _kept(arm: Arm, feeds: _Feeds) -> list[_Kept]:
     found = [
         _Kept(PARAMETERS if id(each) in own else "weights that no optimizer holds", name, each)
         for name, each in named.items()
-        if each.dtype not in HALF or id(each) not in own
+        if each.dtype not in HALF or id(each) not in own or name in feeds.also
     ]
     names = {id(each): name for name, each in named.items()}
     for optimizer in arm.step.optimizers:
@@ -399,6 +421,7 @@ class _Feeds(TorchDispatchMode):
         self.draws = False
         self._places = places
         self._begun = self._updates = False
+        self._steps = 0
         self._made_of: dict[int, frozenset[str]] = {}
         self._written: set[int] = set()
         self._others: dict[str, weakref.ref[Tensor]] = {}
@@ -420,7 +443,14 @@ class _Feeds(TorchDispatchMode):
             self._updates = False
 
     def begin(self, kept: Sequence[_Kept]) -> None:
-        """A step begins, with these."""
+        """A step begins, with these.
+
+        What the first one makes of a tensor may be its copy: then it is another that feeds on
+        itself.
+        """
+        if self._steps == 1:
+            self.accumulates.clear()
+        self._steps += 1
         self._made_of = {memory(each.tensor): frozenset([each.name]) for each in kept}
         self._written.clear()
         self._begun = True

@@ -144,6 +144,10 @@ class Origin:
     outputs: list[Values] = field(default_factory=list[Values])
 
 
+HOLDS_TOO = "holds, too"
+"""What came of a patch that was shown to hold as the one that is taken was."""
+
+
 @dataclass(frozen=True)
 class Fix:
     """Something to try.
@@ -166,7 +170,8 @@ class Fix:
         Unified diff of the user's source, for ``git apply`` in the working directory; None where
         the fix is none of code. `verified` then means that the patched source was run.
     patch_status
-        ``verified: ...`` with how that was shown, or ``suggestion: ...`` with why it is no more.
+        ``verified: ...`` with how that was shown; ``holds, too: ...`` where another was taken; or
+        ``suggestion: ...`` with why it is no more.
     """
 
     what: str
@@ -183,6 +188,8 @@ class Fix:
     @property
     def outcome(self) -> str:
         """What came of it, in words; only a patch that was trained on is called verified."""
+        if self.patch_status.startswith(HOLDS_TOO):
+            return HOLDS_TOO
         if not self.verified:
             return "not verified"
         return "holds on this step" if self.patch is None else "verified"

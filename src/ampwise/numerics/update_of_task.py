@@ -20,6 +20,7 @@ from ampwise.bench.arm import Arm, Settings
 from ampwise.data import to_device
 from ampwise.errors import kind_and_words
 from ampwise.numerics import update
+from ampwise.numerics.observe.narrow import in_words, makers
 from ampwise.numerics.observe.roots import Root
 from ampwise.numerics.observe.shadow import Shadow
 from ampwise.numerics.remedy.handover import Failing, TaskSource
@@ -98,7 +99,26 @@ def in_update(trained: Trained, found: Diagnosis) -> None:
     update.explain(found, partial(trained.before, number), *lost)
     found.step = trained.steps
     found.explanation += f" {which} made it so."
+    _narrow_parameter(trained, found, lost)
     found.fixes = _fixes(trained, number, lost[0])
+
+
+def _narrow_parameter(trained: Trained, found: Diagnosis, lost: tuple[Root, str]) -> None:
+    """Say of a parameter that an update lost in 16 bits where it is made so.
+
+    That is the origin, unless the update is the user's own, and has a line.
+    """
+    root, name = lost
+    made = makers(trained.task, trained.settings).get(name) if update.is_narrow(root) else None
+    if made is None:
+        return
+    found.explanation += f" {name} is made in {made.dtype} on {in_words(made.place)}."
+    assert found.origin is not None
+    if not found.origin.line:
+        at = made.place
+        found.origin = replace(
+            found.origin, file=at.file, line=at.line, source=at.source, library=at.library
+        )
 
 
 class _OfWindow:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,17 +20,23 @@ from ampwise import formats
 from ampwise.bench.arm import Arm
 from ampwise.numerics.followed import (
     LIMIT_S,
+    PARAMETERS,
     Change,
     Followed,
     Rounding,
+    are_torchs,
     follow,
+    is_wrong,
     rounds_updates,
 )
 from ampwise.numerics.observe.gradient_errors import MISSING, GradientErrors
+from ampwise.numerics.observe.narrow import makers
+from ampwise.numerics.observe.stagnation import Stagnant
 from ampwise.numerics.observe.values import at
 from ampwise.numerics.progress import Progress
 from ampwise.numerics.result import CauseName, Diagnosis, Fix
 from ampwise.numerics.update_of_task import Trained
+from ampwise.step.replay import Replay
 from ampwise_lint.base.words import counted, joined
 
 _LEAST = 0.1
@@ -71,9 +79,44 @@ def wrong_updates(trained: Trained, arm: Arm, found: Diagnosis, progress: Progre
     return True
 
 
-def _line(trained: Trained, run: Followed, kind: str) -> Rounding | None:
-    """The line that makes most of the error of a kind by its rounding alone; None if none does."""
-    names = {each.name for each in run.changes if each.kind == kind}
+def left_behind(trained: Trained, arm: Arm, still: Stagnant) -> Stagnant | None:
+    """Weights that did not move, and on which lines that is; None where nothing is lost by it.
+
+    What rounding loses may be kept in float32 masters or in a compensation, or rounding may go by
+    chance: an update of one's own is made again in float64 before anything is said of it.
+    """
+    if not are_torchs(arm):
+        run = follow(trained, trained.steps, also=still.share)
+        lost = [each for each in run.changes if each.name in still.share]
+        changes = ({each.name: each.actual for each in lost}, {e.name: e.ideal for e in lost})
+        if run.is_deliberate or not is_wrong(GradientErrors(*changes)):
+            return None
+        line = _line(trained, run, PARAMETERS, changes[0])
+        share = {name: each for name, each in still.share.items() if name in changes[0]}
+        still = replace(still, share=share, by=None if line is None else line.place)
+    named, made = Replay(arm.step).named_tensors(), makers(trained.task, trained.settings)
+    by_line: Counter[tuple[str, int]] = Counter()
+    for name, share in still.share.items():
+        if name in made:
+            by_line[made[name].line] += int(share * named[name].numel())
+    if not by_line:
+        return still
+    most = by_line.most_common(1)[0][0]
+    return replace(still, made={name: each for name, each in made.items() if each.line == most})
+
+
+def _line(
+    trained: Trained, run: Followed, kind: str, names: Collection[str] = ()
+) -> Rounding | None:
+    """The line that makes most of the error of a kind by its rounding alone; None if none does.
+
+    Parameters
+    ----------
+    names
+        Parameters in 16 bits that are looked at; none for all of the kind.
+    """
+    also = names
+    names = names or {each.name for each in run.changes if each.kind == kind}
     ideal = {each.name: each.ideal for each in run.changes if each.name in names}
     whole = _squared(run.changes, ideal)
     began = time.monotonic()
@@ -83,7 +126,8 @@ def _line(trained: Trained, run: Followed, kind: str) -> Rounding | None:
         if time.monotonic() - began > LIMIT_S:
             break
         where = each.place.file, each.place.line
-        alone = follow(trained, run.steps, rounds=lambda at, w=where: (at.file, at.line) == w)
+        alone = follow(trained, run.steps, rounds=lambda at, w=where: (at.file, at.line) == w,
+                       also=also)  # fmt: skip
         rounded = {e.name: e.ideal for e in alone.changes if e.name in ideal}
         harm = GradientErrors(rounded, ideal).relative(ideal) ** 2
         harms.append((min(1.0, harm / whole), number))

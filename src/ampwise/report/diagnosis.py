@@ -101,7 +101,7 @@ def _print_fixes(fixes: list[Fix], console: Console) -> None:
         outcome = (f"  {each.outcome}: ", style)
         console.print(Text.assemble(outcome, (each.what, "bold"), f" ({each.cost})"))
         console.print(Text(f"    {each.how}", style="" if each.verified else "dim"))
-        if each.patch_status not in ("", each.cost):
+        if each.patch_status and not each.patch_status.endswith(each.cost):
             console.print(Text(f"    {each.patch_status}", style="dim"))
         for line in patch_lines(each):
             style = _SIGNS.get(line[:1], "")

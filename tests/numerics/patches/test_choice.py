@@ -47,12 +47,34 @@ def test_the_patch_that_is_near_on_all_steps_is_taken_and_then_the_small_one(tak
         assert best_of(both, MOST, BEFORE) is taken
 
 
+def test_a_line_in_place_of_another_is_as_small_as_a_line_more():
+    first = held("a cast", Grade.FLOAT32, 60, 44)
+    added = Proposal("a name", "", b"a\na\nb\nc\nd\n", Grade.FLOAT32)
+    more = Held(2, added, held("", Grade.FLOAT32, 60, 44).outcome)
+    assert (first.lines(BEFORE), more.lines(BEFORE)) == (1, 1)
+    assert best_of([more, first], MOST, BEFORE) is first
+    assert why(first, [first, more], MOST, BEFORE).endswith("about as near and as small")
+    two = held("two", Grade.FLOAT32, 60, 44, lines=2)
+    said = why(first, [first, two], MOST, BEFORE)
+    assert said.endswith("about as near, and fewer lines change")
+
+
+def test_a_nearer_patch_is_not_called_small():
+    every = [
+        held("a statement", Grade.STATEMENTS, 50, 50),
+        held("names", Grade.FLOAT32, 45, 45, lines=2),
+        held("operand", Grade.FLOAT32, 43, 43),
+    ]
+    assert best_of(every, MOST, BEFORE) is every[1]
+    assert why(every[1], every[1:], MOST, BEFORE).endswith("(43 dB at worst): it is nearer")
+
+
 def test_a_patch_that_leaves_something_wrong_is_taken_only_where_all_do():
     wrong = held("a name", Grade.FLOAT32, 64, 60, left="the loss is 226 and should be 375")
     right = held("the function", Grade.FUNCTION, 50, 44)
     assert may_win(right.proposal, wrong, MOST)
     assert best_of([wrong, right], MOST, BEFORE) is right
-    assert "there the loss is 226 and should be 375" in why(right, [wrong, right], MOST)
+    assert "there the loss is 226 and should be 375" in why(right, [wrong, right], MOST, BEFORE)
     also = held("the function", Grade.FUNCTION, 50, 44, left=wrong.outcome.left)
     assert best_of([wrong, also], MOST, BEFORE) is wrong
 
@@ -79,9 +101,11 @@ def test_nothing_more_is_tried_where_nothing_could_be_better():
 
 
 def test_the_reason_is_said_with_its_figures():
-    assert why(FLOAT32, [EPS, FLOAT32], MOST) == ("taken before eps (16 dB at worst): it is nearer")
+    assert why(FLOAT32, [EPS, FLOAT32], MOST, BEFORE) == (
+        "taken before eps (16 dB at worst): it is nearer"
+    )
     function = held("the function", Grade.FUNCTION, 68, 66)
-    said = why(FLOAT32, [FLOAT32, function], MOST)
+    said = why(FLOAT32, [FLOAT32, function], MOST, BEFORE)
     assert said.endswith("(66 dB at worst): about as near, and float32 is only where it is needed")
 
 
@@ -106,7 +130,7 @@ def test_float32_that_leaves_its_neighbour_near_the_end_of_the_format_is_passed_
     wide = held("name", Grade.FLOAT32, 61, 58, lines=2)
     assert may_win(wide.proposal, near, MOST)
     assert best_of([near, wide], MOST, BEFORE) is wide
-    assert "line 7 comes to 33,440" in why(wide, [near, wide], MOST)
+    assert "line 7 comes to 33,440" in why(wide, [near, wide], MOST, BEFORE)
     layers = held("layers", Grade.LAYERS, 61, 58)
     noisy = held("name", Grade.FLOAT32, 45, 40)
     assert not may_win(layers.proposal, near, MOST)
@@ -135,6 +159,24 @@ def test_an_edit_that_nothing_is_lost_without_is_left_out():
     assert search.tried[-1].proposal.data == b"0,1"
     assert [data for _, data in tries.tried] == [whole.data, b"0,1", b"0", b"1"]
     assert len({number for number, _ in tries.tried}) == 4
+
+
+def test_what_reaches_further_back_is_tried_where_all_that_holds_is_noise_on_some_step():
+    narrow = held("operand", Grade.FLOAT32, 40, 30, 15)
+    back = held("from above", Grade.STATEMENTS, 50, 48, 46, lines=2)
+    beyond = held("helpers", Grade.FUNCTION, 60, 58, 57, lines=3)
+    outcomes = {each.proposal.data: each.outcome for each in (narrow, back, beyond)}
+    found, further = [narrow.proposal], [back.proposal, beyond.proposal]
+    tries = Tries(outcomes)
+    search = Search(SITE, found, tries, mock.Mock(), further)
+    search.run()
+    assert search.tried[-1].proposal is back.proposal
+    assert [data for _, data in tries.tried] == [narrow.proposal.data, back.proposal.data]
+    assert search.tried[0].status.startswith("holds, too: 15 dB at worst")
+    near = held("operand", Grade.FLOAT32, 40, 30, 21)
+    tries = Tries(outcomes | {near.proposal.data: near.outcome})
+    Search(SITE, found, tries, mock.Mock(), further).run()
+    assert len(tries.tried) == 1
 
 
 def test_what_held_is_told_if_the_time_is_over():

@@ -7,7 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from ampwise.numerics.remedy.patches import Grade, Proposal, around, casts_in, proposals
+from ampwise.numerics.remedy.patches import (
+    Grade,
+    Proposal,
+    around,
+    back_from,
+    casts_in,
+    made_by,
+    proposals,
+)
 from ampwise.numerics.remedy.patches.calls import CallSite
 from ampwise.numerics.remedy.patches.site import Site
 from ampwise.numerics.remedy.patches.source import SourceFile, code_of
@@ -70,6 +78,9 @@ LINES = {
         "return torch.full((n,), 0.998, dtype=x.dtype)",
         "return torch.full((n,), 0.998, dtype=torch.float32)",
         {"cause": "PRECISION_LOSS", "op": "full", "half": "x"}),
+    "to another tensor": (
+        "return self.embed(n.to(x))", "return self.embed(n.to(x.device, torch.float32))",
+        {"cause": "PRECISION_LOSS", "op": "_to_copy", "half": "x"}),
     "like another tensor": (
         "return self.embed(n.type_as(x))", "return self.embed(n.float())",
         {"cause": "PRECISION_LOSS", "op": "_to_copy", "half": "x"}),
@@ -132,7 +143,8 @@ def test_a_cast_to_a_format_that_was_given_is_undone_above_the_line():
 def test_the_format_of_another_tensor_is_kept_where_another_operation_fails():
     found = texts(line("return (n.to(x.dtype) * 1e5).sum()"), "x", cause="RANGE_OVERFLOW", op="mul")
     assert found
-    assert not any("n.to(torch.float32)" in each for each in found)
+    casts = [each for each in found if "n.to(torch.float32)" in each]
+    assert all("autocast" in each and "x.float()" not in each for each in casts)
 
 
 def test_state_that_is_made_elsewhere_in_the_function_is_made_in_float32():
@@ -395,3 +407,85 @@ def test_what_a_helper_is_given_by_a_cast_to_half_is_given_in_float32():
         each.data.decode() for each in around(at, [CallSite(at, end, helpers=frozenset([end]))], [])
     ]
     assert any("distance(m(b).float(), b.float())" in each for each in made)
+
+
+def back(code: str, half: str = "", before=(), **known) -> list[str]:
+    at = site(code, half, **known)
+    several = [site(code.replace("# <-", "").replace(each, f"{each}  # <-"), half, **known)
+               for each in before]  # fmt: skip
+    return [each.data.decode().removeprefix(HEAD) for each in back_from(at, several)]
+
+
+ANGLE = """def six(x):
+    y = x / x.norm()
+    return y
+
+
+def angle(left, right, n):
+    both = torch.bmm(left.transpose(1, 2), right)
+    trace = both.diagonal(dim1=1, dim2=2).sum(dim=1)
+    half = (trace - 1) / 2
+    return torch.acos(half.clamp(-1, 1))  # <-
+"""
+
+
+def test_a_patch_reaches_back_to_the_product_that_makes_the_operand():
+    found = back(ANGLE, "left both trace half", cause="CANCELLATION", op="acos")
+    first = "    both = torch.bmm(left.transpose(1, 2), right)\n"
+    island = (
+        "    with torch.autocast(left.device.type, enabled=False):\n"
+        "        both = torch.bmm(left.float().transpose(1, 2), right)\n"
+    )
+    assert ANGLE.replace(first, island) in found
+
+
+def test_a_patch_reaches_back_to_a_helper_that_ran_before():
+    before = ["y = x / x.norm()"]
+    found = back(ANGLE, "x left both trace half", before, cause="CANCELLATION", op="acos")
+    wanted = ANGLE.replace("    y = x /", "    x = x.float()\n    y = x /")
+    assert any(each.startswith(wanted[: wanted.index("def angle")]) for each in found)
+
+
+def test_the_operand_is_raised_where_it_is_made_beyond_views_of_it():
+    code = (
+        "def logp(logits, tokens):\n"
+        "    every = logits[:, :-1].log_softmax(dim=-1)\n"
+        "    chosen = every.gather(-1, tokens[:, 1:, None]).squeeze(-1)\n"
+        "    return chosen.sum(dim=-1)  # <-\n"
+    )
+    found = back(code, "logits every chosen", cause="CANCELLATION", op="sum")
+    assert found[0] == code.replace("[:, :-1].log", "[:, :-1].float().log")
+
+
+def test_a_format_is_written_in_the_helper_that_makes_the_operand():
+    code = (
+        "def coefficients(like, n):\n"
+        "    return table.to(device=like.device, dtype=like.dtype)[n]\n\n\n"
+        "def weight(like, n):\n"
+        "    return 1 / (1 - coefficients(like, n))  # <-\n"
+    )
+    helper = site(code.replace("  # <-", "").replace("[n]", "[n]  # <-"), "like")
+    found = [each.data.decode() for each in made_by(site(code), [helper])]
+    assert any("device=like.device, dtype=torch.float32)" in each for each in found)
+
+
+def test_a_tensor_that_is_only_asked_for_its_format_is_not_cast():
+    code = (
+        "def counted(target, n, like):\n"
+        "    ones = torch.ones(n, dtype=like.dtype, device=like.device)\n"
+        "    zeros = torch.zeros(n, dtype=like.dtype)\n"
+        "    return zeros.index_add_(0, target, ones)  # <-\n"
+    )
+    found = texts(code, "like ones zeros", cause="PRECISION_LOSS", op="index_add_")
+    assert code.replace("dtype=like.dtype", "dtype=torch.float32") in found
+    assert not any("like.float()" in each for each in found)
+
+
+def test_what_a_product_takes_more_than_once_is_cast_once():
+    code = "def gram(x):\n    return x @ x.transpose(-1, -2)  # <-\n"
+    wanted = (
+        "def gram(x):\n    x = x.float()\n"
+        "    with torch.autocast(x.device.type, enabled=False):\n"
+        "        return x @ x.transpose(-1, -2)  # <-\n"
+    )
+    assert wanted in back(code, "x", cause="RANGE_OVERFLOW", op="mm")

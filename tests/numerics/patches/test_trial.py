@@ -87,7 +87,7 @@ def test_a_source_is_judged_by_what_it_does_in_a_fresh_process(trials, gain):
     assert right.left == ""
     assert right.sqnr_db is not None
     assert right.sqnr_db > 40
-    assert len(right.next_db) == 5
+    assert 5 < len(right.next_db) <= 12
     assert min(right.next_db) > 40
     clean = trials.of(2, GAIN.replace("* 1e5", "* 1e-5").encode())  # finite, and a part is lost
     assert not clean.verified

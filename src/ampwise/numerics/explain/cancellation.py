@@ -7,7 +7,7 @@ import torch
 from ampwise import formats
 from ampwise.numerics.explain.cause import Argument, Cause, Explanation, Fault
 from ampwise.numerics.explain.underflow import are_tiny, zeros_and_wanted
-from ampwise.numerics.observe.ancestry import back_from
+from ampwise.numerics.observe.ancestry import LOGARITHMS, back_from
 from ampwise.numerics.remedy import interventions as change
 from ampwise.numerics.remedy.candidate import Candidate
 from ampwise.numerics.remedy.interventions import Scope, on
@@ -43,6 +43,14 @@ def _cancelled(is_and_should: str, argument: Argument) -> Explanation:
     fmt = formats.lookup(made_by.dtype)
     if made_by.rounded_to is not None:
         end = made_by.rounded_to
+        if made_by.name in LOGARITHMS:
+            near = f"{end - fmt.ulp(end) / 2:.6g} and {end + fmt.ulp(end):.6g}"
+            return Explanation(
+                "CANCELLATION",
+                f"{is_and_should}: {made_by.where} is of numbers that rounded to {end:g}, and "
+                f"keeps nothing of how far they are from it. Next to it {fmt} has {near}.",
+                made_by,
+            )
         return Explanation(
             "CANCELLATION",
             f"{is_and_should}: {made_by.where} takes the difference to "

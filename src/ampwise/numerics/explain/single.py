@@ -14,7 +14,7 @@ from ampwise import formats
 from ampwise.data import leaves
 from ampwise.numerics.explain import float8
 from ampwise.numerics.explain.lost import Lost
-from ampwise.numerics.observe.ancestry import Ancestor, back_from, largest_before
+from ampwise.numerics.observe.ancestry import LOGARITHMS, Ancestor, back_from, largest_before
 from ampwise.numerics.observe.budget import is_harmless
 from ampwise.numerics.observe.exact import UnsupportedError, exact
 from ampwise.numerics.observe.extent import extent_of, lost_elements, samples_in
@@ -181,8 +181,9 @@ def _cancelled_at(made_by: Ancestor, error: OperationError, damage: str) -> Lost
     fmt = formats.lookup(made_by.dtype)
     rounded = made_by.rounded_to
     what = "nearly equal numbers" if rounded is None else f"from {rounded:g} what rounded to it"
+    what = "is of what rounded to 1" if made_by.name in LOGARITHMS else f"subtracts {what}"
     words = (
-        f"{made_by.name} on line {made_by.place.line} subtracts {what}: "
+        f"{made_by.name} on line {made_by.place.line} {what}: "
         f"{counted(made_by.cancelled, 'element')} of its result lost all digits of the "
         f"{fmt.mantissa_bits + 1} bits of {fmt}; {error.name} on line {error.place.line} shows it"
     )

@@ -17,7 +17,9 @@ DIFFERENCES = frozenset(["sub", "sub_", "rsub", "add", "add_", "sum", "mean"])
 _CANCELLED_DB = 10.0
 """Loss of SQNR from the inputs to a difference above which its digits cancelled."""
 
-_ELEMENTWISE = frozenset(["sub", "sub_", "rsub", "add", "add_"])
+LOGARITHMS = frozenset(["log", "log_", "log2", "log10"])
+"""Operations that are a difference to 1 where their argument is close to it."""
+_ELEMENTWISE = frozenset(["sub", "sub_", "rsub", "add", "add_"]) | LOGARITHMS
 _SUMS = frozenset(["add", "add_"])
 _BOUNDS = frozenset(["clamp", "clamp_", "clamp_min", "clamp_min_", "clamp_max", "clamp_max_"])
 _RIGHT, _WRONG = 0.1, 0.3
@@ -78,6 +80,8 @@ class Ancestor:
     @property
     def cancels(self) -> bool:
         """Whether it is a difference that lost its digits, as a whole or in some elements."""
+        if self.name in LOGARITHMS:
+            return self.cancelled > 0
         if self.name not in DIFFERENCES:
             return False
         return self.cancelled > 0 or self.inputs_db - self.propagated_db > _CANCELLED_DB
@@ -154,12 +158,14 @@ def cancelled(
 ) -> tuple[int, float | None]:
     """Elements of a difference that are lost though its terms are right, and what they rounded to.
 
+    A logarithm is the difference of its argument to 1.
+
     Parameters
     ----------
     args, ideal
         Arguments by position, as they are and without rounding.
     """
-    if name not in _ELEMENTWISE or len(args) < 2 or result.shape != wanted.shape:
+    if name not in _ELEMENTWISE or result.shape != wanted.shape:
         return 0, None
     actual = result.detach().double()
     lost = (actual - wanted).abs() > _WRONG * wanted.abs()
@@ -170,7 +176,8 @@ def cancelled(
     for given, ideally in pairs:
         lost = lost & ((given - ideally).abs() <= _RIGHT * ideally.abs())
     count = int(lost.sum())
-    constant = next((abs(float(each)) for each in args[:2] if isinstance(each, int | float)), None)
+    constants = (abs(float(each)) for each in args[:2] if isinstance(each, int | float))
+    constant = 1.0 if name in LOGARITHMS else next(constants, None)
     if not count or constant is None or len(pairs) != 1:
         return count, None
     terms = pairs[0][0].expand(lost.shape)[lost].abs()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from ampwise.formats import dtype_name
+from ampwise.numerics.observe.narrow import Maker
+from ampwise.places import Place
 from ampwise.step.replayable import Replayable
 from ampwise.telemetry.ring import StepRecord
 
@@ -23,12 +26,18 @@ class Stagnant:
         Of all elements with a non-zero gradient, those that stayed as they were, by parameter.
     still, pushed
         How many stayed, of how many, in these parameters.
+    made
+        The line that makes most of these elements 16 bits, by parameter; empty if none is known.
+    by
+        The line of the user's own update; None of one of torch's.
     """
 
     share: dict[str, float]
     dtype: str
     still: int = 0
     pushed: int = 0
+    made: Mapping[str, Maker] = field(default_factory=dict[str, Maker])
+    by: Place | None = None
 
 
 def weights_of(step: Replayable) -> dict[str, Tensor]:

@@ -28,8 +28,9 @@ from ampwise.step.replay import Replay
 from ampwise.tasks import Task
 from ampwise.tasks.checks import endless
 
-STEPS = 5
-LIMIT_S = 3.0
+STEPS, MOST_STEPS = 5, 12
+"""Next steps that are made; and where they are quick, as what a patch keeps may fall slowly."""
+LIMIT_S, QUICK_S = 3.0, 0.5
 """Processor time after which no further step is added: the steps of a large model are fewer."""
 
 
@@ -53,7 +54,7 @@ def write(folder: Path, task: Task, content: Mapping[str, Any]) -> None:
         return
     began = time.process_time()
     _step(arm, first.gradients, content["run"]["max_grad_norm"])
-    for number, window in enumerate(islice(windows(task, arm, failing, content), STEPS)):
+    for number, window in enumerate(islice(windows(task, arm, failing, content), MOST_STEPS)):
         step = Replay(arm.step)
         stash = step.rehearsal(arm.iteration.again, window)
         wanted = reference(step, stash)
@@ -66,7 +67,8 @@ def write(folder: Path, task: Task, content: Mapping[str, Any]) -> None:
             "window": handover.window(stash, arm.step.device),
         }
         torch.save(made, _file(folder, number))
-        if time.process_time() - began > LIMIT_S:
+        taken_s = time.process_time() - began
+        if taken_s > LIMIT_S or (taken_s > QUICK_S and number + 1 >= STEPS):
             return
         _step(arm, wanted.gradients, content["run"]["max_grad_norm"])
 

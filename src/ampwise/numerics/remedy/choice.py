@@ -71,8 +71,10 @@ class Held:
 
 
 def _changed(before: bytes, after: bytes) -> int:
+    """Lines that change; one in place of another is one."""
     old, new = (each.decode(errors="replace").splitlines() for each in (before, after))
-    return sum(each[0] in "+-" for each in difflib.unified_diff(old, new, n=0))
+    steps = difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
+    return sum(max(j - i, m - n) for tag, i, j, n, m in steps if tag != "equal")
 
 
 def enough_db(dtype: str) -> float:
@@ -122,6 +124,11 @@ def _least(some: Sequence[Held], before: bytes) -> Held:
     return min(some, key=lambda each: (each.proposal.grade, each.lines(before), each.number))
 
 
+def is_noisy(each: Held) -> bool:
+    """Whether most of a gradient's digits are lost on some step still."""
+    return each.measured and each.worst() < _SOUND_DB
+
+
 def _is_narrow(each: Held) -> bool:
     """Whether it widens something, and leaves its neighbour near the end of the format."""
     return bool(each.outcome.near) and each.proposal.grade in _WIDER
@@ -144,13 +151,13 @@ def is_as_good(less: Outcome, best: Held) -> bool:
     )
 
 
-def why(taken: Held, held: Sequence[Held], most: float) -> str:
+def why(taken: Held, held: Sequence[Held], most: float, before: bytes) -> str:
     """Why one was taken before the others."""
-    said = [_before(taken, each, most) for each in held if each is not taken]
+    said = [_before(taken, each, most, before) for each in held if each is not taken]
     return "; ".join(said)
 
 
-def _before(taken: Held, other: Held, most: float) -> str:
+def _before(taken: Held, other: Held, most: float, before: bytes) -> str:
     name = f"{other.proposal.what} ({in_db(other.worst())} at worst)"
     if other.outcome.left and not taken.outcome.left:
         return f"taken before {name}: there {other.outcome.left}"
@@ -162,7 +169,15 @@ def _before(taken: Held, other: Held, most: float) -> str:
         return f"taken before {name}: it is nearer on most steps"
     if taken.proposal.grade < other.proposal.grade:
         return f"taken before {name}: about as near, and {_MERIT[taken.proposal.grade]}"
-    return f"taken before {name}: about as near, and smaller"
+    if taken.proposal.grade > other.proposal.grade or not _is_less(taken, other, before):
+        return f"taken before {name}: it is nearer"
+    if taken.lines(before) < other.lines(before):
+        return f"taken before {name}: about as near, and fewer lines change"
+    return f"taken before {name}: about as near and as small"
+
+
+def _is_less(one: Held, other: Held, before: bytes) -> bool:
+    return _least([one, other], before) is one
 
 
 _MERIT = {

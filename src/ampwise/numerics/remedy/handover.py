@@ -20,6 +20,7 @@ from ampwise.bench.arm import Arm, Settings
 from ampwise.errors import UsageError, in_one_line
 from ampwise.numerics.observe.constants import originals
 from ampwise.numerics.observe.made import note_originals
+from ampwise.numerics.observe.narrow import Maker
 from ampwise.numerics.observe.reference import Reference
 from ampwise.policy import Policy
 from ampwise.step.recorder import MicroBatch, RandomState, Stash
@@ -55,6 +56,8 @@ class Failing:
     at
         File and name of the function whose results are near the end of the format; None where that
         is not asked.
+    made
+        What makes parameters in 16 bits, by their names, where their updates are lost.
     """
 
     source: TaskSource
@@ -65,6 +68,7 @@ class Failing:
     wanted: Reference | None = None
     updates: int = 0
     at: tuple[str, str] | None = None
+    made: Mapping[str, Maker] = dataclasses.field(default_factory=dict[str, Maker])
 
     @property
     def step(self) -> Replay:
@@ -112,6 +116,7 @@ def _content(failing: Failing, wanted: Reference) -> dict[str, Any]:
         "after": dict(failing.after),
         "updates": failing.updates,
         "at": failing.at,
+        "narrow": list(failing.made),
     }
 
 

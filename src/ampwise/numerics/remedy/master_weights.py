@@ -13,13 +13,17 @@ from ampwise.step.replayable import Replayable
 
 def tried(step: Replayable) -> Fix:
     """Float32 master weights as a fix."""
-    moved = _moves_in_float32(step)
+    moved, dtype = _moves_in_float32(step), step.policy.compute_dtype
+    how = "keep the parameters in float32"
+    if step.policy.autocast:
+        how += f": autocast computes in {dtype} anyway"
+    else:
+        how += f" and let autocast compute in 16 bits: {step.how(PRESETS['bf16'])}"
     return Fix(
         "float32 master weights",
-        "keep the parameters in float32 and let autocast compute in 16 bits: "
-        f"{step.how(PRESETS['bf16'])}",
+        how,
         verified=moved,
-        cost="4 more bytes for each parameter" if moved else "tried: they do not move then",
+        cost="2 more bytes for each parameter" if moved else "tried: they do not move then",
     )
 
 

@@ -9,12 +9,23 @@ from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
 
+import libcst as cst
+
 import ampwise
 from ampwise.formats import HALF
 from ampwise.numerics.explain.causes import CAUSES
 from ampwise.numerics.remedy.costs import Cost
-from ampwise.numerics.remedy.patches import Proposal, around, casts_in, proposals
+from ampwise.numerics.remedy.patches import (
+    Proposal,
+    around,
+    as_made,
+    back_from,
+    casts_in,
+    made_by,
+    proposals,
+)
 from ampwise.numerics.remedy.patches.calls import CallSite
+from ampwise.numerics.remedy.patches.constants import assigned
 from ampwise.numerics.remedy.patches.site import Site
 from ampwise.numerics.remedy.patches.source import (
     UNREADABLE,
@@ -23,10 +34,11 @@ from ampwise.numerics.remedy.patches.source import (
     encoding_of,
     parts_with,
     unified,
+    walk,
 )
 from ampwise.numerics.remedy.precision import runs_with
-from ampwise.numerics.remedy.probe import Wanted, formats_at, led_to
-from ampwise.numerics.result import Diagnosis, Fix
+from ampwise.numerics.remedy.probe import Led, Wanted, formats_at, led_to
+from ampwise.numerics.result import HOLDS_TOO, Diagnosis, Fix
 from ampwise.places import kind_of
 from ampwise.step.recorder import Stash
 from ampwise.step.replayable import Replayable
@@ -36,6 +48,7 @@ _MOST = 16
 _MOST_BEYOND = 8
 """Patches elsewhere that are tried."""
 _MOST_CALLERS = 3
+_MOST_BEFORE = 2
 _MOST_OTHERS = 6
 
 
@@ -54,6 +67,13 @@ class OwnSource:
     others
         Other parts of the user's files that write a 16-bit format, where an update is at fault;
         else None.
+    before
+        Functions of the user's own that ran before that of the fault, and no layers, the nearest
+        first.
+    makers
+        Those that its function calls for what the line computes with.
+    parameter_lines
+        Lines that make parameters of the fault in 16 bits, where that is known.
     """
 
     root: Path
@@ -61,6 +81,9 @@ class OwnSource:
     callers: Sequence[CallSite] = ()
     chains: Sequence[Sequence[Site]] = ()
     others: Sequence[Site] | None = None
+    before: Sequence[Site] = ()
+    makers: Sequence[Site] = ()
+    parameter_lines: Sequence[Site] = ()
 
     @property
     def file(self) -> Path:
@@ -70,14 +93,36 @@ class OwnSource:
     @property
     def with_caller(self) -> list[Proposal]:
         """`proposals`, and at last changes where the function of the fault is called."""
-        beyond = around(self.site, self.callers, self.chains)
         casts = () if self.others is None else casts_in(self.site, self.others)
-        return [*self.proposals, *islice(casts, _MOST_BEYOND), *islice(beyond, _MOST_BEYOND)]
+        if self.makes_parameters:
+            return [*self.proposals, *islice(casts, _MOST_BEYOND)]
+        made = made_by(self.site, self.makers)
+        beyond = around(self.site, self.callers, self.chains)
+        return [
+            *self.proposals,
+            *islice(casts, _MOST_BEYOND),
+            *islice(made, _MOST_BEYOND),
+            *islice(beyond, _MOST_BEYOND),
+        ]
+
+    @property
+    def further(self) -> list[Proposal]:
+        """Changes that reach back to what the line computes with, where those at it are too few."""
+        return list(islice(back_from(self.site, self.before), _MOST_BEYOND))
+
+    @property
+    def makes_parameters(self) -> bool:
+        """Whether the line of the fault is one that makes parameters."""
+        own = self.site.source.path, self.site.line
+        return any((each.source.path, each.line) == own for each in self.parameter_lines)
 
     @property
     def proposals(self) -> list[Proposal]:
         """What may be written there instead, in the order in which it is tried."""
-        return proposals(self.site)[:_MOST]
+        if self.makes_parameters:
+            return list(as_made(self.site, self.parameter_lines))[:_MOST]
+        first = list(as_made(self.site, self.parameter_lines)) if self.parameter_lines else []
+        return [*first, *proposals(self.site)][:_MOST]
 
     def diff(self, proposal: Proposal) -> str:
         """A proposal as a unified diff."""
@@ -108,9 +153,8 @@ class Tried:
     def as_fix(self, source: OwnSource) -> Fix:
         """The same as a diagnosis says it."""
         each, diff = self.proposal, source.diff(self.proposal)
-        fix = Fix(
-            each.what, each.why, self.verified, self.status, patch=diff, patch_status=self.status
-        )
+        said = self.status.removeprefix(f"{HOLDS_TOO}: ")
+        fix = Fix(each.what, each.why, self.verified, said, patch=diff, patch_status=self.status)
         return (self.cost or Cost("cost not measured")).of(fix) if self.verified else fix
 
 
@@ -125,14 +169,17 @@ def add_to(found: Diagnosis, source: OwnSource, tried: Iterable[Tried]) -> None:
 
 
 def own_source(
-    found: Diagnosis, step: Replayable, stash: Stash, roots: Sequence[Path]
-) -> OwnSource | None:
+    found: Diagnosis, step: Replayable, stash: Stash, roots: Sequence[Path],
+    parameter_lines: Sequence[tuple[str, int]] = (),
+) -> OwnSource | None:  # fmt: skip
     """The source of a fault; None where it is not the user's, or cannot be read.
 
     Parameters
     ----------
     roots
         Folders whose code is the user's own; a diff names files from the first that has them.
+    parameter_lines
+        Lines that make parameters in 16 bits.
     """
     file = own_file(found, roots)
     if file is None:
@@ -144,7 +191,12 @@ def own_source(
     led = led_to(step, stash, *fault, lambda each: _is_own(Path(each), [root]))
     callers = led.calls[:_MOST_CALLERS]
     runs = [] if led.at is None else runs_with(led.functions, led.at)
-    places = list(dict.fromkeys([fault, *((e.file, e.line) for e in callers), *chain(*runs)]))
+    first = _site(found, file, origin.line, step)
+    if first is None:
+        return None
+    before, made = led.before[::-1][:_MOST_BEFORE], _makers(first, origin.file, led)
+    at_callers = [(each.file, each.line) for each in callers]
+    places = list(dict.fromkeys([fault, *at_callers, *chain(*runs), *before, *made]))
     sites = dict(zip(places, _sites(found, places, step, stash), strict=True))
     site = sites[fault]
     if site is None:
@@ -157,7 +209,29 @@ def own_source(
     several = [[sites[each] for each in run] for run in runs]
     whole = [[each for each in run if each is not None] for run in several if None not in run]
     others = _others(found, root, site, step) if found.phase == "optimizer" else None
-    return OwnSource(root, site, at_calls, whole, others)
+    earlier = [at for each in before if (at := sites[each]) is not None]
+    makers = [at for each in made if (at := sites[each]) is not None]
+    lines = _parameter_lines(found, step, root, fault, parameter_lines)
+    return OwnSource(root, site, at_calls, whole, others, earlier, makers, lines)
+
+
+def _parameter_lines(
+    found: Diagnosis, step: Replayable, root: Path, fault: tuple[str, int],
+    lines: Sequence[tuple[str, int]],
+) -> list[Site]:  # fmt: skip
+    """Lines of the user's that make parameters; that of the fault first."""
+    own = [each for each in dict.fromkeys(lines) if _is_own(Path(each[0]), [root])]
+    own.sort(key=lambda each: each != fault)
+    sites = [_site(found, Path(file).resolve(), line, step) for file, line in own]
+    return [each for each in sites if each is not None]
+
+
+def _makers(site: Site, file: str, led: Led) -> list[tuple[str, int]]:
+    """Functions that are called for what the line computes with, the nearest first."""
+    made = [*site.expressions, *(value for _, value in assigned(site))]
+    calls = dict.fromkeys(call for each in made for call in walk(each, cst.Call))
+    ends = [(file, site.source.end(each)) for each in calls]
+    return list(dict.fromkeys(led.called[end] for end in ends if end in led.called))
 
 
 def _others(found: Diagnosis, root: Path, site: Site, step: Replayable) -> list[Site]:

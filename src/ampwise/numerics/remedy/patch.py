@@ -38,7 +38,8 @@ def add_patches(found: Diagnosis, failing: Failing, progress: Progress) -> None:
         tempfile.TemporaryDirectory(prefix="ampwise-patches-") as folder,
         fresh(Path(folder), failing.settings.device) as processes,
     ):
-        source = own_source(found, failing.step, failing.stash, roots)
+        made = [each.line for each in failing.made.values()]
+        source = own_source(found, failing.step, failing.stash, roots, made)
         if source is not None and (made := source.with_caller):
             try:
                 at = _overflowing(found)
@@ -47,7 +48,7 @@ def add_patches(found: Diagnosis, failing: Failing, progress: Progress) -> None:
                 why = f"suggestion: not run: {in_one_line(error)}"
                 add_to(found, source, [Tried(made[0], why)])
                 return
-            search = Search(source.site, made, trials, progress)
+            search = Search(source.site, made, trials, progress, source.further)
             search.run()
             add_to(found, source, search.tried)
 

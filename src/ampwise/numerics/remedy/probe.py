@@ -73,6 +73,10 @@ class Led:
         Which of them has the fault; None where that one ran layers.
     helpers
         Where they are called from, by file: ends of calls.
+    before
+        Those of `functions` that began before that of the fault, and are not on the way to it.
+    called
+        Which of them a call is of, by its file and end.
     """
 
     calls: list[CallAt] = field(default_factory=list[CallAt])
@@ -80,6 +84,10 @@ class Led:
     at: int | None = None
     helpers: dict[str, set[tuple[int, int]]] = field(
         default_factory=dict[str, set[tuple[int, int]]]
+    )
+    before: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
+    called: dict[tuple[str, tuple[int, int]], tuple[str, int]] = field(
+        default_factory=dict[tuple[str, tuple[int, int]], tuple[str, int]]
     )
 
 
@@ -118,6 +126,7 @@ class _Calls:
                 for code, line, end in self._calls
             ]
         )
+        leading, before = {code for code, *_ in self._calls}, list[tuple[str, int]]()
         for code, called in self._called.items():
             if code in self._with_layers:
                 continue
@@ -125,9 +134,13 @@ class _Calls:
                 found.helpers.setdefault(file, set()).add(end)
             if code.co_name.startswith("<"):  # a lambda, or a comprehension
                 continue
+            here = code.co_filename, max(_lines(code))
+            found.called.update(dict.fromkeys(called, here))
             if _holds(code, self._file, self._line):
-                found.at = len(found.functions)
-            found.functions.append((code.co_filename, max(_lines(code))))
+                found.at, found.before = len(found.functions), before
+            found.functions.append(here)
+            if code not in leading:
+                before = [*before, here]
         return found
 
     def enter(self, frame: FrameType, event: str, _: Any) -> None:

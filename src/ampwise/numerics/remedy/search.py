@@ -11,12 +11,21 @@ from pathlib import Path
 from typing import Protocol
 
 from ampwise.numerics.progress import Progress
-from ampwise.numerics.remedy.choice import Held, best_of, enough_db, is_as_good, may_win, why
+from ampwise.numerics.remedy.choice import (
+    Held,
+    best_of,
+    enough_db,
+    is_as_good,
+    is_noisy,
+    may_win,
+    why,
+)
 from ampwise.numerics.remedy.costs import Cost
 from ampwise.numerics.remedy.own_source import Tried
 from ampwise.numerics.remedy.patches import Proposal
 from ampwise.numerics.remedy.patches.site import Site
 from ampwise.numerics.remedy.verify import Outcome, in_db
+from ampwise.numerics.result import HOLDS_TOO
 
 _MORE, _MANY_MORE = 3, 8
 """Patches that are tried after one holds, if they could be better; and while all that hold leave
@@ -47,12 +56,27 @@ class Tries(Protocol):
 
 
 class Search:
-    """Tries proposals for a site, and knows at any time what came of them."""
+    """Tries proposals for a site, and knows at any time what came of them.
+
+    Parameters
+    ----------
+    further
+        Those that are tried where none of `found` keeps enough on all steps.
+    """
 
     def __init__(
-        self, site: Site, found: Sequence[Proposal], tries: Tries, progress: Progress
+        self,
+        site: Site,
+        found: Sequence[Proposal],
+        tries: Tries,
+        progress: Progress,
+        further: Sequence[Proposal] = (),
     ) -> None:
+        own = {each.data for each in found if not each.beside}
+        further = [each for each in further if each.beside or each.data not in own]
         self._found, self._tries, self._progress = found, tries, progress
+        self._further = further
+        self._most_tried = len(found) + len(further)
         self._before, self._most = site.source.data, enough_db(site.compute_dtype)
         self._failed: list[Held] = []
         self._held: list[Held] = []
@@ -62,6 +86,7 @@ class Search:
     def run(self) -> None:
         """Try them."""
         self._try()
+        self._reach()
         if self._held:
             self._least = self._without_idle(self._best)
             self._cost = self._tries.cost_of(self._least.number)
@@ -76,11 +101,11 @@ class Search:
         best = self._best
         kept = f"where the one taken keeps {in_db(best.worst())}"
         tried += [
-            Tried(each.proposal, f"suggestion: holds, too: {in_db(each.worst())} at worst, {kept}")
+            Tried(each.proposal, f"{HOLDS_TOO}: {in_db(each.worst())} at worst, {kept}")
             for each in self._held
             if each is not best
         ]
-        least, reason = self._least or best, why(best, self._held, self._most)
+        least, reason = self._least or best, why(best, self._held, self._most, self._before)
         status = words(least.outcome) + (f"; {reason}" if reason else "")
         return [*tried, Tried(least.proposal, status, self._cost)]
 
@@ -98,9 +123,19 @@ class Search:
             if self._held and not may_win(each, self._best, self._most):
                 continue
             more += bool(self._held)
-            self._progress.stage(f"patch {number} of at most {len(self._found)}: {each.what}")
-            tried = Held(number, each, self._tries.of(number, each.data, each.beside))
-            (self._held if tried.outcome.verified else self._failed).append(tried)
+            self._try_one(number, each)
+
+    def _reach(self) -> None:
+        """Where what holds is noise on some step, or nothing holds: from further back."""
+        for number, each in enumerate(self._further, len(self._found) + 1):
+            if self._tries.over or (self._held and not is_noisy(self._best)):
+                return
+            self._try_one(number, each)
+
+    def _try_one(self, number: int, each: Proposal) -> None:
+        self._progress.stage(f"patch {number} of at most {self._most_tried}: {each.what}")
+        tried = Held(number, each, self._tries.of(number, each.data, each.beside))
+        (self._held if tried.outcome.verified else self._failed).append(tried)
 
     def _without_idle(self, best: Held) -> Held:
         """A patch without the edits that nothing is lost without."""
@@ -112,7 +147,7 @@ class Search:
                 break
             fewer = [each for each in kept if each != part]
             self._progress.stage(f"the patch without one of its edits: {best.proposal.what}")
-            less, number = only(fewer), len(self._found) + 1 + part
+            less, number = only(fewer), self._most_tried + 1 + part
             outcome = self._tries.of(number, less.data, less.beside)
             if is_as_good(outcome, best):
                 best, kept = Held(number, less, outcome), fewer

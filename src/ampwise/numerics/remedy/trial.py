@@ -139,14 +139,15 @@ def _of_updates(folder: Path, task: Task, content: Mapping[str, Any]) -> Outcome
     policy, settings = Policy.parse(content["policy"]), handover.run_settings(content)
     trained, file = Trained(task, policy, settings, steps), folder / "updates.pt"
     if not file.exists():
-        run = follow(trained, steps)
+        run = follow(trained, steps, also=content["narrow"])
         ideal = {each.name: each.ideal for each in run.changes}
-        torch.save({"gradients": run.gradients, "ideal": ideal}, file)
+        torch.save({"gradients": run.gradients, "ideal": ideal, "began": run.began}, file)
         kept = run.kept_db()
     else:
         wanted: dict[str, Any] = torch.load(file, weights_only=True)
-        run = follow(trained, steps, given=wanted["gradients"], also=wanted["ideal"])
-        kept = min(run.kept_db(), run.kept_of_db(wanted["ideal"]))
+        given, ideal, began = wanted["gradients"], wanted["ideal"], wanted["began"]
+        run = follow(trained, steps, given=given, also=ideal, began=began)
+        kept = min(run.kept_db(), run.kept_of_db(ideal))
     kept = min(kept, _ENOUGH_DB)
     what = f"its updates keep {kept:.0f} dB of what float64 makes of the same gradients"
     wrong = what if run.wrong() or kept < _LEAST_DB else ""

@@ -15,7 +15,10 @@ island          the statement outside of autocast; then the function, by its arg
 domain          at last a clamp, where the formula is right and only the format is not
 ==============  =================================================================================
 
-Where none of these mends it, what `calls` gives to helpers is in float32, and `islands_in` has
+A line that makes parameters in 16 bits is changed by `parameters` (`as_made`).
+
+Where what holds is noise on some step, `reach` changes what the operands are made by. Where none of
+these mends it, what `calls` gives to helpers is in float32, and `islands_in` has
 several functions in float32.
 
 Nothing is known here of whether a change helps: each is tried (`remedy.trial`).
@@ -36,7 +39,9 @@ from ampwise.numerics.remedy.patches import (
     domain,
     dtypes,
     island,
+    parameters,
     primitives,
+    reach,
 )
 from ampwise.numerics.remedy.patches.edit import Edit
 from ampwise.numerics.remedy.patches.site import Site
@@ -136,8 +141,60 @@ def around(
             for each in _made(caller, island.function, grade):
                 yield _of_files(what, each.why, grade, site, {caller: each.data})
         if not among_layers:
-            islands = (islands_in(each, site) for each in chains)
+            kinds = (reach.function, island.function)
+            islands = (islands_in(each, site, kind) for each in chains for kind in kinds)
             yield from (each for each in islands if each is not None)
+
+
+def as_made(site: Site, sites: Sequence[Site]) -> Iterator[Proposal]:
+    """Parameters in float32 where they are made in 16 bits.
+
+    Parameters
+    ----------
+    sites
+        Lines that make some, the one to be changed first in front; then all of them are.
+    """
+    own = [
+        each if sites[0].source.path == site.source.path else _in_caller(each, site, sites[0])
+        for each in _made(sites[0], parameters.edits, Grade.FLOAT32)
+    ]
+    yield from own[:1]
+    if len(sites) > 1 and (changed := _changed(sites, parameters.edits)) is not None:
+        what = f"parameters in float32 on all {len(sites)} lines that make them"
+        yield _of_files(what, parameters.WHY, Grade.FLOAT32, site, changed)
+    yield from own[1:]
+
+
+def made_by(site: Site, helpers: Sequence[Site]) -> Iterator[Proposal]:
+    """Formats that are written in helpers which give the line what it computes with."""
+    for each in helpers:
+        for made in _made(each, reach.formats, Grade.FLOAT32):
+            yield _in_caller(made, site, each)
+
+
+def back_from(site: Site, before: Sequence[Site]) -> Iterator[Proposal]:
+    """Changes that reach back to where the operands were made, where those at the line are too few.
+
+    In the function of the fault: the formula from further above, the statements from there on; and
+    then the function, by its arguments and products, alone and together with helpers that ran
+    before it, the nearest first.
+
+    Parameters
+    ----------
+    before
+        Such helpers, the nearest first.
+    """
+    yield from _made(site, reach.operands, Grade.FLOAT32)
+    yield from _made(site, reach.statements, Grade.STATEMENTS)
+    yield from _made(site, reach.function, Grade.STATEMENTS)
+    for number in range(1, len(before) + 1):
+        several = before[:number]
+        for some in dict.fromkeys([(several[-1],), tuple(several)]):
+            if (changed := _changed([*some, site], reach.function)) is not None:
+                names = [each.function.name.value for each in (*some, site) if each.function]
+                what = f"{joined(names)} in float32"
+                yield _of_files(what, island.WHY, Grade.FUNCTION, site, changed)
+    yield from _made(site, island.function, Grade.FUNCTION)
 
 
 def casts_in(site: Site, others: Sequence[Site]) -> Iterator[Proposal]:
@@ -158,15 +215,17 @@ def casts_in(site: Site, others: Sequence[Site]) -> Iterator[Proposal]:
             yield _of_files(what, dtypes.FLOAT32, Grade.FLOAT32, site, changed)
 
 
-def islands_in(several: Sequence[Site], site: Site) -> Proposal | None:
+def islands_in(several: Sequence[Site], site: Site, kind: Kind) -> Proposal | None:
     """Functions of a chain in float32, each by itself; None where one of them cannot be.
 
     They may be in several files. In a file the last one is changed first: lines above it stay.
     """
-    if (changed := _changed(several, island.function)) is None:
+    if (changed := _changed(several, kind)) is None:
         return None
     lines = joined(f"{each.source.path.name}:{each.line}" for each in several)
-    what = f"the functions at {lines} in float32, outside of autocast"
+    what = f"the functions at {lines} in float32"
+    if kind is island.function:
+        what = f"{what}, outside of autocast"
     return _of_files(what, island.WHY, Grade.FUNCTION, site, changed)
 
 

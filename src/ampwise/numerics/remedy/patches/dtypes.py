@@ -43,6 +43,8 @@ _ATEN: Mapping[str, tuple[str, ...]] = {
 """Aten's names of operations, where they are others."""
 _MAKES = ("_to_copy", "arange", "full", "zeros", "ones", "empty", "linspace", "scalar_tensor")
 """Operations that give a tensor its format."""
+_ASKED = ("dtype", "device", "shape", "ndim", "dim", "size", "numel")
+"""What may be asked of a tensor without its numbers."""
 FLOAT32 = "float32 keeps the digits, and the range, that this operation needs."
 _INTO = {"index_add_": 2, "index_copy_": 2, "scatter_add_": 2, "scatter_": 2, "masked_scatter_": 1}
 """Methods that write a tensor of their own format, and which argument that is."""
@@ -82,6 +84,7 @@ def _is_called(site: Site, name: cst.Attribute) -> bool:
 def _uncast(site: Site) -> Iterator[Edit]:
     """The casts at the line; or else those of what its names stand for; or all of the function.
 
+    Then the formats of tensors that are made in the function in that of one with 16 bits.
     State that is kept in a dictionary is no name; and its format may be an argument that another
     method of the class has a default for.
     """
@@ -89,17 +92,23 @@ def _uncast(site: Site) -> Iterator[Edit]:
         return
     here = {**wide(site, site.statement)}
     if site.op in _MAKES and site.dtype in HALF:
-        here |= _taken_over(site, site.expressions)
+        here |= taken_over(site, site.expressions)
     behind = {node: each for term in terms(site) for node, each in wide(site, term.node).items()}
     for name, value in assigned(site):
         if site.is_half(name):
-            behind |= _taken_over(site, list(walk(value, cst.BaseExpression)))
+            behind |= taken_over(site, list(walk(value, cst.BaseExpression)))
     everywhere = {} if site.function is None else wide(site, site.function)
     around = None if site.function is None else site.source.class_around(site.function)
     of_class = {} if around is None else wide(site, around)
+    made = [each for each in site.roots if not _is_cast(each)]
+    followed = of_half(site, taken_over(site, made))
     for changes in (here, behind, everywhere, of_class):
         if changes:
             yield Edit("a cast to float32 in place of 16 bits", FLOAT32, changes, separable=True)
+    if followed:
+        asked = [code_of(each) for each in followed if isinstance(each, cst.Attribute)]
+        what = joined(dict.fromkeys(asked)) or "another format"
+        yield Edit(f"float32 in place of {what}", FLOAT32, followed, separable=True)
 
 
 def in_part(site: Site) -> Iterator[Edit]:
@@ -136,7 +145,7 @@ def _cast_of(site: Site, call: cst.Call) -> cst.BaseExpression | None:
     return call.func.value if is_to and wide(site, call.args[0].value) else None
 
 
-def _taken_over(site: Site, expressions: Iterable[cst.BaseExpression]) -> dict[cst.CSTNode, Change]:
+def taken_over(site: Site, expressions: Iterable[cst.BaseExpression]) -> dict[cst.CSTNode, Change]:
     """Changes of a format that is given as a name, or that of another tensor: ``x.dtype``.
 
     Only for expressions that make a tensor in that format, where this is a 16-bit one.
@@ -152,17 +161,73 @@ def _taken_over(site: Site, expressions: Iterable[cst.BaseExpression]) -> dict[c
             named = arg.keyword is not None and arg.keyword.value == "dtype"
             if (positional or named) and _is_a_dtype(arg.value):
                 changes[arg.value] = float32
-        if name == "type_as" or (name == "to" and node.args and site.is_half(node.args[0].value)):
+        if name == "to" and node.args and site.is_half(other := node.args[0].value):
+            assert isinstance(node.func, cst.Attribute)  # it goes to the device of the other, too
+            device = cst.Attribute(other, cst.Name("device"))
+            changes[node] = method(node.func.value, "to", device, float32)
+        elif name == "type_as":
             assert isinstance(node.func, cst.Attribute)
             changes[node] = method(node.func.value, "float")
     return changes
+
+
+def _is_cast(node: cst.BaseExpression) -> bool:
+    """Whether an expression casts what there is, and makes no tensor."""
+    match node:
+        case cst.Call(func=cst.Attribute(attr=cst.Name(value=name))):
+            return name in ("to", "type", "type_as")
+        case _:
+            return False
+
+
+def of_half(
+    site: Site, changes: Mapping[cst.CSTNode, Change]
+) -> dict[cst.CSTNode, Change]:  # fmt: skip
+    """Those of changes of a format that take over that of a tensor seen to have 16 bits."""
+    return {
+        node: to
+        for node, to in changes.items()
+        if isinstance(node, cst.Call)
+        or (isinstance(node, cst.Attribute) and site.is_half(node.value))
+    }
+
+
+def only_asked(site: Site, name: str) -> bool:
+    """Whether a tensor is only asked for its format, device or shape in the function."""
+    uses = _uses(site, name)
+    return bool(uses) and all(_asked_for(site, each) for each in uses)
+
+
+def formats_asked(site: Site, names: Iterable[str]) -> dict[cst.CSTNode, Change]:
+    """Changes that write float32 where tensors are asked for their format."""
+    float32 = cst.parse_expression(site.source.spelled("torch.float32"))
+    return {
+        site.source.parents[use]: float32
+        for name in names
+        for use in _uses(site, name)
+        if _asked_for(site, use) == "dtype"
+    }
+
+
+def _uses(site: Site, name: str) -> list[cst.Name]:
+    named = [each for each in walk(site.scope, cst.Name) if each.value == name]
+    return [e for e in named if e in site.source.positions and not site.is_label(e)]
+
+
+def _asked_for(site: Site, use: cst.Name) -> str:
+    """What of a tensor is asked for where its name is used; empty for its numbers."""
+    match site.source.parents[use]:
+        case cst.Attribute(value=value, attr=cst.Name(value=asked)) if value is use:
+            return asked if asked in _ASKED else ""
+        case _:
+            return ""
 
 
 def _followed(site: Site) -> Iterator[Edit]:
     """Float32 for the tensor whose format is taken over: then both have it."""
     if site.op not in _MAKES or site.dtype not in HALF:
         return
-    for asked in _taken_over(site, site.expressions):
+    for asked in taken_over(site, site.expressions):
         if not isinstance(asked, cst.Attribute):
             continue
         changes: dict[cst.CSTNode, Change] = {
@@ -269,6 +334,7 @@ def _from_here_on(site: Site) -> Iterator[Edit]:
         return
     used = [each for each in walk(line, cst.Name) if site.is_half(each)]
     names = list(dict.fromkeys(each.value for each in used if not site.is_label(each)))
+    names = [each for each in names if not only_asked(site, each)]
     below = line.with_changes(leading_lines=())
 
     def raises(some: Sequence[str]) -> Edit:

@@ -117,7 +117,7 @@ def replaced(
         parts = [each for each in dropped if each.statement is statement]
         if (less := _without(statement, parts)) is not None:
             changes[statement] = less
-    return changes | _comments_moved(site, changes)
+    return changes | comments_moved(site, changes)
 
 
 def merged(site: Site, edits: Sequence[Edit]) -> Edit | None:
@@ -131,7 +131,7 @@ def merged(site: Site, edits: Sequence[Edit]) -> Edit | None:
     return Edit(edits[0].what, edits[0].why, changes) if len(edits) > 1 else None
 
 
-def _comments_moved(site: Site, changes: Mapping[cst.CSTNode, Change]) -> dict[cst.CSTNode, Change]:
+def comments_moved(site: Site, changes: Mapping[cst.CSTNode, Change]) -> dict[cst.CSTNode, Change]:
     """What stands above a statement that goes, above the one that comes next."""
     moved: dict[cst.CSTNode, Change] = {}
     for block in walk(site.scope, cst.IndentedBlock):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import libcst as cst
 
 from ampwise.formats import HALF
-from ampwise.numerics.remedy.patches.dtypes import ELEMENTWISE, wide
+from ampwise.numerics.remedy.patches.dtypes import ELEMENTWISE, formats_asked, only_asked, wide
 from ampwise.numerics.remedy.patches.edit import Edit, method, raised
 from ampwise.numerics.remedy.patches.site import OTHER, Site
 from ampwise.numerics.remedy.patches.source import Change, changed, dotted, walk
@@ -21,7 +21,7 @@ WHY = "Autocast off and inputs in float32: nothing here is rounded to 16 bits."
 def statement(site: Site) -> Iterator[Edit]:
     """The statement at the line in float32."""
     line = site.statement
-    if not isinstance(line, cst.SimpleStatementLine) or _calls_an_argument(line, site):
+    if not isinstance(line, cst.SimpleStatementLine) or calls_an_argument(line, site):
         return  # all of the model that is given would be in float32
     changes = {**wide(site, line), **_raised(site, [line])}
     if not changes and all(each.op in ELEMENTWISE for each in map(site.term, _calls(line))):
@@ -47,14 +47,27 @@ def adjacent(site: Site) -> Iterator[Edit]:
     for before, after in _REACHES:
         part = body[max(0, at - before) : at + after + 1]
         if len(part) == before + after + 1 and _hangs_together(site, part):
-            kept = [*_cast_first(site, part, body[at + after + 1 :])]
-            gone = dict.fromkeys(part[1:], cst.RemoveFromParent())
-            first, last = (site.source.start(each)[0] for each in (part[0], part[-1]))
-            yield Edit(
-                f"lines {first} to {last} in float32, outside of autocast",
-                WHY,
-                {part[0]: outside_autocast(site, kept, part), **gone},
-            )
+            yield span(site, part, body[at + after + 1 :])
+
+
+def can_be_moved(site: Site, node: cst.BaseStatement) -> bool:
+    """Whether a statement can be put into an island: no layer is called in it."""
+    simple = isinstance(node, cst.SimpleStatementLine)
+    return simple and not calls_a_module(node) and not calls_an_argument(node, site)
+
+
+def span(
+    site: Site, part: Sequence[cst.BaseStatement], rest: Sequence[cst.BaseStatement]
+) -> Edit:  # fmt: skip
+    """Statements in float32, outside of autocast."""
+    kept = [*_cast_first(site, part, rest)]
+    gone = dict.fromkeys(part[1:], cst.RemoveFromParent())
+    first, last = (site.source.start(each)[0] for each in (part[0], part[-1]))
+    return Edit(
+        f"lines {first} to {last} in float32, outside of autocast",
+        WHY,
+        {part[0]: outside_autocast(site, kept, part), **gone},
+    )
 
 
 _REACHES = ((0, 1), (1, 0), (1, 1), (2, 0), (1, 2), (2, 1))
@@ -63,18 +76,17 @@ _REACHES = ((0, 1), (1, 0), (1, 1), (2, 0), (1, 2), (2, 1))
 
 def _hangs_together(site: Site, part: Sequence[cst.BaseStatement]) -> bool:
     """Whether each statement computes with what one before it in the part gave, and calls none."""
-    if not all(isinstance(each, cst.SimpleStatementLine) for each in part):
-        return False
-    if any(_calls_a_module(each) or _calls_an_argument(each, site) for each in part):
+    if not all(can_be_moved(site, each) for each in part):
         return False
     return all(
-        _bound(site, part[:number]) & _read(site, each)
-        or any(_bound(site, [each]) & _read(site, other) for other in part[number + 1 :])
+        _bound(site, part[:number]) & names_read(site, each)
+        or any(_bound(site, [each]) & names_read(site, other) for other in part[number + 1 :])
         for number, each in enumerate(part)
     )
 
 
-def _calls_a_module(node: cst.CSTNode) -> bool:
+def calls_a_module(node: cst.CSTNode) -> bool:
+    """Whether an attribute of `self` is called."""
     return any(dotted(each.func).startswith("self.") for each in walk(node, cst.Call))
 
 
@@ -84,7 +96,7 @@ def _bound(site: Site, part: Sequence[cst.CSTNode]) -> set[str]:
     return {each.value for each in names if isinstance(site.holder(each), cst.AssignTarget)}
 
 
-def _read(site: Site, node: cst.CSTNode) -> set[str]:
+def names_read(site: Site, node: cst.CSTNode) -> set[str]:
     """Names that a statement computes with."""
     return {each.value for each in walk(node, cst.Name) if not site.is_label(each)}
 
@@ -101,7 +113,7 @@ def _cast_first(
         made |= _bound(site, [each])
     names = [each for each in changes if isinstance(each, cst.Name)]
     used = [each.value for each in names if not site.is_label(each)]
-    later = {name for each in rest for name in _read(site, each)}
+    later = {name for each in rest for name in names_read(site, each)}
     often = [name for name in dict.fromkeys(used) if used.count(name) > 1 and name not in later]
     if often:
         yield raised(often)
@@ -115,11 +127,12 @@ def arguments(site: Site) -> Iterator[Edit]:
     if site.function is None or not isinstance(site.function.body, cst.IndentedBlock):
         return
     body = site.function.body.body
-    rest = body[1:] if _is_docstring(body[0]) else body
-    if not rest or _calls_an_argument(site.function, site):
+    rest = body[1:] if is_docstring(body[0]) else body
+    if not rest or calls_an_argument(site.function, site):
         return
-    names = [each for each in _arguments(site.function) if _is_half_at(site, each, rest[0])]
-    if not names or any(_calls_a_module(each) for each in rest):
+    half = [each for each in arguments_of(site.function) if is_half_at(site, each, rest[0])]
+    names = [each for each in half if not only_asked(site, each)]
+    if not names or any(calls_a_module(each) for each in rest):
         return
 
     def raises(some: Sequence[str]) -> Edit:
@@ -140,13 +153,16 @@ def function(site: Site) -> Iterator[Edit]:
     if site.function is None or not isinstance(site.function.body, cst.IndentedBlock):
         return
     body = site.function.body.body
-    kept = 1 if _is_docstring(body[0]) else 0
+    kept = 1 if is_docstring(body[0]) else 0
     rest = body[kept:]
-    if not rest or _calls_an_argument(site.function, site):
+    if not rest or calls_an_argument(site.function, site):
         return
-    names = [each for each in _arguments(site.function) if _is_half_at(site, each, rest[0])]
+    half = [each for each in arguments_of(site.function) if is_half_at(site, each, rest[0])]
+    asked = [each for each in half if only_asked(site, each)]
+    names = [each for each in half if each not in asked]
     casts = [cst.parse_statement(f"{each} = {each}.float()\n") for each in names]
     changes = {node: made for each in rest for node, made in wide(site, each).items()}
+    changes |= formats_asked(site, asked)
     first, *others = (changed(each, changes) for each in rest)
     block = outside_autocast(site, [*casts, bare(first), *others], rest[:1])
     new = site.function.body.with_changes(body=[*body[:kept], block])
@@ -195,12 +211,13 @@ def _raised(site: Site, statements: Sequence[cst.CSTNode]) -> dict[cst.CSTNode, 
     for each in statements:
         for kind in (cst.Attribute, cst.Name):
             for node in walk(each, kind):
-                if dotted(node) and site.is_half(node) and _is_computed_with(site, node):
+                if dotted(node) and site.is_half(node) and is_computed_with(site, node):
                     changes[node] = method(node, "float")
     return changes
 
 
-def _is_computed_with(site: Site, node: cst.BaseExpression) -> bool:
+def is_computed_with(site: Site, node: cst.BaseExpression) -> bool:
+    """Whether the numbers of a name are used, and not its shape or format."""
     match site.source.parents[node]:
         case cst.Attribute(value=value, attr=cst.Name(value=asked)) if value is node:
             return asked not in _SHAPES
@@ -220,15 +237,16 @@ def _calls(node: cst.CSTNode) -> list[cst.BaseExpression]:
     return [*walk(node, cst.Call), *walk(node, cst.BinaryOperation)]
 
 
-def _calls_an_argument(node: cst.CSTNode, site: Site) -> bool:
+def calls_an_argument(node: cst.CSTNode, site: Site) -> bool:
     """Whether a function that was given is called, such as the model in a loss."""
-    given = set(_arguments(site.function)) if site.function is not None else set[str]()
+    given = set(arguments_of(site.function)) if site.function is not None else set[str]()
     for each in walk(node, cst.Lambda):
         given.update(_names(each.params))
     return any(dotted(each.func) in given for each in walk(node, cst.Call))
 
 
-def _arguments(function: cst.FunctionDef) -> list[str]:
+def arguments_of(function: cst.FunctionDef) -> list[str]:
+    """Names of the arguments of a function."""
     return _names(function.params)
 
 
@@ -237,12 +255,14 @@ def _names(params: cst.Parameters) -> list[str]:
     return [each.name.value for each in every]
 
 
-def _is_half_at(site: Site, name: str, first: cst.BaseStatement) -> bool:
+def is_half_at(site: Site, name: str, first: cst.BaseStatement) -> bool:
+    """Whether a name was seen to hold 16 bits where a statement began."""
     seen = site.dtypes.get(site.source.start(first)[0], {}).get(name, set())
     return bool(seen & set(HALF))
 
 
-def _is_docstring(node: cst.BaseStatement) -> bool:
+def is_docstring(node: cst.BaseStatement) -> bool:
+    """Whether a statement is the docstring of a function."""
     return (
         isinstance(node, cst.SimpleStatementLine)
         and isinstance(node.body[0], cst.Expr)

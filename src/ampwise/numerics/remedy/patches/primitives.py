@@ -236,7 +236,7 @@ _LOGARITHMS = (
     ),
     Rewrite(
         "softplus in place of log(1 + exp)",
-        "exp leaves the format's range before the logarithm brings it back.",
+        "exp leaves the format's range, or is lost beside 1, before the logarithm is taken.",
         ("log(1 + exp(X))", "log1p(exp(X))"),
         "F.softplus(X)",
     ),
