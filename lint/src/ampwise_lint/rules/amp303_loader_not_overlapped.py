@@ -104,7 +104,7 @@ def _edits(code: Analysis, loader: Loader, lacking: list[str]) -> tuple[Edit, ..
 def _blocking_copies(code: Analysis) -> Iterator[Mistake]:
     """Copies of batches from pinned memory that wait all the same."""
     loaders = [e.value for e in code.of(Made) if isinstance(e.value, Loader)]
-    if not (any(map(_is_pinned, loaders)) if loaders else _are_pinned_elsewhere(code)):
+    if not any(map(_is_pinned, loaders)):
         return
     for event in _copies(code):
         yield Mistake(
@@ -114,16 +114,6 @@ def _blocking_copies(code: Analysis) -> Iterator[Mistake]:
             "it runs while the device works",
             (edit("argument", event.node, "non_blocking=True"),),
         )
-
-
-PINNED = re.compile(r"pin_memory\s*=\s*True")
-UNPINNED = re.compile(r"pin_memory\s*=\s*False")
-
-
-def _are_pinned_elsewhere(code: Analysis) -> bool:
-    """Whether loaders, which are handed in, pin memory wherever they are made."""
-    project = code.module.project
-    return project.says(code.module, PINNED) and not project.says(code.module, UNPINNED)
 
 
 def _copies(code: Analysis) -> Iterator[Moved]:

@@ -216,12 +216,6 @@ class Project:
             for path, text in texts.items()
         )
 
-    def says(self, module: Module, pattern: re.Pattern[str]) -> bool:
-        """Whether any file's text has something, for a question that is rarely asked."""
-        texts = self._all_texts()
-        module.used.update(texts)
-        return any(map(pattern.search, texts.values()))
-
     def _all_texts(self) -> dict[Path, str]:
         if self._texts is None:
             self._texts = {}
