@@ -7,6 +7,9 @@ import torch
 from torch import nn
 
 from ampwise.numerics.diagnose import diagnose
+from ampwise.numerics.observe.ancestry import Ancestor
+from ampwise.numerics.observe.constants import ORIGINALS, Original, originals
+from ampwise.places import NOWHERE
 from tests.numerics.cases import data, line_of, task
 
 BF16 = torch.bfloat16
@@ -98,3 +101,15 @@ def test_a_number_that_most_of_an_error_comes_from_is_a_fault_below_20_db():
 @pytest.mark.parametrize("model", [Counted, Turned], ids=lambda each: each.__name__)
 def test_other_buffers_in_16_bits_are_none(model):
     assert diagnose(task(model, loss, data(8, 8)), "bf16", steps=4).status == "clean"
+
+
+def test_what_one_model_was_made_of_is_no_matter_of_another():
+    one, other = nn.Module(), nn.Module()
+    for model in (one, other):
+        model.register_buffer("decay", torch.tensor(0.999, dtype=BF16))
+        maker = Ancestor("tensor", NOWHERE, "bfloat16", 0.0, 50.0, (), ())
+        exact = torch.tensor(0.999, dtype=torch.float64)
+        ORIGINALS[model.decay] = Original(model.decay.clone(), exact, maker)
+    assert [tensor is one.decay for tensor, _ in originals([one])] == [True]
+    one.decay.add_(1)
+    assert list(originals([one])) == []

@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -20,6 +20,7 @@ from ampwise.step.precision.functions import CallMode
 
 _MAKE = {torch.tensor: 0, torch.as_tensor: 0, torch.asarray: 0, Tensor.new_tensor: 1}
 """Which argument of a function is what a tensor is made of."""
+_HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +42,21 @@ ORIGINALS: MutableMapping[Tensor, Original] = WeakIdKeyDictionary()
 """Of tensors that models hold (`made`)."""
 
 
-def originals() -> Iterator[tuple[Tensor, Original]]:
-    """The tensors that nobody has written to since."""
-    for tensor, original in list(ORIGINALS.items()):
-        if torch.equal(original.rounded, tensor):
+def originals(models: Iterable[nn.Module]) -> Iterator[tuple[Tensor, Original]]:
+    """Those of models that nobody has written to since."""
+    for tensor in (each for model in models for _, each in in_16_bits(model)):
+        original = ORIGINALS.get(tensor)
+        if original is not None and torch.equal(original.rounded, tensor):
             yield tensor, original
+
+
+def in_16_bits(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Tensors in 16 bits that modules hold beside their parameters."""
+    yield from ((name, each) for name, each in model.named_buffers() if each.dtype in _HALF)
+    for path, module in model.named_modules():
+        for name, each in vars(module).items():
+            if isinstance(each, Tensor) and each.dtype in _HALF:
+                yield f"{path}.{name}", each
 
 
 class Constants(CallMode):

@@ -8,14 +8,11 @@ nobody has written to them since. Parameters are what the run trains: they are e
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
-from torch import Tensor, nn
 
 from ampwise.bench.arm import Arm, Settings
 from ampwise.errors import TaskError
-from ampwise.numerics.observe.constants import ORIGINALS, Original
+from ampwise.numerics.observe.constants import ORIGINALS, Original, in_16_bits
 from ampwise.numerics.observe.shadow import Shadow
 from ampwise.places import NOWHERE, placing
 from ampwise.step.modules import as_one
@@ -23,14 +20,13 @@ from ampwise.step.recorder import RandomState
 from ampwise.tasks import Task
 from ampwise.tasks.checks import build
 
-_HALF = (torch.float16, torch.bfloat16)
 _NEVER = "", NOWHERE, 0
 """An operation that is not met: all of them are remembered until it is."""
 
 
 def note_originals(task: Task, arm: Arm, settings: Settings) -> None:
     """Note what the 16-bit buffers of an arm's model, just made, were before they were rounded."""
-    mine = dict(_narrow(arm.model))
+    mine = dict(in_16_bits(arm.model))
     if not mine:
         return
     state = RandomState.now(settings.device)
@@ -43,17 +39,8 @@ def note_originals(task: Task, arm: Arm, settings: Settings) -> None:
             return
         finally:
             state.restore(settings.device)
-    for name, tensor in _narrow(as_one(model)):
+    for name, tensor in in_16_bits(as_one(model)):
         ideal, maker = shadow.of(tensor), shadow.maker_of(tensor)
         same = name in mine and torch.equal(mine[name], tensor)
         if same and ideal is not None and maker is not None:
             ORIGINALS[mine[name]] = Original(tensor.clone(), ideal.clone(), maker)
-
-
-def _narrow(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Tensors in 16 bits that modules hold beside their parameters."""
-    yield from ((name, each) for name, each in model.named_buffers() if each.dtype in _HALF)
-    for path, module in model.named_modules():
-        for name, each in vars(module).items():
-            if isinstance(each, Tensor) and each.dtype in _HALF:
-                yield f"{path}.{name}", each

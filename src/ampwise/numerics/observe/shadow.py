@@ -13,13 +13,13 @@ Memory: 8 bytes for every element that the run keeps alive, so 2 to 4 times that
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
@@ -130,7 +130,7 @@ def shadow(
         mode = Shadow(places, errors=errors, at=at, shares=shares, decides=decides, rounds=rounds)
         for _, tensor, _ in sources(step.models, stash):
             mode.source(tensor)
-        mode.originals()
+        mode.originals(step.models)
         replayed = step.replay(stash, around=mode.beside, policy=policy, scale=scale)
     run = mode.seen(replayed)
     if at is None:
@@ -202,9 +202,9 @@ class Shadow(TorchDispatchMode):
         if tensor.dtype in FLOATS and not tensor.is_sparse:
             self._twins.write(tensor, tensor.detach().double())
 
-    def originals(self) -> None:
+    def originals(self, models: Iterable[nn.Module]) -> None:
         """Tensors that models hold are what they were before they were rounded, where known."""
-        for tensor, original in originals():
+        for tensor, original in originals(models):
             self._rounded(tensor, original.exact, original.maker)
 
     def _constant(self, made: Tensor, numbers: Tensor) -> None:

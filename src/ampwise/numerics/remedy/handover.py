@@ -100,7 +100,7 @@ def load(file: Path) -> dict[str, Any]:
 
 def _content(failing: Failing, wanted: Reference) -> dict[str, Any]:
     arm, began = failing.arm, failing.stash.before
-    made = [tensor for tensor, _ in originals()]  # which a patch may make in float32
+    made = [tensor for tensor, _ in originals([arm.model])]  # which a patch may make in float32
     return {
         "spec": failing.source.spec,
         "settings": dict(failing.source.settings),
