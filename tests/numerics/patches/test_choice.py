@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -107,6 +108,18 @@ def test_the_reason_is_said_with_its_figures():
     function = held("the function", Grade.FUNCTION, 68, 66)
     said = why(FLOAT32, [FLOAT32, function], MOST, BEFORE)
     assert said.endswith("(66 dB at worst): about as near, and float32 is only where it is needed")
+
+
+def test_layers_stay_in_16_bits_where_a_statement_in_float32_is_enough():
+    statement = held("statement", Grade.STATEMENTS, 45, 37)
+    whole = held("function", Grade.FUNCTION, 74, 58)
+    layers = replace(whole, proposal=replace(whole.proposal, has_layers=True))
+    assert best_of([statement, whole], MOST, BEFORE) is whole
+    assert best_of([statement, layers], MOST, BEFORE) is statement
+    assert not may_win(layers.proposal, statement, MOST)
+    assert "layers are in float32" in why(statement, [statement, layers], MOST, BEFORE)
+    noisy = held("statement", Grade.STATEMENTS, 45, 17)
+    assert best_of([noisy, layers], MOST, BEFORE) is layers
 
 
 class Tries:

@@ -92,6 +92,8 @@ def may_win(each: Proposal, best: Held, most: float) -> bool:
         return False
     if _is_sound_formula(best) or (each.grade == Grade.LAYERS and best.worst() >= _SOUND_DB):
         return False
+    if each.has_layers and _is_small_and_sound(best):
+        return False
     return each.grade < best.proposal.grade or best.worst() < most - _ALIKE_DB
 
 
@@ -100,6 +102,7 @@ def best_of(held: Sequence[Held], most: float, before: bytes) -> Held:
     held = [each for each in held if not each.outcome.left] or held
     if not all(each.measured for each in held):
         return held[0]
+    held = _without_layers(held)
     nearest = max(held, key=lambda each: each.worst(most) + each.mean(most))
     coarse = nearest.proposal.grade >= Grade.FUNCTION
     within = _COARSE_DB if coarse else _ALIKE_DB
@@ -118,6 +121,18 @@ def best_of(held: Sequence[Held], most: float, before: bytes) -> Held:
         near = [each for each in wider if each.worst(most) >= taken.worst(most) - within]
         return _least(near, before) if near else taken
     return taken
+
+
+def _without_layers(held: Sequence[Held]) -> Sequence[Held]:
+    """Those that leave layers alone, where one of them is sound: float32 there is always nearer."""
+    if not any(map(_is_small_and_sound, held)):
+        return held
+    return [each for each in held if not each.proposal.has_layers]
+
+
+def _is_small_and_sound(each: Held) -> bool:
+    small = each.proposal.grade <= Grade.STATEMENTS
+    return small and each.worst() >= _SOUND_DB and not _is_narrow(each)
 
 
 def _least(some: Sequence[Held], before: bytes) -> Held:
@@ -163,6 +178,8 @@ def _before(taken: Held, other: Held, most: float, before: bytes) -> str:
         return f"taken before {name}: there {other.outcome.left}"
     if other.outcome.near and not taken.outcome.near:
         return f"taken before {name}: there {other.outcome.near}"
+    if other.proposal.has_layers and _is_small_and_sound(taken):
+        return f"taken before {name}: there layers are in float32, too"
     if taken.worst(most) > other.worst(most) + _ALIKE_DB:
         return f"taken before {name}: it is nearer"
     if taken.mean(most) > other.mean(most) + _ALIKE_DB:

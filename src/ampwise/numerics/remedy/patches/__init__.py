@@ -97,6 +97,8 @@ class Proposal:
         Edits that may be made without each other, and the proposal of some of them.
     beside
         Other files that change, too, or in its place.
+    has_layers
+        It is an island with layers in it.
     """
 
     what: str
@@ -106,11 +108,12 @@ class Proposal:
     parts: int = 1
     only: Callable[[Collection[int]], Proposal] | None = None
     beside: Mapping[Path, bytes] = field(default_factory=dict[Path, bytes])
+    has_layers: bool = False
 
 
 def proposals(site: Site) -> list[Proposal]:
     """Every change that fits, in order, each text once; formulas in a float32 function, too."""
-    found = [each for kind, grade in KINDS for each in _made(site, kind, grade)]
+    found = [each for kind, grade in KINDS for each in _of_kind(site, kind, grade)]
     formulas = [each for kind in FORMULAS for each in _made(site, kind, Grade.FUNCTION)]
     found += [more for each in formulas for more in _also_float32(site, each)]
     by_text = {each.data: each for each in reversed(found) if each.data != site.source.data}
@@ -257,6 +260,12 @@ def _in_caller(made: Proposal, site: Site, caller: Site) -> Proposal:
     if only is None:
         return found
     return replace(found, parts=made.parts, only=lambda kept: _in_caller(only(kept), site, caller))
+
+
+def _of_kind(site: Site, kind: Kind, grade: Grade) -> Iterator[Proposal]:
+    function = site.function
+    whole = kind is island.function and function is not None and island.calls_a_module(function)
+    yield from (replace(each, has_layers=whole) for each in _made(site, kind, grade))
 
 
 def _made(site: Site, kind: Kind, grade: Grade) -> Iterator[Proposal]:
