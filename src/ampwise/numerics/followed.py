@@ -36,17 +36,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampwise.bench.arm import Arm
 from ampwise.data import to_device
 from ampwise.formats import dtype_name
+from ampwise.numerics.observe.exact import HALF
 from ampwise.numerics.observe.gradient_errors import NOISE_DB, GradientErrors
 from ampwise.numerics.observe.operations import (
-    is_for_subclass,
+    Operation,
+    OperationMode,
     is_whole,
     memory,
-    operation,
     tensors,
     written,
 )
@@ -57,7 +57,6 @@ from ampwise.places import Place, Places, placing
 from ampwise.step.replay import Replay
 from ampwise.tasks.checks import endless
 
-HALF = (torch.float16, torch.bfloat16)
 MATRIX_DB = 4.0
 """SQNR of the change of a weight matrix below which it is wrong; of all `NOISE_DB`."""
 _BY_CHANCE = 1e-3
@@ -398,7 +397,7 @@ class _Values:
         return actual, actual if ideal is None else ideal.clone()
 
 
-class _Feeds(TorchDispatchMode):
+class _Feeds(OperationMode):
     """Sees which tensors are made of what they were, and where updates round to 16 bits.
 
     Attributes
@@ -473,16 +472,9 @@ class _Feeds(TorchDispatchMode):
             if tensor is not None:
                 yield _Kept(name.partition(" #")[0], name, tensor)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if is_for_subclass(types):
-            return NotImplemented
-        op = operation(func)
-        if op.composite:
-            with self:
-                return func.decompose(*args, **kwargs)
+    def operate(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation."""
+        func = op.func
         result = func(*args, **kwargs)
         if op.empty:
             return result

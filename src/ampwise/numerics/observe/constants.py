@@ -15,12 +15,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ampwise.numerics.observe.ancestry import Ancestor
-from ampwise.numerics.observe.exact import FLOATS
+from ampwise.numerics.observe.exact import FLOATS, HALF
 from ampwise.step.precision.functions import CallMode
 
 _MAKE = {torch.tensor: 0, torch.as_tensor: 0, torch.asarray: 0, Tensor.new_tensor: 1}
 """Which argument of a function is what a tensor is made of."""
-_HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +51,10 @@ def originals(models: Iterable[nn.Module]) -> Iterator[tuple[Tensor, Original]]:
 
 def in_16_bits(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Tensors in 16 bits that modules hold beside their parameters."""
-    yield from ((name, each) for name, each in model.named_buffers() if each.dtype in _HALF)
+    yield from ((name, each) for name, each in model.named_buffers() if each.dtype in HALF)
     for path, module in model.named_modules():
         for name, each in vars(module).items():
-            if isinstance(each, Tensor) and each.dtype in _HALF:
+            if isinstance(each, Tensor) and each.dtype in HALF:
                 yield f"{path}.{name}", each
 
 

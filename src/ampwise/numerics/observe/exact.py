@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map
 from ampwise.numerics.observe.attention import by_formula, is_attention
 from ampwise.numerics.observe.operations import arguments_by_name, operation, written
 
+HALF = (torch.float16, torch.bfloat16)
 FLOATS = (
     torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32,
     torch.float64,

@@ -15,16 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-
 from ampwise.bench.arm import Settings
 from ampwise.errors import TaskError
 from ampwise.formats import dtype_name
+from ampwise.numerics.observe.exact import HALF
 from ampwise.numerics.observe.operations import (
-    is_for_subclass,
+    Operation,
+    OperationMode,
     memory,
-    operation,
     tensors,
     written,
 )
@@ -33,8 +31,6 @@ from ampwise.step.modules import as_one
 from ampwise.step.recorder import RandomState
 from ampwise.tasks import Task
 from ampwise.tasks.checks import build
-
-HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -76,7 +72,7 @@ def in_words(place: Place) -> str:
     return f"line {place.line} of {Path(place.file).name}"
 
 
-class _Making(TorchDispatchMode):
+class _Making(OperationMode):
     """Sees which operation gives each tensor its format, by memory."""
 
     def __init__(self, places: Places) -> None:
@@ -84,16 +80,9 @@ class _Making(TorchDispatchMode):
         self.of: dict[int, Maker] = {}
         self._places = places
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if is_for_subclass(types):
-            return NotImplemented
-        op = operation(func)
-        if op.composite:
-            with self:
-                return func.decompose(*args, **kwargs)
+    def operate(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation."""
+        func = op.func
         result = func(*args, **kwargs)
         for each in () if op.mutates else written(op, args, kwargs, result):
             takes_over = [e for e in tensors((args, kwargs)) if e.dtype == each.dtype]

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 _EMPTY = frozenset(["empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"])
@@ -51,6 +52,26 @@ def operation(func: Any) -> Operation:
         func.name(), "CompositeImplicitAutograd"
     )
     return Operation(name, func, mutates, name in _EMPTY, composite)
+
+
+class OperationMode(TorchDispatchMode):
+    """Runs each operation by `operate`: those that others are made of, on plain tensors."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if is_for_subclass(types):
+            return NotImplemented
+        op = operation(func)
+        if op.composite:
+            with self:
+                return func.decompose(*args, **kwargs)
+        return self.operate(op, args, kwargs)
+
+    def operate(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation; classes of this one see here what it is given and gives."""
+        raise NotImplementedError
 
 
 def written(

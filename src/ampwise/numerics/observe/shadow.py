@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from ampwise import formats
@@ -36,10 +35,9 @@ from ampwise.numerics.observe.operation_errors import (
 )
 from ampwise.numerics.observe.operations import (
     Operation,
+    OperationMode,
     copied,
-    is_for_subclass,
     is_hollow,
-    operation,
     tensors,
     written,
 )
@@ -158,7 +156,7 @@ def shadowed(mode: Shadow, make: Callable[[AbstractContextManager[Any]], object]
         make(mode.beside())
 
 
-class Shadow(TorchDispatchMode):
+class Shadow(OperationMode):
     """The dispatch mode of `shadow`.
 
     Attributes
@@ -245,16 +243,9 @@ class Shadow(TorchDispatchMode):
                          makers=self._makers, brought=self._brought,
                          decided=self._decided)  # fmt: skip
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if is_for_subclass(types):
-            return NotImplemented
-        op = operation(func)
-        if op.composite:
-            with self:
-                return func.decompose(*args, **kwargs)
+    def operate(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation."""
+        func = op.func
         place = self._places.here()
         index, self._count = self._count, self._count + 1
         if self._count % _PRUNE_EVERY == 0:

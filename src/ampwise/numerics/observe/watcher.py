@@ -13,19 +13,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampwise.formats import dtype_name
 from ampwise.numerics.observe.bits import NAN, NEGATIVE, bad_bits, bits_and_extreme
 from ampwise.numerics.observe.operations import (
     FILLS,
     Operation,
+    OperationMode,
     copied,
     held_by,
-    is_for_subclass,
     is_whole,
     memory,
-    operation,
     tensors,
     written,
 )
@@ -79,7 +77,7 @@ class _Call:
         return [each for each in self.inputs if not each.deliberate]
 
 
-class Watcher(TorchDispatchMode):
+class Watcher(OperationMode):
     """Watches what runs inside of it.
 
     Parameters
@@ -152,16 +150,9 @@ class Watcher(TorchDispatchMode):
 
     # -- while it runs -----------------------------------------------------------------------------
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if is_for_subclass(types):
-            return NotImplemented
-        op = operation(func)
-        if op.composite:
-            with self:
-                return func.decompose(*args, **kwargs)
+    def operate(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation."""
+        func = op.func
         place = self._places.here()
         if self._phase is not None:
             place = replace(place, phase=self._phase)
