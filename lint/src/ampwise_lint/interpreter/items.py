@@ -89,7 +89,9 @@ def set_item(
     owner = state.evaluate(owner_node, quiet=True)
     where = state.evaluate(index, quiet=True)
     if isinstance(owner, DictValue) and isinstance(where, Const) and isinstance(where.value, str):
-        owner.items[where.value] = named(value, where.value)
+        # What stood there before, a branch that may not be taken leaves there.
+        if not (state.unsure and owner.open and isinstance(value, Const)):
+            owner.items[where.value] = named(value, where.value)
     elif isinstance(owner, ListValue) and isinstance(value, Tensor):
         _set_in_list(owner, where, value)
     elif isinstance(owner, Gradient):

@@ -63,7 +63,9 @@ def compare(state: State, node: Node, left: Value, op: ast.cmpop, right: Value) 
         known = _known_comparison(left, op, right)
         if known is not None:
             return TRUE if known else FALSE
-    if any(isinstance(each, Tensor) and not each.host for each in (left, right)):
+    # Of what torch made on the host it is no number that is compared, but each of its values.
+    made = [each for each in (left, right) if isinstance(each, Tensor)]
+    if any(not each.host or each.op in library.FACTORIES for each in made):
         return tensors.apply(state, node, "eq", (left, right))
     periodic = is_periodic([left, right]) or _is_boundary(left, right) or _waits(left, right)
     name = type(op).__name__

@@ -65,9 +65,11 @@ UNLIKELY = (
 
 
 def _expression(state: State, node: ast.Expr) -> Flow:
-    state.evaluate(node.value)
+    value = state.evaluate(node.value)
     if isinstance(node.value, ast.Call):
         path = dotted(node.value.func)
+        if isinstance(value, Manager) and path.endswith("set_grad_enabled") and not state.unsure:
+            state.keep(value)
         if path in ("exit", "quit", "sys.exit", "os._exit"):
             return "raise"
         if _sets_globals(node.value):
@@ -202,17 +204,28 @@ def _likely(state: State, node: ast.If) -> bool:
 
 def _both(state: State, node: ast.If, test: Value, periodic: bool) -> Flow:
     """Walk both branches, since neither holds part of a step; the last binding stands."""
-    flows: list[Flow] = []
-    with state.perhaps():
-        for body, taken in ((node.orelse, False), (node.body, True)):
-            with state.in_branch(node, test, taken=taken, periodic=periodic, known=False):
-                flows.append(state.execute(body))
+    names = state.scope.names
+    before = {name: each for name, each in names.items() if isinstance(each, Tensor)}
+    flows: list[Flow] = [_branch(state, node, test, periodic, taken=False)]
+    # A batch that only one branch copies to the device is on the host in the other.
+    other = {name: names[name] for name, each in before.items() if names.get(name) is not each}
+    names |= {name: before[name] for name in other}
+    flows.append(_branch(state, node, test, periodic, taken=True))
+    names |= {name: value for name, value in other.items() if names[name] is before[name]}
     if all(flows):
         frame = state.frames[-1]
         if "return" in flows and not state.unsure:
             frame.returned = next((v for v in frame.may_return if v is not NONE), NONE)
         return flows[-1]
     return ""
+
+
+def _branch(state: State, node: ast.If, test: Value, periodic: bool, *, taken: bool) -> Flow:
+    """Walk a branch that may not be taken."""
+    body = node.body if taken else node.orelse
+    branch = state.in_branch(node, test, taken=taken, periodic=periodic, known=False)
+    with state.perhaps(), branch:
+        return state.execute(body)
 
 
 def _for(state: State, node: ast.For | ast.AsyncFor) -> Flow:

@@ -321,6 +321,11 @@ class State:
             self.in_forward -= 1
             self.trains = before
 
+    def keep(self, manager: Manager) -> None:
+        """Go on as in a context manager that nobody leaves: ``torch.set_grad_enabled(False)``."""
+        self._enter(manager)
+        self._context = None
+
     def _enter(self, manager: Manager) -> None:
         match manager.kind:
             case "autocast":

@@ -176,12 +176,11 @@ def _divisor(node: Node, other: Value) -> Value:
 
 
 def read(state: State, node: Node, tensor: Tensor | Unknown, how: str) -> Tensor:
-    """A value is copied to the host, which waits for it."""
+    """A value is copied to the host, which waits for it; ``numpy`` only takes what is there."""
+    if how != "numpy" and not (isinstance(tensor, Tensor) and tensor.host):
+        state.emit(HostSync, node, tensor, how)
     if isinstance(tensor, Tensor):
-        if not tensor.host:
-            state.emit(HostSync, node, tensor, how)
         return tensor.but(host=True, of=tensor if tensor.of is None else tensor.of)
-    state.emit(HostSync, node, tensor, how)
     return Tensor(key=key_of(tensor), host=True, of=tensor, loss="loss" in tensor.key)
 
 
