@@ -3,7 +3,7 @@
 ## What it does
 Reports a time taken in a training loop, around work on the device, with no synchronize, event
 or read value before the clock is read the second time. `scaler.step` of an optimizer that is not
-fused reads found_inf, and so waits, too.
+fused reads found_inf, and so waits, too; one that comes from elsewhere is taken for such.
 
 ## Why is this bad
 Calls to CUDA return when work is queued. The difference is the time of queuing, not of
@@ -61,7 +61,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
     for trace in code.traces:
         for event in trace.of(Elapsed):
             if id(event.node) in waited:
-                continue  # on some path it waits: there where there is something to wait for
+                continue  # on some path it waits: where there is a device, or lower precision
             begun = trace.events[event.begin - 1].context.loops[-1:]
             timed = trace.events[event.begin : event.end]
             inside = any(
@@ -87,8 +87,9 @@ def _times_forward(event: Elapsed, timed: list[Event]) -> bool:
 
 
 def _waits(events: list[Event]) -> bool:
-    """Whether the device is waited for by a call that does nothing else."""
-    return not _ends_at_work(events) and any(isinstance(each, Synchronize) for each in events)
+    """Whether the device is waited for by a call that does nothing else, or by a scaler's step."""
+    waits = any(isinstance(each, Synchronize | ScalerStep) for each in events)
+    return waits and not _ends_at_work(events)
 
 
 def _ends_at_work(events: list[Event]) -> bool:
@@ -107,11 +108,16 @@ def _ends_at_work(events: list[Event]) -> bool:
 
 
 def _reads_found_inf(optimizer: Value | None) -> bool:
-    """Whether the scaler's step waits itself: for one that is not fused, of whatever class."""
-    if not isinstance(optimizer, Optimizer) or not optimizer.path or "Fused" in optimizer.path:
+    """Whether the scaler's step waits itself: but for a fused one, of whatever class.
+
+    What an optimizer from elsewhere is like nobody tells; hardly one of them is fused.
+    """
+    if not isinstance(optimizer, Optimizer):
+        return True
+    if "Fused" in optimizer.path or "**" in optimizer.arguments:
         return False
     fused = optimizer.arguments.get("fused", FALSE)
-    return "**" not in optimizer.arguments and isinstance(fused, Const) and not fused.value
+    return isinstance(fused, Const) and not fused.value
 
 
 def _mistake(event: Event) -> Mistake:

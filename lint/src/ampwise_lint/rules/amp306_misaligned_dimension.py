@@ -2,7 +2,8 @@
 
 ## What it does
 Reports literal widths above 64 that are no multiple of 8, in Linear, Embedding, Conv, LSTM and
-GRU layers of files that train in mixed precision. Narrower layers cost too little to matter.
+GRU layers of files that train in mixed precision. Narrower layers cost too little to matter, and
+how many classes or labels there are the data decides.
 
 ## Why is this bad
 Eight 16-bit values are 16 bytes; rows of another length are not aligned to that. torch's own
@@ -31,6 +32,7 @@ from ampwise_lint.analysis import Analysis
 from ampwise_lint.queries import uses_amp
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.nodes import Node
+from ampwise_lint.source.roles import dotted
 from ampwise_lint.triggers import MIXED
 from ampwise_lint.values.abstract import Const, Model, Value
 from ampwise_lint.values.events import Made
@@ -40,6 +42,8 @@ NAMES = (
     ("#0", "in_features", "in_channels", "input_size"),
     ("#1", "out_features", "out_channels", "embedding_dim", "hidden_size"),
 )
+CLASSES = re.compile(r"(class(es)?|labels?|categories)$", re.IGNORECASE)
+"""Widths that the data decides: as many as it has classes."""
 SMALLEST = 64
 """Narrower layers (classes, image channels) cost too little to matter."""
 
@@ -57,6 +61,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
             _width(layer.arguments, names)
             for names, node in zip(NAMES, written, strict=True)
             if isinstance(node, ast.Constant | ast.Name | ast.Attribute)
+            and not CLASSES.search(dotted(node))
             and (layer.path != "torch.nn.Embedding" or names is not NAMES[0])
         ]
         odd = [each for each in widths if each is not None and each > SMALLEST and each % 8]

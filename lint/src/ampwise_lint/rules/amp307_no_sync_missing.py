@@ -2,8 +2,8 @@
 
 ## What it does
 Reports backward on the micro-batches of an accumulation window under DistributedDataParallel,
-in a file that nowhere uses `no_sync()` or `require_backward_grad_sync`. Silent for a forward of
-`model.module`, which goes past the wrapper.
+in a file that nowhere uses `no_sync()` or `require_backward_grad_sync`; one finding for each loop.
+Silent where it trains by `model.module`, which goes past the wrapper.
 
 ## Why is this bad
 DistributedDataParallel all-reduces gradients in every backward. Over a window of 8
@@ -59,12 +59,18 @@ from ampwise_lint.values.events import Event, Forward, Site
 def check(code: Analysis) -> Iterator[Mistake]:
     if not uses_amp(code):
         return
+    told: set[int] = set()
     for trace in code.traces:
         if not any(map(_is_parallel, trace.of(Forward))):
             continue
         for event in _micro_batches(trace):
             if _is_handled(code.module) or _is_handled(event.module):
                 continue
+            # With a scaler or without, it is one loop, and one mistake.
+            loop = [id(each.node) for each in event.context.loops[-1:]]
+            if told.intersection(loop):
+                continue
+            told.update(loop)
             site = _in_its_loop(event)
             yield Mistake(
                 site.node,
@@ -86,13 +92,15 @@ def _in_its_loop(event: Event) -> Site:
 
 
 def _is_parallel(event: Forward) -> bool:
-    """Whether a forward goes through the wrapper, which only then reduces gradients."""
+    """Whether a forward to train on goes through the wrapper, which only then reduces gradients."""
     network = event.model
     if not isinstance(network, Model | Instance) or network.wrapped != "ddp":
         return False
+    if event.context.no_grad:
+        return False
     name = dotted(getattr(event.node, "func", event.node))
     made = assignments(scope_of(event.module, event.node), name)
-    return not name.endswith(".module") and not (made and all(map(_unwraps, made)))
+    return "module" not in name.split(".") and not (made and all(map(_unwraps, made)))
 
 
 def _unwraps(made: ast.Assign | ast.AnnAssign | ast.AugAssign) -> bool:
