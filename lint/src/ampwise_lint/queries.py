@@ -85,7 +85,9 @@ def uses_amp(code: Analysis) -> bool:
 
 def trains_in_amp(code: Analysis) -> bool:
     """The same, but not in an evaluation alone, whose gradients may be off further in."""
-    return _has_amp(code, lambda e: e.region.enabled and not _evaluates(e))
+    by_trainer = code.any(Made, lambda e: isinstance(e.value, Wrapper))
+    trains = by_trainer or any(map(code.any, (Backward, ScalerStep, OptimizerStep, Managed)))
+    return trains and _has_amp(code, lambda e: e.region.enabled and not _evaluates(e))
 
 
 def _has_amp(code: Analysis, counts: Callable[[Enter], bool]) -> bool:
@@ -132,17 +134,32 @@ class Steps:
     windows: set[int] = field(default_factory=set[int])
     """``id`` of the branches that hold a step, and of those before it that ``continue``: what is
     in them, or behind, happens once a step."""
+    lower: set[tuple[int, int | None]] = field(default_factory=set[tuple[int, int | None]])
+    """``id`` of the events of a path, with those of the loops that train in lower precision on it;
+    with None for the path itself."""
+
+    def is_lower(self, trace: Trace, loop: Loop | None) -> bool:
+        """Whether what a loop, or a path without one, trains is in lower precision there."""
+        return (id(trace.events), None if loop is None else id(loop.node)) in self.lower
 
 
 def step_loops(code: Analysis) -> Steps:
     """Find what runs once a step."""
     found = Steps()
+    by_trainer = code.any(Made, lambda e: isinstance(e.value, Wrapper) and e.value.lower)
     for trace in code.traces:
         backward: tuple[Loop, ...] = ()
+        # What only takes gradients, to look at them or to test them, trains nothing.
+        steps = any(isinstance(e, ScalerStep | OptimizerStep | Managed) for e in trace.events)
         for event in trace.events:
+            if by_trainer or _is_lower(event):
+                around = (None, *(id(each.node) for each in event.context.loops))
+                found.lower |= {(id(trace.events), each) for each in around}
             if not isinstance(event, Backward | ScalerStep | OptimizerStep) and not is_given(event):
                 continue
             loops = event.context.loops
+            if loops and not steps:
+                continue
             if isinstance(event, Backward):
                 backward = loops
             pairs = zip(loops, backward, strict=False)
@@ -156,12 +173,28 @@ def step_loops(code: Analysis) -> Steps:
                 found.traces.add(id(trace.events))
             if not isinstance(event, Backward):
                 found.windows |= {id(each.node) for each in event.context.conditions}
-                found.windows |= {id(each) for each in _passed(event)}
+                inner = loops[-1].node if loops else None
+                found.windows |= {id(each) for each in passed(event, inner)}
     return found
 
 
+def _is_lower(event: Event) -> bool:
+    """Whether something tells that training is in lower precision where it happens."""
+    match event:
+        case ScalerStep() | Managed():
+            return True
+        case Backward(scaled=scaled) if scaled is not None and not isinstance(scaled, Wrapper):
+            return True
+        case Enter(region=region):
+            return region.enabled and not _evaluates(event)
+        case Forward() | Backward():
+            return event.context.region is not None and not _evaluates(event)
+        case _:
+            return False
+
+
 def is_hot(event: Event, steps: Steps, trace: Trace) -> bool:
-    """Whether something happens on every step of a training loop."""
+    """Whether something happens on every step of a training loop in lower precision."""
     if event.context.no_grad and not _is_of_step(event, steps):
         return False
     conditions = list(event.context.conditions)
@@ -169,14 +202,17 @@ def is_hot(event: Event, steps: Steps, trace: Trace) -> bool:
         # Objects that the step is handed were made before it.
         if any(each.endswith(".__init__") for each in event.context.functions):
             return False
-        loop = None
+        inner, loop = None, None
     else:
         around = [each for each in event.context.loops if id(each.node) in steps.nodes]
         if not around:
             return False
-        loop = around[0].node
+        inner, loop = around[0], around[0].node
         conditions = event.context.branches_in(around[0])
-    if any(id(each) not in steps.windows and is_for_most(each.test) for each in _passed(event)):
+    if not steps.is_lower(trace, inner):
+        return False
+    before = [each for each in passed(event, loop) if id(each) not in steps.windows]
+    if any(is_for_most(each.test) for each in before):
         return False
     return not any(
         (each.periodic or SETTING.search(each.key) or _is_rare(each, loop, event.module))
@@ -185,19 +221,30 @@ def is_hot(event: Event, steps: Steps, trace: Trace) -> bool:
     )
 
 
-def _passed(event: Event) -> Iterator[ast.If]:
-    """Each ``if ...: continue`` behind which something happens in its loop."""
-    module = event.module
-    inner = event.context.loops[-1].node if event.context.loops else None
-    statement = module.statement_of(event.node)
-    if inner is None or not is_inside(module, statement, inner):
-        return
-    while statement is not inner:
-        for each in takewhile(partial(is_not, statement), block_of(module, statement)):
-            if isinstance(each, ast.If) and isinstance(each.body[-1], ast.Continue):
+def passed(event: Event, loop: Node | None) -> Iterator[ast.If]:
+    """Each ``if ...: continue`` or ``if ...: return`` behind which something happens in a loop.
+
+    There, and in the functions that are called there on the way to it.
+    """
+    way = [*event.context.sites, Site(event.node, event.module, event.context.functions)]
+    inside = (each.node is loop or is_inside(each.module, each.node, loop) for each in way if loop)
+    first = next((place for place, is_in in enumerate(inside) if is_in), 0)
+    for each in way[first:]:
+        yield from _left_before(each, loop)
+
+
+def _left_before(site: Site, loop: Node | None) -> Iterator[ast.If]:
+    """Branches in a loop's body, or a function's, that leave it before it comes to a place."""
+    statement: ast.AST = site.module.statement_of(site.node)
+    while isinstance(statement, ast.stmt) and statement is not loop:
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            return
+        for each in takewhile(partial(is_not, statement), block_of(site.module, statement)):
+            if isinstance(each, ast.If) and isinstance(each.body[-1], ast.Continue | ast.Return):
                 yield each
-        around = module.parents[id(statement)]
-        statement = around if isinstance(around, ast.stmt) else module.statement_of(around)
+        around = site.module.parents[id(statement)]
+        is_part = isinstance(around, ast.ExceptHandler | ast.match_case)
+        statement = site.module.statement_of(around) if is_part else around
 
 
 def _is_of_step(event: Event, steps: Steps) -> bool:
@@ -227,9 +274,14 @@ def is_of_fault(event: Event) -> bool:
     )
 
 
+OUT_OF_RANGE = re.compile(r"\b(min|max)\(.*\) [<>]")
+
+
 def _is_fault(test: ast.expr) -> bool:
-    """``if torch.isnan(loss)``, ``if not is_finite``: what is taken when training goes wrong."""
+    """``if torch.isnan(loss)``, ``if x.max() > 1``: what is taken when training goes wrong."""
     text = ast.unparse(test).lower()
+    if OUT_OF_RANGE.search(text):
+        return True
     return "isnan" in text or "isinf" in text or ("not " in text and "finite" in text)
 
 

@@ -5,7 +5,8 @@ Reports what copies a value to the host on every step of a mixed-precision train
 `.item()`, `.cpu()`, `float(loss)`, `print(loss)`, `get_scale()`, `if torch.isnan(loss)`; one
 finding for each loop and kind, with all lines. Silent under a condition such as
 `step % 100 == 0`, `step == 0` or `step in shown`, in branches that leave the loop, and in those
-for a step that went wrong or gave a warning.
+for a step that went wrong or gave a warning; in functions that such a condition leaves early; and
+on paths that train in float32.
 
 ## Why is this bad
 The host waits until the device has done all that is queued, and the device then waits until the
@@ -41,7 +42,15 @@ from dataclasses import dataclass
 
 from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.findings import Edit
-from ampwise_lint.queries import Steps, edit, is_always, is_hot, step_loops, trains_in_amp
+from ampwise_lint.queries import (
+    Steps,
+    edit,
+    is_always,
+    is_hot,
+    passed,
+    step_loops,
+    trains_in_amp,
+)
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.places import block_of, functions_of, loads, stores
 from ampwise_lint.source.roles import dotted
@@ -66,7 +75,9 @@ def check(code: Analysis) -> Iterator[Mistake]:
                 continue  # the price of a schedule that waits for skipped steps: AMP112
             # Of what another file is given more has to be known.
             sure = event.module is code.module or isinstance(event.tensor, Tensor)
-            if sure and not _is_on_host(event) and is_hot(event, loops, trace):
+            if not sure or _is_on_host(event) or _is_no_tensor(event):
+                continue
+            if is_hot(event, loops, trace):
                 if id(event.node) not in edits:  # a search, once for each place
                     edits[id(event.node)] = _edits(event)
                 place = _Place(event, is_always(event, loops), edits[id(event.node)])
@@ -96,12 +107,42 @@ def _loop(event: HostSync, loops: Steps, trace: Trace) -> object:
     return id(event.module), id(around[0]) if around else trace.root
 
 
-HOST = re.compile(r"\b(np|numpy|random|math|time|cfg|config|args)\b|[mM]eter")
+HOST = re.compile(
+    r"\b(np|numpy|random|math|time|cfg|config|args)\b|[mM]eter"
+    # A mapping inside a batch, which a loop that copies the entries of the batch leaves out.
+    r"|\b(data|batch|samples?)\['\w+'\]\['\w+'\]"
+)
 
 
 def _is_on_host(event: HostSync) -> bool:
     """Whether something of which nothing else is known lies on the host, by where it comes from."""
     return isinstance(event.tensor, Unknown) and bool(HOST.search(event.tensor.key))
+
+
+def _is_no_tensor(event: HostSync) -> bool:
+    """Whether it is read behind a check that it is none: ``isinstance(x, torch.Tensor)``."""
+    others = [e.node for e in event.context.conditions if not e.taken]
+    tests = [each.test for each in others if isinstance(each, ast.If | ast.IfExp)]
+    tests += [each.test for each in passed(event, None)]
+    read = {ast.unparse(each) for each in getattr(event.node, "args", [])}
+    return any(_asked_to_be_tensor(each) in read for each in tests)
+
+
+METHODS = ("'item'", "'detach'", "'cpu'")
+"""What tensors have, and numbers do not."""
+
+
+def _asked_to_be_tensor(test: ast.expr) -> str:
+    """``x`` of ``isinstance(x, torch.Tensor)``, ``torch.is_tensor(x)``, ``hasattr(x, "item")``."""
+    match test:
+        case ast.Call(func=ast.Name(id="isinstance"), args=[asked, kind]):
+            return ast.unparse(asked) if ast.unparse(kind).endswith("Tensor") else ""
+        case ast.Call(func=ast.Name(id="hasattr"), args=[asked, name]):
+            return ast.unparse(asked) if ast.unparse(name) in METHODS else ""
+        case ast.Call(func=ast.Attribute(attr="is_tensor"), args=[asked]):
+            return ast.unparse(asked)
+        case _:
+            return ""
 
 
 def _mistake(places: list[_Place]) -> Mistake:

@@ -1,8 +1,8 @@
 """# synchronize-in-hot-loop
 
 ## What it does
-Reports `torch.cuda.synchronize()` and `empty_cache()` on every step of a training loop. A
-synchronize beside a reading of the clock is a measurement, and not reported.
+Reports `torch.cuda.synchronize()` and `empty_cache()` on every step of a training loop in mixed
+precision. A synchronize beside a reading of the clock is a measurement, and not reported.
 
 ## Why is this bad
 `synchronize` waits for all queued work, so the device idles while the host queues the next

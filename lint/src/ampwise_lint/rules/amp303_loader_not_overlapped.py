@@ -3,9 +3,9 @@
 ## What it does
 Reports a `DataLoader(...)` without `num_workers` or without `pin_memory=True`, in files that
 train in mixed precision, and, where a loader pins memory, copies of batches without
-`non_blocking=True`. Silent for validation, by name or where nothing trains on what it yields, for
-loaders of which a batch at most is taken or whose data is on the device, and where arguments come
-from a variable.
+`non_blocking=True`. Silent for validation, by name or where nothing trains in mixed precision on
+what it yields, for loaders of which a batch at most is taken or whose data set or collate function
+puts data on the device, and where arguments come from a variable.
 
 ## Why is this bad
 With `num_workers=0`, the default, the training process makes each batch itself, between steps.
@@ -39,23 +39,14 @@ from functools import partial
 
 from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.findings import Edit
+from ampwise_lint.loading import data_of, is_on_device
 from ampwise_lint.queries import Steps, edit, is_hot, step_loops, trains_in_amp
 from ampwise_lint.rule import Mistake, rule
-from ampwise_lint.source.places import assignments, bound_to, loads, names, scope_of
+from ampwise_lint.source.places import bound_to, loads
 from ampwise_lint.source.project import Module
 from ampwise_lint.source.roles import EVALUATION, dotted
 from ampwise_lint.triggers import MIXED
-from ampwise_lint.values.abstract import (
-    Const,
-    Function,
-    Instance,
-    ListValue,
-    Loader,
-    Partial,
-    Tensor,
-    Value,
-)
-from ampwise_lint.values.contents import flatten
+from ampwise_lint.values.abstract import Const, Loader, Tensor
 from ampwise_lint.values.events import Forward, Made, Moved, Read
 
 
@@ -69,7 +60,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
         loader = event.value
         if not isinstance(loader, Loader) or loader.opaque or _evaluates(event):
             continue
-        if id(loader.node) in aside or _is_for_a_look(event) or _is_on_device(event):
+        if id(loader.node) in aside or _is_for_a_look(event) or is_on_device(event):
             continue
         if id(loader.node) not in trained and _has_data_for_evaluation(event):
             continue
@@ -148,12 +139,14 @@ def _read(code: Analysis) -> tuple[set[int], set[int]]:
 
 
 def _only_looks(read: Read, loops: Steps, trace: Trace) -> bool:
-    """Whether what takes batches surely validates, or shows them."""
+    """Whether what takes batches surely validates, shows them, or trains in float32."""
     if read.by:
         return _is_aside(read.by)
     around = read.context.loops[-1:]
-    if id(trace.events) in loops.traces or any(id(each.node) in loops.nodes for each in around):
-        return False
+    if id(trace.events) in loops.traces:
+        return not loops.is_lower(trace, None)
+    if any(id(each.node) in loops.nodes for each in around):
+        return not loops.is_lower(trace, around[0])
     if isinstance(read.node, ast.Call):  # of ``next``
         return read.context.no_grad
     if any(isinstance(each, ast.Yield) for each in ast.walk(read.node)):
@@ -193,31 +186,9 @@ def _takes_one(module: Module, use: ast.expr) -> bool:
             return False
 
 
-def _is_on_device(event: Made) -> bool:
-    """Whether what it loads is on the device already: ``TensorDataset(x.cuda(), y.cuda())``."""
-    assert isinstance(event.value, Loader)
-    given = event.value.arguments
-    if _is_kept_on_device(given.get("dataset")) or _is_put_there(given.get("collate_fn")):
-        return True
-    return any(map(_moves, _data(event, 2)))  # a data set, and the tensors it is made of
-
-
-def _data(event: Made, depth: int) -> list[ast.expr]:
-    """The data set a loader is given, and what the names in it stand for."""
-    call = event.node
-    if not isinstance(call, ast.Call):
-        return []
-    parts = [*call.args[:1], *(each.value for each in call.keywords if each.arg == "dataset")]
-    scope = scope_of(event.module, event.node)
-    for _ in range(depth):
-        read = {name for each in parts for name in names(each)}
-        parts += [e.value for name in read for e in assignments(scope, name) if e.value is not None]
-    return parts
-
-
 def _has_data_for_evaluation(event: Made) -> bool:
     """Whether its data is called so: ``DataLoader(val_set)``, ``Data(root, train=False)``."""
-    texts = [ast.unparse(each) for each in _data(event, 1)]
+    texts = [ast.unparse(each) for each in data_of(event, 1)]
     words = {word for text in texts for word in re.findall(r"\w+", text)}
     if any("train=False" in text for text in texts):
         return True
@@ -225,42 +196,6 @@ def _has_data_for_evaluation(event: Made) -> bool:
 
 
 TRAINING = re.compile("(^|_)train", re.IGNORECASE)
-
-
-def _is_kept_on_device(dataset: Value | None) -> bool:
-    """Whether a data set is a list of what networks returned, or of a class that moves its data."""
-    match dataset:
-        case ListValue(items=[_, *_] as items):
-            return all(isinstance(e, Tensor) and e.forward and not e.host for e in flatten(items))
-        case Instance(class_=class_):
-            return any(_moves(each.node) for each in class_.lineage())
-        case _:
-            return False
-
-
-def _is_put_there(collate: Value | None) -> bool:
-    """Whether what makes a batch copies it to the device."""
-    match collate:
-        case Partial(function=inner):
-            return _is_put_there(inner)
-        case Function(node=node):
-            return _moves(node)
-        case _:
-            return False
-
-
-def _moves(code: ast.AST) -> bool:
-    """Whether something in it is copied to the device."""
-    return any(
-        isinstance(each, ast.Call)
-        and isinstance(each.func, ast.Attribute)
-        and (each.func.attr == "cuda" or (each.func.attr == "to" and _names_device(each)))
-        for each in ast.walk(code)
-    )
-
-
-def _names_device(call: ast.Call) -> bool:
-    return any("dev" in ast.unparse(each) or "cuda" in ast.unparse(each) for each in call.args)
 
 
 def _evaluates(event: Made) -> bool:

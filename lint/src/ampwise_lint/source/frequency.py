@@ -10,9 +10,10 @@ from ampwise_lint.source.roles import dotted
 SETTING = re.compile(
     r"vi[sz](ual|_|\b)|debug|verbose|plot|profil|dump|trac(e|ing)\b|interval|should_|_freq\b"
     r"|(\b|_)(every|due)\b|every_|(^|[^a-z])(do|is|to|will|must|need|time)_log(_\w+|ging)?\b"
-    r"|log_(step|now|this)\b"
+    r"|log_(step|now|this)\b|log(ging)?_?level|verbosity|(use|store|return)_(kv|cache)\b|kv_cache"
 )
-"""What is switched on to look into a training, not to train, or says that it is time to."""
+"""What is switched on to look into a training or to generate, not to train, or says that it is
+time to."""
 
 COUNTER = re.compile(
     r"(^|[._])(steps?|it|iters?|iteration|idx|index|i|n|batch_?(idx|i|id)?|count(er)?)(_since_\w+)?$"
@@ -27,8 +28,12 @@ FEW = 10
 
 
 def is_for_few(test: ast.expr) -> bool:
-    """``step == 0``, ``step in shown``, ``step >= next_log``, also among other conditions."""
+    """``step == 0``, ``step in shown``, ``random() < 0.01``, also among other conditions."""
     match test:
+        case ast.Compare(left=ast.Call(func=drawn), ops=[op], comparators=[right]):
+            return dotted(drawn).endswith("random.random") and _is_unlikely(op, right)
+        case ast.Compare(left=ast.Name(id="__name__")):
+            return True
         case ast.Compare(left=left, ops=[op], comparators=[right]):
             return _counts(left) and _picks(left, op, right)
         case ast.BoolOp(op=ast.And(), values=values):
@@ -37,6 +42,12 @@ def is_for_few(test: ast.expr) -> bool:
             return all(map(is_for_few, values))
         case _:
             return False
+
+
+def _is_unlikely(op: ast.cmpop, right: ast.expr) -> bool:
+    """``random.random() < 0.005``."""
+    chance = right.value if isinstance(right, ast.Constant) else None
+    return isinstance(op, ast.Lt) and isinstance(chance, float) and chance * FEW <= 1
 
 
 def _counts(node: ast.expr) -> bool:
