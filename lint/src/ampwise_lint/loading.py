@@ -111,7 +111,7 @@ def _moves(code: ast.AST, owner: Value | None) -> bool:
     return any(
         isinstance(each, ast.Call)
         and isinstance(each.func, ast.Attribute)
-        and (each.func.attr == "cuda" or _is_told_device(each, owner))
+        and (each.func.attr == "cuda" or _is_told_device(each, owner, code))
         for each in ast.walk(code)
     )
 
@@ -120,14 +120,23 @@ PLACES = ("device", "map_location")
 """Parameters of torch's functions that tell where something is made."""
 
 
-def _is_told_device(call: ast.Call, owner: Value | None) -> bool:
+def _is_told_device(call: ast.Call, owner: Value | None, code: ast.AST) -> bool:
     """``x.to(device)``, ``torch.tensor(x, device="cuda")``."""
     told = [each.value for each in call.keywords if each.arg in PLACES]
     if isinstance(call.func, ast.Attribute) and call.func.attr == "to":
         return any(_is_device(each, owner) for each in (*call.args, *told))
-    # Where another tensor is, which on the host is the host.
-    own = [e for e in told if not dotted(e).endswith(".device") or dotted(e) == "self.device"]
-    return dotted(call.func).startswith("torch.") and any(_is_device(e, owner) for e in own)
+    return dotted(call.func).startswith("torch.") and any(
+        _is_device(each, owner) and not _is_of_another(each, code) for each in told
+    )
+
+
+def _is_of_another(place: ast.expr, code: ast.AST) -> bool:
+    """Whether it is where another tensor is, which on the host is the host."""
+    name = dotted(place)
+    if name.endswith(".device"):
+        return name != "self.device"
+    made = [each.value for each in assignments(code, name)] if name else []
+    return any(isinstance(each, ast.Attribute) and each.attr == "device" for each in made)
 
 
 def _is_device(node: ast.expr, owner: Value | None) -> bool:

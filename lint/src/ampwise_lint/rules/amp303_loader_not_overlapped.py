@@ -42,7 +42,7 @@ from ampwise_lint.findings import Edit
 from ampwise_lint.loading import data_of, is_on_device
 from ampwise_lint.queries import Steps, edit, is_hot, step_loops, trains_in_amp
 from ampwise_lint.rule import Mistake, rule
-from ampwise_lint.source.places import bound_to, loads
+from ampwise_lint.source.places import bound_to, loads, scope_of
 from ampwise_lint.source.project import Module
 from ampwise_lint.source.roles import EVALUATION, dotted
 from ampwise_lint.triggers import MIXED
@@ -97,7 +97,10 @@ def _blocking_copies(code: Analysis) -> Iterator[Mistake]:
     loaders = [e.value for e in code.of(Made) if isinstance(e.value, Loader)]
     if not any(map(_is_pinned, loaders)):
         return
+    bare = _loops_over_bare_memory(code)
     for event in _copies(code):
+        if any(id(each.node) in bare for each in event.context.loops):
+            continue
         yield Mistake(
             event.node,
             event.module,
@@ -105,6 +108,24 @@ def _blocking_copies(code: Analysis) -> Iterator[Mistake]:
             "it runs while the device works",
             (edit("argument", event.node, "non_blocking=True"),),
         )
+
+
+def _loops_over_bare_memory(code: Analysis) -> set[int]:
+    """``id`` of loops over a loader that, by another branch, pins nothing: that one is at fault."""
+    loaders = [e.value for e in code.of(Made) if isinstance(e.value, Loader)]
+    bare = {_name(e) for e in loaders if not e.opaque and _is_off(e, "pin_memory")}
+    return {
+        id(read.context.loops[-1].node)
+        for trace in code.traces
+        for read in trace.of(Read)
+        if read.context.loops and _name(read.loader) in bare
+    }
+
+
+def _name(loader: Loader) -> tuple[int, str]:
+    """What a loader is called, and where; its line where nothing is bound to it."""
+    names = [*bound_to(loader.module, loader.node), str(loader.node.lineno)]
+    return id(scope_of(loader.module, loader.node)), names[0]
 
 
 def _copies(code: Analysis) -> Iterator[Moved]:
@@ -206,11 +227,13 @@ def _evaluates(event: Made) -> bool:
 
 
 def _is_aside(name: str) -> bool:
-    """Whether a name is of validation or pictures."""
+    """Whether a name is of validation, of pictures or of a benchmark."""
     return bool(EVALUATION.search(name) or PICTURES.search(name))
 
 
-PICTURES = re.compile(r"(^|_)(vis|viz|visual\w*|plot\w*|render\w*|demo)(_|$)", re.IGNORECASE)
+PICTURES = re.compile(
+    r"(^|_)(vis|viz|visual\w*|plot\w*|render\w*|demo|bench(mark)?)(_|$)", re.IGNORECASE
+)
 
 
 def _is_pinned(loader: Loader) -> bool:

@@ -1,9 +1,10 @@
 """# timing-without-sync
 
 ## What it does
-Reports a time taken in a training loop, around work on the device, with no synchronize, event
-or read value before the clock is read the second time. `scaler.step` of an optimizer that is not
-fused reads found_inf, and so waits, too; one that comes from elsewhere is taken for such.
+Reports a time taken in a training loop in mixed precision, or of a network in autocast, around
+work on the device, with no synchronize, event or read value before the clock is read the second
+time. `scaler.step` of an optimizer that is not fused reads found_inf, and so waits, too; one that
+comes from elsewhere is taken for such.
 
 ## Why is this bad
 Calls to CUDA return when work is queued. The difference is the time of queuing, not of
@@ -64,23 +65,28 @@ def check(code: Analysis) -> Iterator[Mistake]:
                 continue  # on some path it waits: where there is a device, or lower precision
             begun = trace.events[event.begin - 1].context.loops[-1:]
             timed = trace.events[event.begin : event.end]
-            inside = any(
-                id(each.node) in loops.nodes for each in event.context.loops
-            ) or _times_forward(event, timed)
+            of_step = not event.context.no_grad and any(
+                id(each.node) in loops.nodes and loops.is_lower(trace, each)
+                for each in event.context.loops
+            )
+            inside = of_step or _times_forward(event, timed)
             # Over a whole epoch, what is still queued at its end does not count.
             if inside and begun == event.context.loops[-1:] and _ends_at_work(timed):
                 yield _mistake(trace.events[event.end - 1])
 
 
 def _times_forward(event: Elapsed, timed: list[Event]) -> bool:
-    """Whether a network runs in it, each time round the same loop, that is none over epochs."""
+    """Whether a network runs in it in autocast, each time round a loop that is none over epochs."""
     loops = event.context.loops
     epoch = any(isinstance(e, Backward) and len(e.context.loops) > len(loops) for e in timed)
     return (
         bool(loops)
         and not epoch
         and any(
-            isinstance(each, Forward) and each.is_root and each.context.loops == loops
+            isinstance(each, Forward)
+            and each.is_root
+            and each.context.region is not None
+            and each.context.loops == loops
             for each in timed
         )
     )

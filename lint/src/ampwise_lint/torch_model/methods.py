@@ -185,7 +185,7 @@ def _mapping(state: State, node: ast.Call, owner: DictValue, name: str, a: Argum
         case "get" | "pop" | "setdefault" if isinstance(first, Const):
             if first.value in owner.items:
                 return owner.items[first.value]
-            return state.unknown(node, "called")
+            return state.unknown(node, "called") if owner.open else a.get(1, "default") or NONE
         case "get" if choices := choices_in(owner):
             return chosen(state, choices, first)
         case "update":
