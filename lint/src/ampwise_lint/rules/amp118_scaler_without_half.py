@@ -42,7 +42,12 @@ from ampwise_lint.triggers import SCALER
 from ampwise_lint.values.abstract import Instance, Model, Scaler, Value, key_of
 from ampwise_lint.values.events import Backward, Forward, ScalerStep
 
-HALF = re.compile(r"autocast|\bhalf\b|float16|fp_?16|bf16|HalfTensor|precision", re.IGNORECASE)
+HALF = re.compile(
+    r"autocast|\bhalf\b|float16|fp_?16|bf16|HalfTensor|mixed_?precision|\.precision\b"
+    r"|\bprecision[\"']?\]?\s*[=:](?!\s*\w+[(.])",
+    re.IGNORECASE,
+)
+"""Words of lower precision; a precision that a function computes is a figure."""
 
 
 @rule("AMP118", "scaler-without-half", "warning", triggers=(SCALER,))

@@ -75,11 +75,13 @@ def check(code: Analysis) -> Iterator[Mistake]:
     halved = {each.context.functions for e in code.traces for each in _halved(e) if not _asks(each)}
     for trace in code.traces:
         models = {_network(each) for each in _trained(trace)}
+        parts = {id(each.model) for each in _trained(trace)}
         here = halved | {each.context.functions for each in _halved(trace)}
         for event in trace.of(Forward):
             if _is_teacher(event, trace):
                 continue
-            same = (_network(event) in models and _is_reached(trace, event)) or (
+            same = _network(event) in models or _holds(event.model, parts)
+            same = (same and _is_reached(trace, event)) or (
                 _name(event) in trained and not _is_another(event, trained, plain)
             )
             if event.context.functions in here or _is_choice(event, beside):
@@ -227,6 +229,13 @@ def _place(event: Forward, covered: Calls) -> Forward | Site | None:
 def _network(event: Forward) -> str:
     """Tells networks apart: a wrapper of torch and a copy are the one they hold or come from."""
     return key_of(_original(event.model))
+
+
+def _holds(network: Value, parts: set[int]) -> bool:
+    """Whether some of what was trained is a network's: ``model.features(x)`` runs its layers."""
+    return isinstance(network, Instance) and any(
+        id(each) in parts for each in network.attributes.values()
+    )
 
 
 def _original(network: Value) -> Value:
