@@ -452,7 +452,20 @@ def is_real(value: Value | None) -> bool:
 
 def is_unscaled(event: Backward) -> bool:
     """Whether a backward was surely not scaled."""
-    return event.scaled is None
+    return event.scaled is None and not is_handed_in(event.tensor)
+
+
+def is_handed_in(loss: Value) -> bool:
+    """Whether a loss is a caller's, or made of one: what it ran in is not in sight."""
+    match loss:
+        case Tensor(of=Value() as source):
+            return is_handed_in(source)
+        case Unknown(made="given"):
+            return True
+        case Unknown(op="add" | "sub" | "mul" | "div", operands=[first, *_]):
+            return is_handed_in(first)
+        case _:
+            return False
 
 
 FAULT = re.compile(r"is_?nan|is_?inf(?!erence)|found_inf|has_nan", re.IGNORECASE)

@@ -198,11 +198,12 @@ def _function(state: State, node: ast.Call, function: Function, a: Arguments) ->
     owner = function.owner if name in steps.OF_SCHEDULES else None
     if isinstance(owner, Instance) and is_schedule(owner.class_):
         steps.scheduler(state, node, Scheduler(owner.class_.node.name), name, a)
+    before = len(state.trace)
     value = state.call(function, a, node)
     if isinstance(value, Unknown) and value.made == "called" and function.class_ is None:
         value = _of_arguments(value, a)
     if LOSS.search(name) and not HANDLES.match(name):
-        if isinstance(value, Unknown | Tensor):
+        if isinstance(value, Unknown | Tensor) and not _casts_up(state, before, a):
             state.emit(Loss, node, name, tuple(a.values))
         if isinstance(value, Unknown):
             return Tensor(key=value.key, loss=True, inputs=tuple(a.values))

@@ -26,6 +26,7 @@ from ampwise_lint.values.abstract import (
     Tensor,
     Unknown,
     Value,
+    is_low,
     is_periodic,
     key_of,
     loop_of,
@@ -89,6 +90,9 @@ def _equality(state: State, node: Node, left: Value, right: Value) -> Value | No
             return negate(left)
         case Unknown(), Const(value=bool(expected)):
             return left if expected else negate(left)
+        case Unknown(of=Tensor() as asked, key=key), Ref(path=path) if key.endswith(".dtype"):
+            # A branch for 16 bits that are seen nowhere is no sign of any.
+            return FALSE if is_low(library.DTYPES.get(path)) and not is_low(asked.dtype) else None
         case Ref(path=one), Ref(path=other):
             same = library.DTYPES.get(one, one) == library.DTYPES.get(other, other)
             return TRUE if same else FALSE

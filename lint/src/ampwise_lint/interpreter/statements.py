@@ -183,14 +183,23 @@ def _if(state: State, node: ast.If) -> Flow:
     periodic = is_periodic([test])
     known = is_known(test)
     branches = node.body + node.orelse
-    matters = any(id(each) in state.here.roles.steps for each in branches) or (
-        periodic and any(leaves(each) for each in (node.body, node.orelse))
+    matters = (
+        any(id(each) in state.here.roles.steps for each in branches)
+        or (periodic and any(leaves(each) for each in (node.body, node.orelse)))
+        or any(map(_leaves_inside_window, branches))
     )
     if known or matters:
         taken = decide(state, test, default=_likely(state, node))
         with state.in_branch(node, test, taken=taken, periodic=periodic, known=known):
             return state.execute(node.body if taken else node.orelse)
     return _both(state, node, test, periodic)
+
+
+def _leaves_inside_window(statement: ast.stmt) -> bool:
+    """``if step % n: return``, in a branch for windows of more than one micro-batch."""
+    if not isinstance(statement, ast.If) or not leaves(statement.body):
+        return False
+    return any(isinstance(getattr(each, "op", None), ast.Mod) for each in ast.walk(statement.test))
 
 
 def _likely(state: State, node: ast.If) -> bool:

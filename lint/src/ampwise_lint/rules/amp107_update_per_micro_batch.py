@@ -32,7 +32,7 @@ than before. A step on every micro-batch is not fixed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.queries import is_managed, is_real, is_simple, statement_edit
@@ -136,6 +136,8 @@ def _steps(trace: Trace) -> Iterator[Mistake]:
         divided = any(
             isinstance(each.tensor, Tensor) and each.tensor.divided for each in trace.of(Backward)
         )
+        if _serials(zeroed) >= _serials(trace.of(ScalerStep)):
+            continue  # micro-batches inside a window leave before both
         if zeroed and divided and all(_waits(each, step) for each in zeroed):
             yield Mistake(
                 step.node,
@@ -144,6 +146,11 @@ def _steps(trace: Trace) -> Iterator[Mistake]:
                 "window: early micro-batches are applied again and again; step and update() only "
                 "when the window is complete",
             )
+
+
+def _serials(events: Sequence[Event]) -> set[int]:
+    """The iterations in which something happens."""
+    return {each.context.loops[-1].serial for each in events if each.context.loops}
 
 
 def _waits(zero: ZeroGrad, step: ScalerStep) -> bool:

@@ -44,11 +44,18 @@ from ampwise_lint.findings import Edit
 from ampwise_lint.queries import accumulates, edit, is_led, uses_amp, zeroed_with
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.nodes import Node
-from ampwise_lint.source.places import assignments, functions_of, grouped, in_reach, scope_of
+from ampwise_lint.source.places import (
+    assignments,
+    bound_in,
+    functions_of,
+    grouped,
+    in_reach,
+    scope_of,
+)
 from ampwise_lint.source.roles import dotted
 from ampwise_lint.triggers import MIXED
 from ampwise_lint.values.abstract import Const, Tensor, Unknown
-from ampwise_lint.values.events import Backward, GradientRead, OptimizerStep, ScalerStep
+from ampwise_lint.values.events import Backward, Forward, GradientRead, OptimizerStep, ScalerStep
 
 
 @rule("AMP109", "accumulation-not-averaged", "warning", fix="unsafe", triggers=MIXED)
@@ -89,12 +96,34 @@ def _is_plain_sum(trace: Trace, backward: Backward, step: ScalerStep | Optimizer
         if repr(value) == _count(backward, step):
             return False
     around = _around(backward)
-    if isinstance(around, ast.For) and isinstance(around.iter, ast.Tuple | ast.List):
-        return False  # what is written out are terms of one loss
+    if _is_nested(backward, step) and _loops_over_terms(trace, around):
+        return False
     if _sees_whole_batch(around, _target(around)) or _calls_for_whole_batch(backward, around):
         return False
     # Gradients that are zeroed on each micro-batch do not add up.
     return not any(zeroed_with(trace, backward))
+
+
+def _loops_over_terms(trace: Trace, loop: Node) -> bool:
+    """Whether a loop is over the terms of one loss, and no micro-batches.
+
+    They are written out, or a network is given the same each time: over widths, over scales.
+    """
+    if isinstance(loop, ast.For) and isinstance(loop.iter, ast.Tuple | ast.List):
+        return True
+    bound = bound_in(loop)
+    return any(
+        each.is_root and _is_given_from_outside(each.node, bound)
+        for each in trace.of(Forward)
+        if [around.node for around in each.context.loops[-1:]] == [loop]
+    )
+
+
+def _is_given_from_outside(call: ast.AST, bound: set[str]) -> bool:
+    """Whether a network is given nothing that one of some names stands for."""
+    given = call.args if isinstance(call, ast.Call) else []
+    first = {dotted(each).partition(".")[0] for each in given}
+    return bool(first) and first.isdisjoint(bound | {"", "self"})
 
 
 def _around(backward: Backward) -> Node:

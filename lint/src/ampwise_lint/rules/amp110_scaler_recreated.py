@@ -43,6 +43,11 @@ from ampwise_lint.values.events import Made, ScalerStep
 
 @rule("AMP110", "scaler-recreated", "warning", fix="unsafe", triggers=(SCALER,))
 def check(code: Analysis) -> Iterator[Mistake]:
+    yield from map(_mistake, recreated(code))
+
+
+def recreated(code: Analysis) -> Iterator[Made]:
+    """Where scalers are made that live shorter than what they step."""
     for trace in code.traces:
         made = {
             id(each.value): each
@@ -54,19 +59,19 @@ def check(code: Analysis) -> Iterator[Mistake]:
             if event is None:
                 continue
             if isinstance(step.optimizer, Unknown) and _is_kept(step.optimizer, event):
-                yield _mistake(event)
+                yield event
             if not isinstance(step.optimizer, Optimizer):
                 continue
             if not step.optimizer.path and "#" in step.optimizer.key:
                 continue  # made by a function nobody showed us, who knows how often
             if not event.context.loops:
                 if not step.optimizer.path:  # handed in: it lives longer than the scaler
-                    yield _mistake(event)
+                    yield event
                 continue
             inner = id(event.context.loops[-1].node)
             # A loop that makes a new optimizer too (folds, trials) starts a new training.
             if inner not in step.optimizer.loops:
-                yield _mistake(event)
+                yield event
 
 
 EPOCH = re.compile(r"epoch(?!s)|(^|_)(train|training)_step$")

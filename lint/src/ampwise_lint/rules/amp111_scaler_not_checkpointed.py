@@ -4,7 +4,8 @@
 Reports `torch.save` of a checkpoint with the optimizer's state and without the scaler's, functions
 not in sight that save and are given network and optimizer but no scaler, and
 `optimizer.load_state_dict` where the scaler's state is never loaded; checkpoints of that kind where
-an Accelerator scales the losses, unless it saves itself. Silent for weights alone.
+an Accelerator scales the losses, unless it saves itself. Silent for weights alone, and where each
+epoch has a scaler of its own, which AMP110 reports.
 
 ## Why is this bad
 `scaler.state_dict()` holds the scale and the growth tracker. Without it a resumed run starts
@@ -44,6 +45,7 @@ from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.findings import Edit
 from ampwise_lint.queries import edit, file_of, in_float16, is_real, is_scaled, receiver
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.rules.amp110_scaler_recreated import recreated
 from ampwise_lint.source.nodes import Node
 from ampwise_lint.source.places import (
     alone,
@@ -76,7 +78,10 @@ from ampwise_lint.values.events import Backward, Made, Save, ScalerStep, StateDi
 
 @rule("AMP111", "scaler-not-checkpointed", "warning", fix="unsafe", triggers=(SCALER, AUTOCAST))
 def check(code: Analysis) -> Iterator[Mistake]:
-    if not code.any(Backward, lambda e: is_real(e.scaled)) and not code.any(Made, _is_wrapper):
+    # A scaler of one epoch has no state to save; that it is made anew is the mistake (AMP110).
+    short = {id(each.value) for each in recreated(code)}
+    scales = code.any(Backward, lambda e: is_real(e.scaled) and id(e.scaled) not in short)
+    if not scales and not code.any(Made, _is_wrapper):
         yield from _past_accelerator(code)
         return
     states = [each for each in code.of(StateDict) if isinstance(each.of, Scaler | Wrapper)]

@@ -207,15 +207,23 @@ def _counted(loop: Node) -> set[str]:
 
 
 def _starts_anew(event: Report | Accumulate, loop: Node) -> bool:
-    """Whether the sum is set to zero inside the loop that adds to it: not for each micro-batch."""
+    """Whether the sum is set to zero where it is added to, and not for each micro-batch."""
     if not isinstance(event.node, ast.AugAssign):
         return False
     name = dotted(event.node.target)
-    each_time = list(takewhile(lambda each: not _skips(each), getattr(loop, "body", [])))
+    function = scope_of(event.module, event.node)
+    around = function if _is_kept(function, name) else loop
+    each_time = list(takewhile(lambda each: not _skips(each), getattr(around, "body", [])))
     return any(
         (_sets(each, name) and each not in each_time) or _is_multiplied(each, name)
-        for each in ast.walk(loop)
+        for each in ast.walk(around)
     )
+
+
+def _is_kept(function: ast.AST, name: str) -> bool:
+    """Whether a name outlives the calls of a function, which is called for each micro-batch."""
+    kept = (each for each in ast.walk(function) if isinstance(each, ast.Nonlocal | ast.Global))
+    return any(name in each.names for each in kept)
 
 
 def _skips(statement: ast.stmt) -> bool:

@@ -36,13 +36,18 @@ import re
 from collections.abc import Iterator
 
 from ampwise_lint.analysis import Analysis
-from ampwise_lint.queries import is_managed
+from ampwise_lint.queries import is_handed_in, is_managed
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.triggers import SCALER
-from ampwise_lint.values.abstract import Instance, Model, Scaler, Tensor, Unknown, Value, key_of
+from ampwise_lint.values.abstract import Instance, Model, Scaler, Value, key_of
 from ampwise_lint.values.events import Backward, Forward, ScalerStep
 
-HALF = re.compile(r"autocast|\bhalf\b|float16|fp_?16|bf16|HalfTensor|precision", re.IGNORECASE)
+HALF = re.compile(
+    r"autocast|\bhalf\b|float16|fp_?16|bf16|HalfTensor|mixed_?precision|\.precision\b"
+    r"|\bprecision[\"']?\]?\s*[=:](?!\s*\w+[(.])",
+    re.IGNORECASE,
+)
+"""Words of lower precision; a precision that a function computes is a figure."""
 
 
 @rule("AMP118", "scaler-without-half", "warning", triggers=(SCALER,))
@@ -85,20 +90,7 @@ def _scalers(code: Analysis) -> Iterator[Scaler]:
             continue
         for event in trace.of(Backward):
             given = isinstance(event.node, ast.Call) and event.node.args  # a gradient, not a loss
-            if _is_handed_in(event.tensor) or given:
+            if is_handed_in(event.tensor) or given:
                 continue
             if isinstance(event.scaled, Scaler) and event.scaled.path:
                 yield event.scaled
-
-
-def _is_handed_in(loss: Value) -> bool:
-    """Whether a loss is a caller's, or made of one: what it ran in is not in sight."""
-    match loss:
-        case Tensor(of=Value() as source):
-            return _is_handed_in(source)
-        case Unknown(made="given"):
-            return True
-        case Unknown(op="add" | "sub" | "mul" | "div", operands=[first, *_]):
-            return _is_handed_in(first)
-        case _:
-            return False

@@ -2,7 +2,9 @@
 
 ## What it does
 Reports a validation forward (no gradients, in a loop or in a method such as `val_step`) outside
-autocast, of a network that is trained inside autocast in the same file, or of a copy of it.
+autocast, of a network that is trained inside autocast in the same file, or of a copy of it. Silent
+where outputs are shown or written and nothing is measured (samples, previews, predictions), and in
+functions that other files could call and none does.
 
 ## Why is this bad
 The figures are those of another precision than the one that trains and, mostly, the one that
@@ -46,24 +48,20 @@ from ampwise_lint.source.places import (
     wrap,
 )
 from ampwise_lint.source.project import Module
-from ampwise_lint.source.roles import EVALUATION, LOSS, RUNS, dotted, leaves
+from ampwise_lint.source.roles import LOSS, RUNS, dotted, leaves
 from ampwise_lint.triggers import AUTOCAST, SCALER
+from ampwise_lint.validation import validates
 from ampwise_lint.values.abstract import (
-    Const,
     Function,
     Instance,
     Model,
     Region,
-    Tensor,
     Value,
     key_of,
 )
-from ampwise_lint.values.contents import flatten
-from ampwise_lint.values.events import Backward, CastDown, Condition, Forward, Loss, Site
+from ampwise_lint.values.events import Backward, CastDown, Forward, Loss, Site
 
-TRAINING = re.compile(r"^(is_|do_|self\.)?(train|training|is_train)$")
 Places = dict[str, set[str]]
-OFF = re.compile(r"amp|scaler|fp16|half|mixed|precision")
 
 
 @rule("AMP203", "eval-without-autocast", "warning", fix="unsafe", triggers=(SCALER, AUTOCAST))
@@ -77,11 +75,13 @@ def check(code: Analysis) -> Iterator[Mistake]:
     halved = {each.context.functions for e in code.traces for each in _halved(e) if not _asks(each)}
     for trace in code.traces:
         models = {_network(each) for each in _trained(trace)}
+        parts = {id(each.model) for each in _trained(trace)}
         here = halved | {each.context.functions for each in _halved(trace)}
         for event in trace.of(Forward):
             if _is_teacher(event, trace):
                 continue
-            same = (_network(event) in models and _is_reached(trace, event)) or (
+            same = _network(event) in models or _holds(event.model, parts)
+            same = (same and _is_reached(trace, event)) or (
                 _name(event) in trained and not _is_another(event, trained, plain)
             )
             if event.context.functions in here or _is_choice(event, beside):
@@ -89,7 +89,9 @@ def check(code: Analysis) -> Iterator[Mistake]:
             place = _place(event, covered)
             if place is not event:  # a helper calls all networks by one name
                 same = _network(event) in networks
-            if same and place is not None and _validates(event) and not _casts(event, code.module):
+            if not same or place is None or _casts(event, code.module):
+                continue
+            if validates(event, _name(event)):
                 yield Mistake(
                     place.node,
                     place.module,
@@ -229,6 +231,13 @@ def _network(event: Forward) -> str:
     return key_of(_original(event.model))
 
 
+def _holds(network: Value, parts: set[int]) -> bool:
+    """Whether some of what was trained is a network's: ``model.features(x)`` runs its layers."""
+    return isinstance(network, Instance) and any(
+        id(each) in parts for each in network.attributes.values()
+    )
+
+
 def _original(network: Value) -> Value:
     for _ in range(COPIES):
         match network:
@@ -324,88 +333,6 @@ def _name(event: Forward) -> str:
     runs = RUNS.search(name) or LOSS.search(name)
     is_method = bool(runs) and owner not in ("", "self")
     return owner.rpartition(".")[2] if is_method else name
-
-
-MEASURES = re.compile(
-    r"lpips|ssim|percep|vgg|dice|iou|metric|fid|distance|similarity", re.IGNORECASE
-)
-"""Networks that are no more than a loss or a figure."""
-
-
-def _validates(event: Forward) -> bool:
-    """Whether it belongs to a validation: by the mode, or by a function's name."""
-    if MEASURES.search(_name(event)):
-        return False
-    is_repeated = bool(event.context.loops) or _is_step(event)
-    if not event.is_root or not is_repeated or _is_fallback(event):
-        return False
-    if _is_given_nothing(event):
-        return False
-    if _is_discarded(event.module, event.node):
-        return False  # a warm-up, a measurement of speed
-    if not event.context.no_grad and event.training is not False:
-        return False
-    names = [each.rpartition(".")[2] for each in event.context.functions[-2:]]
-    if names and "train" in names[-1] and not event.context.no_grad:
-        return False
-    loop = event.context.loops[-1].node if event.context.loops else None
-    if isinstance(loop, ast.For | ast.AsyncFor):
-        names += [each.id for each in ast.walk(loop.iter) if isinstance(each, ast.Name)]
-    names += [each for branch in event.context.conditions for each in _asked(branch)]
-    return event.training is False or any(EVALUATION.search(each) for each in names)
-
-
-STEP = re.compile(r"^_?(val|valid|validation|eval|evaluation|test)_(step|batch|iter|iteration)$")
-
-
-def _is_step(event: Forward) -> bool:
-    """Whether a method is one that a framework calls for each batch of a validation."""
-    first = event.context.functions[:1]
-    return any(STEP.search(each.rpartition(".")[2]) and "." in each for each in first)
-
-
-def _is_given_nothing(event: Forward) -> bool:
-    """``model(None, device)``, which asks a network for something else than an output."""
-    first = event.inputs[0] if event.inputs else None
-    is_none = isinstance(first, Const) and first.value is None
-    return is_none and not any(isinstance(each, Tensor) for each in flatten(event.inputs))
-
-
-def _asked(branch: Condition) -> list[str]:
-    """Names of what a branch waits for: ``if args.validate``, ``if train: ... else``."""
-    if not isinstance(branch.node, ast.If):
-        return []
-    parts = list(ast.walk(branch.node.test))
-    is_not = any(isinstance(each, ast.Not | ast.NotEq) for each in parts)
-    if is_not and any(isinstance(each, ast.BoolOp) for each in parts):
-        return []
-    asked = [each.attr for each in parts if isinstance(each, ast.Attribute)]
-    asked += [each.id for each in parts if isinstance(each, ast.Name)]
-    asked += [str(each.value) for each in parts if isinstance(each, ast.Constant)]
-    if branch.taken is not is_not:
-        return asked
-    return ["eval"] if any(TRAINING.search(each) for each in asked) else []
-
-
-def _is_discarded(module: Module, node: ast.AST) -> bool:
-    """Whether nobody looks at the output."""
-    match module.parents.get(id(node)):
-        case ast.Expr():
-            return True
-        case ast.Assign(targets=[ast.Name(id="_")]):
-            return True
-        case _:
-            return False
-
-
-def _is_fallback(event: Forward) -> bool:
-    """Whether it stands where lower precision is switched off."""
-    return any(
-        not each.taken
-        and isinstance(each.node, ast.If)
-        and OFF.search(event.module.unparsed(each.node.test))
-        for each in event.context.conditions
-    )
 
 
 # ---------------------------------------------------------------------- fixes

@@ -30,6 +30,7 @@ some trainings lean on that.
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -58,6 +59,8 @@ def check(code: Analysis) -> Iterator[Mistake]:
                 if chooses and _is_always_on(scaler, entered):
                     chosen.add(id(scaler.node))
     for place, scaler in scalers.items():
+        if _is_off_for_bfloat16(scaler.node):
+            continue
         if dtypes[place] == {"bfloat16"} or _waits_for_bfloat16(scaler.node):
             yield Mistake(
                 scaler.node,
@@ -90,6 +93,15 @@ def _is_always_on(scaler: Scaler, entered: list[Region]) -> bool:
 def _enabled(call: ast.AST) -> ast.expr | None:
     given = call.keywords if isinstance(call, ast.Call) else []
     return next((each.value for each in given if each.arg in ("enabled", None)), None)
+
+
+def _is_off_for_bfloat16(call: ast.AST) -> bool:
+    """``enabled=not use_bf16``: it is on only where there is no bfloat16."""
+    match _enabled(call):
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            return bool(re.search(r"bf_?16|bfloat16", ast.unparse(operand)))
+        case _:
+            return False
 
 
 def _waits_for_bfloat16(call: ast.AST) -> bool:

@@ -48,7 +48,9 @@ def check(code: Analysis) -> Iterator[Mistake]:
     if not uses_half(code):
         return
     for event in code.of(Op):
-        if event.path == "log" and event.inputs and (inner := _inner(event.inputs[0])):
+        if event.path != "log" or not event.inputs or _is_ranked(event):
+            continue
+        if inner := _inner(event.inputs[0]):
             better = BETTER.get(inner, "logsumexp")
             yield Mistake(
                 event.node,
@@ -58,6 +60,12 @@ def check(code: Analysis) -> Iterator[Mistake]:
                 "never leaves the logarithm",
                 _edits(event.node, inner),
             )
+
+
+def _is_ranked(event: Op) -> bool:
+    """``x.softmax(-1).log().argmax(-1)``: which is largest is the same without the logarithm."""
+    around = event.module.parents.get(id(event.node))
+    return isinstance(around, ast.Attribute) and around.attr in ("argmax", "argsort")
 
 
 def _inner(value: Value) -> str:

@@ -2,7 +2,9 @@
 
 ## What it does
 Reports imports from `torch.cuda.amp` and `torch.cpu.amp`, and uses of these by their full path.
-Silent in a branch for other versions of torch, where the check has a branch with the new names.
+Names that are not called are reported as info: those of types, and imports that nothing uses.
+Silent in a branch for other versions of torch, where the check has a branch with the new names, and
+for full paths in annotations that Python does not evaluate (`from __future__ import annotations`).
 
 ## Why is this bad
 autocast, GradScaler, custom_fwd and custom_bwd of these modules issue a FutureWarning when they
@@ -37,6 +39,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from typing import Literal
 
 from ampwise_lint.analysis import Analysis
 from ampwise_lint.findings import Edit
@@ -44,7 +47,7 @@ from ampwise_lint.queries import edit
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.imports import Imports
 from ampwise_lint.source.nodes import Node
-from ampwise_lint.source.places import is_type, names_bound_by
+from ampwise_lint.source.places import is_never_read, is_type, names_bound_by
 from ampwise_lint.source.project import Module
 from ampwise_lint.source.roles import dotted
 from ampwise_lint.source.versions import has_newer, is_for_versions
@@ -60,6 +63,8 @@ NEW = re.compile(
 ORDER = ("enabled", "dtype", "cache_enabled")
 """Arguments of the old autocast, by position."""
 
+Use = Literal["call", "type", "none"]
+"""What is done with an old name: called (or handed on), named as a type, nothing."""
 Edits = tuple[Edit, ...] | None
 """What makes a use a right one of the new name; None where that is not known."""
 
@@ -70,13 +75,17 @@ def check(code: Analysis) -> Iterator[Mistake]:
     for statement, names in found.statements:
         old = [each for each in names if _old_home(each)]
         if old and not has_newer(module, statement, NEW):
-            yield _mistake(statement, module, old[0], _import_edits(module, statement))
+            edits = _import_edits(module, statement)
+            yield _mistake(statement, module, old[0], _use_of(module, statement), edits)
     for node, full in module.imports.uses(module.index):
         home = _old_home(full)
         if isinstance(node, ast.Name) or _from_alias(found, node):
             continue  # its import is reported
-        if home and full != home and not has_newer(module, node, NEW):
-            yield _mistake(node, module, full, _path_edits(module, node, full))
+        if not home or full == home or is_never_read(module, node):
+            continue
+        if not has_newer(module, node, NEW):
+            use: Use = "type" if is_type(module, node) else "call"
+            yield _mistake(node, module, full, use, _path_edits(module, node, full))
 
 
 def _old_home(name: str) -> str:
@@ -85,26 +94,62 @@ def _old_home(name: str) -> str:
 
 def _from_alias(found: Imports, node: Node) -> bool:
     """Whether a use starts at an import that is reported itself: ``from torch.cuda import amp``."""
-    first = dotted(node).partition(".")[0]
-    return bool(_old_home(found.names.get(first, "")))
+    return bool(_old_home(found.names.get(_first(node), "")))
 
 
-def _mistake(node: Node, module: Module, name: str, edits: Edits) -> Mistake:
-    told = f"{name} is deprecated: it warns on every call and goes away"
+def _first(node: ast.AST) -> str:
+    return dotted(node).partition(".")[0]
+
+
+def _use_of(module: Module, statement: ast.Import | ast.ImportFrom) -> Use:
+    """What is done with the names that a statement imports; a package hands them on."""
+    bound = {each.asname or each.name.partition(".")[0] for each in statement.names}
+    every = module.imports.uses(module.index)
+    uses: list[ast.AST] = [e for e, full in every if _first(e) in bound and _old_home(full)]
+    uses += [each for each in module.index.of(ast.Constant) if _spells(module, each, bound)]
+    if not uses and module.path.name != "__init__.py":
+        return "none"
+    return "type" if uses and all(is_type(module, each) for each in uses) else "call"
+
+
+def _spells(module: Module, text: ast.expr, names: set[str]) -> bool:
+    """Whether a string is one of some names, as in ``__all__``, or a type that has one in it."""
+    if not isinstance(text, ast.Constant) or not isinstance(text.value, str):
+        return False
+    is_name = text.value in names
+    return is_name or (not names.isdisjoint(WORD.findall(text.value)) and is_type(module, text))
+
+
+WORD = re.compile(r"\w+")
+
+
+def _mistake(node: Node, module: Module, name: str, use: Use, edits: Edits) -> Mistake:
+    told = f"{name} is deprecated: {GOES[use]}"
     if is_for_versions(module, node):
         told += "; here it is for another version of torch, which may need it"
         return Mistake(node, module, told, severity="info")
-    told += f"; use {_instead(name)}"
+    told += _instead(name) if use == "call" else f"; {INSTEAD[use]} torch.amp"
     if edits is None:
         told += " (not done here: a use of it may be more than a call)"
-    return Mistake(node, module, told, edits or ())
+    return Mistake(node, module, told, edits or (), severity=None if use == "call" else "info")
+
+
+GOES: dict[Use, str] = {
+    "call": "it warns on every call and goes away",
+    "type": "it goes away, and the type with it (nothing here calls it, so nothing warns)",
+    "none": "it goes away, and its import fails then; nothing in this file uses it",
+}
+INSTEAD: dict[Use, str] = {
+    "type": "name that of",
+    "none": "drop it, or import it from",
+}
 
 
 def _instead(name: str) -> str:
     device, last = OLD[_old_home(name)], name.rpartition(".")[2]
     if last in ("autocast", "GradScaler"):
-        return f'torch.amp.{last}("{device}", ...)'
-    return f'torch.amp.{last}(device_type="{device}")' if last in NAMES else "torch.amp"
+        return f'; use torch.amp.{last}("{device}", ...)'
+    return f'; use torch.amp.{last}(device_type="{device}")' if last in NAMES else "; use torch.amp"
 
 
 # ---------------------------------------------------------------------- imports
@@ -120,7 +165,7 @@ def _import_edits(module: Module, statement: ast.Import | ast.ImportFrom) -> Edi
         return None
     edits = [edit("replace", statement, text)]
     for node, full in module.imports.uses(module.index):
-        if dotted(node).partition(".")[0] in bound:
+        if _first(node) in bound:
             changed = _with_device(module, node, full)
             if changed is None:
                 return None
@@ -159,7 +204,7 @@ def _bound_otherwise(module: Module) -> set[str]:
 
 def _path_edits(module: Module, node: ast.Attribute | ast.Name, full: str) -> Edits:
     last = full.rpartition(".")[2]
-    base = dotted(node).partition(".")[0]
+    base = _first(node)
     if module.imports.names.get(base, base) != "torch":
         return ()
     changed = _with_device(module, node, full)

@@ -100,6 +100,8 @@ LOSS_FUNCTIONS = {
     "poisson_nll_loss", "soft_margin_loss", "triplet_margin_loss",
     "triplet_margin_with_distance_loss",
 }  # fmt: skip
+OF_COUNTS = {"ctc_loss": 1}
+"""Operations that compute with their first inputs alone, and how many: others are lengths."""
 OPS_LOW = {
     "linear", "bilinear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d",
     "conv_transpose3d", "matmul", "mm", "bmm", "mv", "addmm", "addmv", "addbmm", "baddbmm",

@@ -137,16 +137,43 @@ def names_bound_by(tree: ast.AST) -> set[str]:
 
 def is_type(module: Module, node: ast.AST) -> bool:
     """Whether an expression is a type in an annotation, or what ``isinstance`` asks for."""
+    around, node = _type_around(module, node)
+    match around:
+        case ast.Call(func=ast.Name(id="isinstance"), args=[_, kinds]):
+            return kinds is node
+        case _:
+            return _is_annotation(around, node)
+
+
+def is_never_read(module: Module, node: ast.AST) -> bool:
+    """Whether an expression is an annotation that is not evaluated when the file runs."""
+    around, node = _type_around(module, node)
+    if not _is_annotation(around, node):
+        return False
+    if module.imports.names.get("annotations") == "__future__.annotations":
+        return True
+    is_local = isinstance(around, ast.AnnAssign) and isinstance(around.target, ast.Name)
+    within = next((e for e in _around(module, around) if isinstance(e, SCOPES)), None)
+    return is_local and isinstance(within, ast.FunctionDef | ast.AsyncFunctionDef)
+
+
+SCOPES = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+def _type_around(module: Module, node: ast.AST) -> tuple[ast.AST, ast.AST]:
+    """What stands around a type, ``Scaler | None`` and ``list[Scaler]`` passed over, and in it."""
     around = module.parents[id(node)]
     while isinstance(around, ast.BinOp | ast.Subscript | ast.Tuple):
         node, around = around, module.parents[id(around)]
+    return around, node
+
+
+def _is_annotation(around: ast.AST, node: ast.AST) -> bool:
     match around:
-        case ast.arg() | ast.AnnAssign(annotation=ast.expr()):
-            return getattr(around, "annotation", None) is node
+        case ast.arg() | ast.AnnAssign():
+            return around.annotation is node
         case ast.FunctionDef(returns=returns) | ast.AsyncFunctionDef(returns=returns):
             return returns is node
-        case ast.Call(func=ast.Name(id="isinstance"), args=[_, kinds]):
-            return kinds is node
         case _:
             return False
 

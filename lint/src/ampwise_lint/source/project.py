@@ -210,11 +210,28 @@ class Project:
         if not found:
             return False
         makes = re.compile(rf"\b({'|'.join(found)})\(")
-        imports = re.compile(rf"import\b[^\n]*\b{module.path.stem}\b|\b{module.path.stem} import")
+        imports = _importing(module.path)
         return any(
             path != module.path and imports.search(text) and makes.search(text)
             for path, text in texts.items()
         )
+
+    def leaves_unused(self, module: Module, function: str) -> bool:
+        """Whether files import a module, and none of them nor itself uses a function of it.
+
+        Files that hand on what they import may be anybody's.
+        """
+        texts = self._all_texts()
+        module.used.update(texts)
+        imports = _importing(module.path)
+        users = {e for e, text in texts.items() if imports.search(text)} - {module.path}
+        stars = re.compile(rf"\b{module.path.stem} import \*")
+        if not users or any(e.name == "__init__.py" or stars.search(texts[e]) for e in users):
+            return False
+        try:
+            return not any(_uses(self.module(each), function) for each in {*users, module.path})
+        except UnreadableError:
+            return False
 
     def _all_texts(self) -> dict[Path, str]:
         if self._texts is None:
@@ -244,3 +261,16 @@ class Project:
         if parts:
             candidates.insert(0, base.with_name(base.name + ".py"))
         return next((each for each in candidates if each in self.files), None)
+
+
+def _importing(path: Path) -> re.Pattern[str]:
+    """How a file's text imports another one."""
+    return re.compile(rf"import\b[^\n]*\b{path.stem}\b|\b{path.stem} import")
+
+
+def _uses(module: Module, name: str) -> bool:
+    """Whether a file reads a name, also as an attribute."""
+    named = any(isinstance(e, ast.Name) and e.id == name for e in module.index.of(ast.Name))
+    return named or any(
+        isinstance(e, ast.Attribute) and e.attr == name for e in module.index.of(ast.Attribute)
+    )

@@ -127,7 +127,8 @@ def gradient(state: State, node: ast.Call, owner: Gradient, name: str, a: Argume
     if name in EXTENTS:
         return state.unknown(node)
     if name in COPIES:
-        state.emit(GradientRead, node, copies=True)
+        if not isinstance(state.here.parents.get(id(node)), ast.Attribute):
+            state.emit(GradientRead, node, copies=True)  # else what is done with it tells
         return owner
     state.emit(GradientRead, node, name.endswith("_"), copies=name == "copy_")
     return Tensor(key=f"gradient {name}", op=f"grad.{name}", inputs=(owner,))

@@ -90,6 +90,7 @@ def apply(
     arguments: Mapping[str, Value] | None = None,
 ) -> Tensor:
     """Apply an operation of torch: its result, written down as an event."""
+    inputs = inputs[: library.OF_COUNTS.get(operation, len(inputs))]
     flat = flatten(inputs)
     tensors = [each for each in flat if isinstance(each, Tensor)]
     result = Tensor(

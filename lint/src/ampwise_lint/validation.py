@@ -1,0 +1,158 @@
+"""Which forward passes belong to a validation: by mode, names, and what is done with outputs."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from ampwise_lint.source.places import functions_of
+from ampwise_lint.source.project import Module
+from ampwise_lint.source.roles import EVALUATION
+from ampwise_lint.values.abstract import Const, Tensor
+from ampwise_lint.values.contents import flatten
+from ampwise_lint.values.events import Condition, Forward
+
+Definition = ast.FunctionDef | ast.AsyncFunctionDef
+TRAINING = re.compile(r"^(is_|do_|self\.)?(train|training|is_train)$")
+OFF = re.compile(r"amp|scaler|fp16|half|mixed|precision")
+MEASURES = re.compile(
+    r"lpips|ssim|percep|vgg|dice|iou|metric|fid|distance|similarity", re.IGNORECASE
+)
+"""Networks that are no more than a loss or a figure."""
+
+
+def validates(event: Forward, network: str) -> bool:
+    """Whether a forward of a network of that name belongs to a validation."""
+    if MEASURES.search(network):
+        return False
+    is_repeated = bool(event.context.loops) or _is_step(event)
+    if not event.is_root or not is_repeated or _is_fallback(event):
+        return False
+    if _is_given_nothing(event):
+        return False
+    if _is_discarded(event.module, event.node):
+        return False  # a warm-up, a measurement of speed
+    if not event.context.no_grad and event.training is not False:
+        return False
+    functions = [each.rpartition(".")[2] for each in event.context.functions[-2:]]
+    if functions and "train" in functions[-1] and not event.context.no_grad:
+        return False
+    data = _loops_over(event)
+    if not any(map(EVALUATION.search, data)) and _only_shows(event):
+        return False
+    asked = [each for branch in event.context.conditions for each in _asked(branch)]
+    named = any(map(EVALUATION.search, [*functions, *data, *asked]))
+    return (event.training is False or named) and not _is_dead(event)
+
+
+def _loops_over(event: Forward) -> list[str]:
+    """Names in what the loop around it runs over."""
+    loop = event.context.loops[-1].node if event.context.loops else None
+    if not isinstance(loop, ast.For | ast.AsyncFor):
+        return []
+    return [each.id for each in ast.walk(loop.iter) if isinstance(each, ast.Name)]
+
+
+SHOWS = re.compile(
+    r"(^|_)(sampl\w*|generat\w*|gen|preview\w*|visuali\w*|plot\w*|draw\w*|demo)(_|$)",
+    re.IGNORECASE,
+)
+PREDICTS = re.compile(r"(^|_)(infer\w*|predict\w*)(_|$)", re.IGNORECASE)
+FIGURE = re.compile(
+    r"loss|metric|accura|correct|recall|evaluat|perplex|scores?\b"
+    r"|(\b|_)(acc\d?|m?iou|dice|psnr|ssim|auc|f1|mae|r?mse|fid|[wc]er|bleu)(_|\b)",
+    re.IGNORECASE,
+)
+"""Words of what outputs are measured by."""
+
+
+def _only_shows(event: Forward) -> bool:
+    """Whether outputs are shown or written and nothing is measured: no figure goes wrong.
+
+    What a function that predicts gives back may be measured by whom it is given to.
+    """
+    around = list(_functions(event))[:2]
+    if any(EVALUATION.search(each.name) and not _is_shown(each) for _, each in around):
+        return False
+    return any(
+        _is_shown(each) and not FIGURE.search(module.unparsed(each)) for module, each in around
+    )
+
+
+def _is_shown(function: Definition) -> bool:
+    if SHOWS.search(function.name):
+        return True
+    returns = any(isinstance(e, ast.Return) and e.value is not None for e in ast.walk(function))
+    return bool(PREDICTS.search(function.name)) and not returns
+
+
+def _functions(event: Forward) -> Iterator[tuple[Module, Definition]]:
+    """The function it stands in, and those that lead there, innermost first."""
+    places = [(event.module, event.node)]
+    places += [(each.module, each.node) for each in reversed(event.context.sites)]
+    for module, node in places:
+        yield from ((module, e) for e in functions_of(module, node) if isinstance(e, Definition))
+
+
+def _is_dead(event: Forward) -> bool:
+    """Whether it stands in a function that other files could call, and nothing does."""
+    if len(event.context.functions) != 1:
+        return False  # another one leads there
+    module = event.module
+    around = [each for each in functions_of(module, event.node) if isinstance(each, Definition)]
+    is_plain = len(around) == 1 and isinstance(module.parents[id(around[0])], ast.Module)
+    return is_plain and module.project.leaves_unused(module, around[0].name)
+
+
+STEP = re.compile(r"^_?(val|valid|validation|eval|evaluation|test)_(step|batch|iter|iteration)$")
+
+
+def _is_step(event: Forward) -> bool:
+    """Whether a method is one that a framework calls for each batch of a validation."""
+    first = event.context.functions[:1]
+    return any(STEP.search(each.rpartition(".")[2]) and "." in each for each in first)
+
+
+def _is_given_nothing(event: Forward) -> bool:
+    """``model(None, device)``, which asks a network for something else than an output."""
+    first = event.inputs[0] if event.inputs else None
+    is_none = isinstance(first, Const) and first.value is None
+    return is_none and not any(isinstance(each, Tensor) for each in flatten(event.inputs))
+
+
+def _asked(branch: Condition) -> list[str]:
+    """Names of what a branch waits for: ``if args.validate``, ``if train: ... else``."""
+    if not isinstance(branch.node, ast.If):
+        return []
+    parts = list(ast.walk(branch.node.test))
+    is_not = any(isinstance(each, ast.Not | ast.NotEq) for each in parts)
+    if is_not and any(isinstance(each, ast.BoolOp) for each in parts):
+        return []
+    asked = [each.attr for each in parts if isinstance(each, ast.Attribute)]
+    asked += [each.id for each in parts if isinstance(each, ast.Name)]
+    asked += [str(each.value) for each in parts if isinstance(each, ast.Constant)]
+    if branch.taken is not is_not:
+        return asked
+    return ["eval"] if any(TRAINING.search(each) for each in asked) else []
+
+
+def _is_discarded(module: Module, node: ast.AST) -> bool:
+    """Whether nobody looks at the output."""
+    match module.parents.get(id(node)):
+        case ast.Expr():
+            return True
+        case ast.Assign(targets=[ast.Name(id="_")]):
+            return True
+        case _:
+            return False
+
+
+def _is_fallback(event: Forward) -> bool:
+    """Whether it stands where lower precision is switched off."""
+    return any(
+        not each.taken
+        and isinstance(each.node, ast.If)
+        and OFF.search(event.module.unparsed(each.node.test))
+        for each in event.context.conditions
+    )
