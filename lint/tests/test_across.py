@@ -480,3 +480,33 @@ def train(model, optimizer, loader, path):
 
 def test_a_function_may_return_what_another_case_returns(folder):
     assert [each[1:3] for each in found(folder(train=RETURNS))] == [(20, "AMP101")]
+
+
+LOG_PROBABILITIES = """\
+import torch.nn.functional as F
+
+
+def of_tokens(logits, targets):
+    return F.log_softmax(logits, dim=-1).gather(2, targets.unsqueeze(-1)).squeeze(-1)
+"""
+POLICY = """\
+import torch
+from tools import of_tokens
+
+
+def train(model, optimizer, loader, advantage):
+    for x, y in loader:
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            logits = model(x)
+        found = of_tokens(logits{cast}, y)
+        loss = -(found * advantage).mean()
+        loss.backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(("cast", "where"), [("", [("train.py", 10)]), (".float()", [])])
+def test_a_helper_that_is_given_half_outputs_is_called_wrongly(folder, cast, where):
+    home = folder(tools=LOG_PROBABILITIES, train=POLICY.format(cast=cast))
+    assert [each[:2] for each in found(home) if each[2] == "AMP202"] == where

@@ -250,7 +250,7 @@ def _construct(state: State, node: ast.Call, class_: Class, a: Arguments) -> Val
         return functions.make_scheduler(state, node, class_.node.name, a)
     if any(each.endswith(".DataLoader") for each in ancestors[1:]):
         return functions.call(state, node, "torch.utils.data.DataLoader", a)
-    made = Instance(class_)
+    made = Instance(class_, key=state.nth_made(node, class_.node.name))
     initialise(state, made, a, node)
     return made
 

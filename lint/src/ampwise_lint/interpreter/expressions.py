@@ -53,7 +53,7 @@ BUILTINS = frozenset(dir(builtins))
 
 
 def _constant(state: State, node: ast.Constant) -> Value:
-    return Const(node.value)
+    return NONE if node.value is None else Const(node.value)  # it is asked for by identity
 
 
 def _name(state: State, node: ast.Name) -> Value:

@@ -144,7 +144,7 @@ def _returned(state: State, frame: Frame, node: Node) -> Value:
     """What a function returns: of optimizers that different cases return, all."""
     cases = [*frame.may_return, *([] if frame.returned is None else [frame.returned])]
     value = frame.returned
-    if value is None:
+    if value is None or value is NONE:
         value = next((each for each in frame.may_return if each is not NONE), NONE)
     truths = {e.value for e in cases if isinstance(e, Const) and isinstance(e.value, bool)}
     if frame.returned is None:

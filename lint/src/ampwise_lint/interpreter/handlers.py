@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import ast
 
-from ampwise_lint.interpreter import calls, expressions, functions, imports, statements, targets
+from ampwise_lint.interpreter import (
+    calls,
+    expressions,
+    functions,
+    imports,
+    loops,
+    statements,
+    targets,
+)
 from ampwise_lint.path.state import Handlers
 
 HANDLERS = Handlers(
     expressions={**expressions.EXPRESSIONS, ast.Call: calls.evaluate_call},
-    statements={**statements.STATEMENTS, **imports.STATEMENTS},
+    statements={**statements.STATEMENTS, **loops.STATEMENTS, **imports.STATEMENTS},
     call=functions.walk,
     assign=targets.assign,
     resolve=imports.resolve,

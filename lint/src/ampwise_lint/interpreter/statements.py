@@ -3,9 +3,6 @@
 Where a condition is not known the path's oracle is asked, but only if a branch holds part of a
 training step. Other branches are walked one after the other, as if both were taken: they can bind
 names, not change the order of a step.
-
-A loop is walked twice, as a window of two micro-batches: the first time ``(i + 1) % n == 0`` does
-not hold, the second time it does.
 """
 
 from __future__ import annotations
@@ -15,24 +12,18 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from ampwise_lint.interpreter.items import element
 from ampwise_lint.interpreter.operators import binary
 from ampwise_lint.interpreter.targets import forget_constants
 from ampwise_lint.path.conditions import decide, is_known
 from ampwise_lint.path.state import Flow, Frame, State
-from ampwise_lint.source.project import Module
-from ampwise_lint.source.roles import LOADER, dotted, leaves
+from ampwise_lint.source.roles import dotted, leaves
 from ampwise_lint.torch_model import tensors
-from ampwise_lint.torch_model.python_functions import is_loader
 from ampwise_lint.values.abstract import (
     NONE,
     Class,
     Const,
-    DictValue,
     Function,
     Gradient,
-    ListValue,
-    Loader,
     Manager,
     Scope,
     Tensor,
@@ -40,23 +31,13 @@ from ampwise_lint.values.abstract import (
     Value,
     is_periodic,
 )
-from ampwise_lint.values.contents import ONE_BY_ONE, are_parts, loaders_in
 from ampwise_lint.values.events import (
     Accumulate,
-    Backward,
     Clip,
     GradientRead,
-    Managed,
-    OptimizerStep,
-    Read,
     Report,
-    ScalerStep,
-    Unscale,
-    Update,
     ZeroGrad,
 )
-
-STEP_EVENTS = (Backward, ScalerStep, OptimizerStep, Update, Unscale, ZeroGrad, Managed)
 
 UNLIKELY = (
     "nan", "inf", "debug", "resume", "test_only", "eval_only", "evaluate", "dry_run", "profile",
@@ -237,72 +218,6 @@ def _branch(state: State, node: ast.If, test: Value, periodic: bool, *, taken: b
         return state.execute(body)
 
 
-def _for(state: State, node: ast.For | ast.AsyncFor) -> Flow:
-    over = state.evaluate(node.iter)
-    return _loop(state, node, node.body, node.target, over)
-
-
-def _while(state: State, node: ast.While) -> Flow:
-    state.evaluate(node.test)
-    return _loop(state, node, node.body, None, None)
-
-
-def _loop(
-    state: State, node: ast.stmt, body: list[ast.stmt], target: ast.expr | None, over: Value | None
-) -> Flow:
-    _forget(state, node, body)
-    over_data = _is_data(state.here, node, over)
-    steps = len(state.trace)
-    flow: Flow = ""
-    parts = _parts_with_state(over)
-    for iteration in range(max(2, parts)):
-        with state.in_iteration(node, iteration, over_data=over_data):
-            for loader in loaders_in(over):
-                state.emit(Read, node, loader)
-            if target is not None:
-                state.assign(target, element(state, node, target, over, over_data))
-            flow = state.execute(body)
-        if flow in ("return", "raise", "break"):
-            break
-        again = parts or _steps_in(state, node, steps) or _is_phases(over)
-        if flow != "continue" and not again:
-            break
-    orelse: list[ast.stmt] = getattr(node, "orelse", [])
-    if flow in ("return", "raise"):
-        return flow if not state.unsure else ""
-    return state.execute(orelse) if orelse and flow != "break" else ""
-
-
-def _parts_with_state(over: Value | None) -> int:
-    """How many parts a loop runs over that differ, an optimizer or a scaler among them."""
-    match over:
-        case Unknown(op="items", operands=(DictValue(items=known, open=False), *_)):
-            values = list(known.values())
-        case ListValue(items=values, repeats=False):
-            pass
-        case _:
-            return 0
-    return min(len(values), ONE_BY_ONE) if are_parts(values) else 0
-
-
-def _steps_in(state: State, node: ast.stmt, since: int) -> bool:
-    """Whether part of a step happened in this loop itself."""
-    return any(
-        type(each) in STEP_EVENTS and each.context.loops and each.context.loops[-1].node is node
-        for each in state.trace[since:]
-    )
-
-
-def _forget(state: State, node: ast.stmt, body: list[ast.stmt]) -> None:
-    """Numbers that the loop changes are not known inside it."""
-    for name in state.here.bound_in_loop(node, body):
-        before = state.scope.get(name)
-        if isinstance(before, Const) and isinstance(before.value, int | float | bool):
-            changed = state.unknown(node, label=name)
-            changed.op = "either"
-            state.scope.set(name, changed)
-
-
 def _with(state: State, node: ast.With | ast.AsyncWith) -> Flow:
     managers: list[Manager] = []
     for item in node.items:
@@ -417,27 +332,6 @@ def _defined_names(node: ast.stmt) -> list[str]:
             return []
 
 
-def _is_phases(over: Value | None) -> bool:
-    """``for phase in ("train", "val")``: the second time round, other branches are taken."""
-    if isinstance(over, DictValue):
-        return len(over.items) == 2 and not over.open
-    items = over.items if isinstance(over, ListValue) else []
-    return len(items) == 2 and all(isinstance(e, Const) and isinstance(e.value, str) for e in items)
-
-
-def _is_data(module: Module, node: ast.stmt, over: Value | None) -> bool:
-    """Whether a loop runs over batches."""
-    if isinstance(over, Loader) or (isinstance(over, Unknown) and over.op and is_loader(over)):
-        return True
-    if isinstance(node, ast.While):
-        return False
-    assert isinstance(node, ast.For | ast.AsyncFor)
-    text = module.unparsed(node.iter)
-    return (bool(LOADER.search(text)) and not text.startswith("range(")) or (
-        "len(" in text and bool(LOADER.search(text))
-    )
-
-
 STATEMENTS: dict[type[ast.stmt], Callable[[State, Any], Flow | None]] = {
     ast.Expr: _expression,
     ast.Assign: _assign,
@@ -445,9 +339,6 @@ STATEMENTS: dict[type[ast.stmt], Callable[[State, Any], Flow | None]] = {
     ast.AugAssign: _augmented,
     ast.Return: _return,
     ast.If: _if,
-    ast.For: _for,
-    ast.AsyncFor: _for,
-    ast.While: _while,
     ast.With: _with,
     ast.AsyncWith: _with,
     ast.Try: _try,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ampwise_lint.path.oracle import PRECISION
 from ampwise_lint.path.state import State
 from ampwise_lint.values.abstract import (
     Const,
@@ -55,7 +56,9 @@ def _ask(state: State, key: str, default: bool) -> bool:
 
 
 def _default(state: State, value: Unknown, default: bool) -> bool:
-    """What holds once in a window holds on its last micro-batch."""
+    """What holds once in a window holds on its last micro-batch; a GPU is there."""
+    if value.key.endswith("is_available()"):
+        return True
     return state.micro_batch > 0 if value.periodic else default
 
 
@@ -87,10 +90,16 @@ def _equals(state: State, value: Unknown, default: bool) -> bool:
         return False
     if repr(right.value) not in state.oracle.among.get(subject, {repr(right.value)}):
         return False
+    if right.value in FULL and PRECISION.search(subject):
+        default = False
     holds = _ask(state, value.key, default)
     if holds:
         equal[subject] = repr(right.value)
     return holds
+
+
+FULL = {"fp32", "float32", "32", "32-true", "full", "no", "none", "f32", "float", "single"}
+"""Names of the precision that is not lower: paths begin with another one."""
 
 
 def _is_among(state: State, value: Unknown, items: ListValue, default: bool) -> bool:

@@ -7,8 +7,10 @@ key (`values.key_of`), so ``if use_amp:`` goes the same way each time on one pat
 
 from __future__ import annotations
 
-from collections import deque
+import re
 from collections.abc import Callable, Iterator
+from heapq import heappop, heappush
+from itertools import count
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -43,24 +45,40 @@ class Oracle:
             self.contradicted = True
 
 
-def explore(walk: Callable[[Oracle], T], most: int) -> Iterator[T]:
-    """Walk paths, the default one first, then those that differ in one condition, in two, ...
+FOREIGN = 3.0
+"""What a change in another file costs, where one in the file that is judged costs 1."""
+PRECISION = re.compile(r"precision|dtype|(?<![a-z])amp(?![a-z])|fp16|bf16|float16|scaler|autocast")
+PARALLEL = re.compile(r"(?<![a-z])(fsdp|ddp|deepspeed)(?![a-z])")
+CHOICE = 0.5
+"""What a change costs that chooses the precision or the wrapper: each is worth a path."""
 
-    Of these, those first that differ in the file that is judged. At most `most`; contradictory ones
-    are left out.
+
+def _cost(oracle: Oracle, key: str) -> float:
+    if PRECISION.search(key) or PARALLEL.search(key):
+        return CHOICE
+    return FOREIGN if key in oracle.foreign else 1.0
+
+
+def explore(walk: Callable[[Oracle], T], most: int) -> Iterator[T]:
+    """Walk paths, the default one first, then those that differ from it least.
+
+    Conditions of other files, of which networks have many, cost `FOREIGN` each: options of the file
+    that is judged, and what chooses the precision, are tried together before those. At most `most`;
+    contradictory ones are left out.
     """
-    waiting: deque[dict[str, bool]] = deque([{}])
+    order = count()
+    waiting: list[tuple[float, int, dict[str, bool]]] = [(0, next(order), {})]
     seen: set[frozenset[tuple[str, bool]]] = set()
     while waiting and most > 0:
-        oracle = Oracle(waiting.popleft())
-        told = dict(oracle.decided)
+        cost, _, told = heappop(waiting)
+        oracle = Oracle(told)
         most -= 1
         result = walk(oracle)
         if not oracle.contradicted:
             yield result
-        for key in sorted(oracle.asked, key=oracle.foreign.__contains__):
+        for key in oracle.asked:
             other = {**told, key: not oracle.decided[key]}
             mark = frozenset(other.items())
             if mark not in seen:
                 seen.add(mark)
-                waiting.append(other)
+                heappush(waiting, (cost + _cost(oracle, key), next(order), other))

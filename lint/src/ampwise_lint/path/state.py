@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import itertools
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -126,6 +127,7 @@ class State:
         self._regions: tuple[Region, ...] = ()
         self._no_grad = False
         self._serial = 0
+        self._made: Counter[str] = Counter()
 
     # ------------------------------------------------------------------ where the path stands
 
@@ -181,6 +183,12 @@ class State:
         if self._loops:
             key += f"#{self._loops[-1].serial}"
         return Unknown(key, made, loop=self.iteration)
+
+    def nth_made(self, node: Node, name: str) -> str:
+        """A key for what is made here: that of the same object on every path."""
+        place = f"{name}@{self.here.path.name}:{node.lineno}:{node.col_offset}"
+        self._made[place] += 1
+        return f"{place}/{self._made[place]}"
 
     # ------------------------------------------------------------------ what happens
 

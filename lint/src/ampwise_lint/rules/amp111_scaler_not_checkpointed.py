@@ -73,7 +73,7 @@ from ampwise_lint.values.abstract import (
 )
 from ampwise_lint.values.classes import is_network
 from ampwise_lint.values.contents import flatten
-from ampwise_lint.values.events import Backward, Made, Save, ScalerStep, StateDict
+from ampwise_lint.values.events import Backward, Made, Save, ScalerStep, Site, StateDict
 
 
 @rule("AMP111", "scaler-not-checkpointed", "warning", fix="unsafe", triggers=(SCALER, AUTOCAST))
@@ -84,7 +84,8 @@ def check(code: Analysis) -> Iterator[Mistake]:
     if not scales and not code.any(Made, _is_wrapper):
         yield from _past_accelerator(code)
         return
-    states = [each for each in code.of(StateDict) if isinstance(each.of, Scaler | Wrapper)]
+    every = [each for trace in code.traces for each in trace.of(StateDict)]
+    states = [each for each in every if isinstance(each.of, Scaler | Wrapper)]
     saved = any(not each.loads for each in states)
     lacking = _saves_without(code, saved)
     for save in lacking:
@@ -268,7 +269,8 @@ def _is_same_scaler(module: Module, name: str, step: ast.AST, load: ast.AST) -> 
 
 
 def _save_mistake(code: Analysis, save: Save) -> Mistake:
-    node, module = save.node, save.module
+    site = _told(save)
+    node, module = site.node, site.module
     made = save.mapping.node if save.mapping is not None else None
     home = file_of(made, save, code) if made is not None else None
     if made is not node and home is not None and _is_dict(made):
@@ -282,6 +284,21 @@ def _save_mistake(code: Analysis, save: Save) -> Mistake:
         "again at loss scale 65,536 and skips steps until it fits; save scaler.state_dict() too",
         _edits(code, save, module),
     )
+
+
+def _told(save: Save) -> Site:
+    """Where a function that saves the state of what it is given is given the optimizer."""
+    own = Site(save.node, save.module, save.context.functions)
+    if save.mapping is not None or not isinstance(save.what, Parameters) or not save.context.sites:
+        return own
+    match save.node:
+        case ast.Call(args=[ast.Call(func=ast.Attribute(value=ast.Name(id=name))), *_]):
+            around = functions_of(save.module, save.node)[:1]
+            spec = [e.args for e in around if isinstance(e, ast.FunctionDef)]
+            given = {each.arg for args in spec for each in (*args.args, *args.kwonlyargs)}
+            return save.context.sites[-1] if name in given - {"self"} else own
+        case _:
+            return own
 
 
 def _is_dict(node: ast.AST | None) -> TypeGuard[ast.expr]:

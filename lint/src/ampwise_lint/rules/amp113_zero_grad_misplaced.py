@@ -3,9 +3,9 @@
 ## What it does
 Reports gradients that are zeroed between backward and step, zeroed on every micro-batch of an
 accumulation window or before its last one, or never zeroed at all; also those of one of several
-networks that share a step, between its backward and that step. In
-`with accelerator.accumulate(...)` also before backward: Accelerate zeroes in the last micro-batch
-only.
+networks that share a step, between its backward and that step, by the network or by the optimizer
+they share. In `with accelerator.accumulate(...)` also before backward: Accelerate zeroes in the
+last micro-batch only.
 
 ## Why is this bad
 Zeroed before the step, there is nothing to apply: AssertionError "No inf checks were recorded
@@ -59,6 +59,7 @@ from ampwise_lint.values.events import (
     Backward,
     Event,
     Forward,
+    Loop,
     OptimizerStep,
     ScalerStep,
     ZeroGrad,
@@ -77,6 +78,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
             return
         yield from _before_step(trace)
         yield from _lost(trace)
+        yield from _lost_part(trace)
         yield from _inside_window(trace)
         yield from _before_last(trace)
         for step in trace.events:
@@ -202,6 +204,53 @@ def _lost(trace: Trace) -> Iterator[Mistake]:
                 "the gradients of this network are zeroed between its backward and the step it "
                 "shares with others: it never trains; zero them before the first backward",
             )
+
+
+def _lost_part(trace: Trace) -> Iterator[Mistake]:
+    """The same by the optimizer they share: ``backward``, ``zero_grad``, ``backward``, ``step``.
+
+    Only where each backward goes through networks of its own: a generator's goes through the
+    discriminators as well, whose gradients of it nobody wants.
+    """
+    for index, event in enumerate(trace.events):
+        if not isinstance(event, ZeroGrad) or not isinstance(event.of, Optimizer):
+            continue
+        later = _until_step(trace, index)
+        step = later[-1] if later else None
+        if not isinstance(step, ScalerStep | OptimizerStep) or step.optimizer is not event.of:
+            continue
+        loops, own = event.context.loops[-1:], owners(event.of)
+        lost = _networks(trace, _since_zeroed(trace, index, event.of), loops) & own
+        kept = _networks(trace, later, loops) & own
+        if loops and lost and kept and not lost & kept and step.context.loops[-1:] == loops:
+            yield Mistake(
+                event.node,
+                event.module,
+                "gradients that an earlier backward left for the step of this optimizer are zeroed "
+                "before it: the network they belong to never trains; zero them before the first "
+                "backward",
+            )
+
+
+def _since_zeroed(trace: Trace, index: int, optimizer: Optimizer) -> list[Event]:
+    """What happened since an optimizer's gradients were zeroed, and since the last step."""
+    found: list[Event] = []
+    for event in _since_step(trace, index):
+        if isinstance(event, ZeroGrad) and event.of is optimizer:
+            break
+        found.append(event)
+    return found
+
+
+def _networks(trace: Trace, events: list[Event], loops: tuple[Loop, ...]) -> set[str]:
+    """The networks that some backward passes of an iteration go through, by key."""
+    losses = [e.tensor for e in events if isinstance(e, Backward) and e.context.loops[-1:] == loops]
+    nodes = {id(each.node) for each in origins(*losses)}
+    return {
+        key_of(each.model)
+        for each in trace.of(Forward)
+        if id(each.node) in nodes and each.context.loops[-1:] == loops
+    }
 
 
 def _outputs(trace: Trace, zero: ZeroGrad, key: str) -> set[int]:

@@ -36,7 +36,7 @@ from collections.abc import Iterator
 
 from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.findings import Edit
-from ampwise_lint.queries import edit, is_given, is_half_output, losses_by_hand
+from ampwise_lint.queries import edit, is_given, is_half_output, losses_by_hand, site_in
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.library import LOSS_FUNCTIONS
 from ampwise_lint.source.places import grouped
@@ -69,7 +69,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
                     "precision; compute the loss inside autocast, or on output.float()",
                     _edits(event, half),
                 )
-        yield from _by_hand(trace, seen, calls)
+        yield from _by_hand(code, trace, seen, calls)
 
 
 def _half(event: Loss) -> Tensor | None:
@@ -88,7 +88,7 @@ def _is_float32(value: Value) -> bool:
     return isinstance(value, Tensor) and value.dtype == "float32"
 
 
-def _by_hand(trace: Trace, seen: set[int], calls: set[int]) -> Iterator[Mistake]:
+def _by_hand(code: Analysis, trace: Trace, seen: set[int], calls: set[int]) -> Iterator[Mistake]:
     """A loss written as an expression, once a statement, unless that is reported already.
 
     `calls`: those of losses that are reported, in whose bodies nothing is reported again.
@@ -98,9 +98,10 @@ def _by_hand(trace: Trace, seen: set[int], calls: set[int]) -> Iterator[Mistake]
         is_inside = not calls.isdisjoint(id(each.node) for each in event.context.sites)
         if statement not in seen and not is_inside:
             seen.add(statement)
+            site = site_in(event, code.module)
             yield Mistake(
-                event.node,
-                event.module,
+                site.node,
+                site.module,
                 f"the network ran in autocast and {event.path} of its half-precision output runs "
                 "outside it, in half precision, as part of the loss; compute the loss inside "
                 "autocast, or on output.float()",

@@ -4,7 +4,7 @@
 Reports a network whose parameters are all cast to bfloat16 or float16 and trained by a plain
 optimizer of `torch.optim`, also by a trainer: `precision="bf16-true"`, a bfloat16 network for
 `TrainingArguments(bf16=True)`. Silent where the file has float32 masters, stochastic rounding or
-adapters, and where AMP206 reports the cast already.
+adapters, or freezes part of the network that trains, and where AMP206 reports the cast already.
 
 ## Why is this bad
 bfloat16 keeps 8 bits, float16 11: an update that is smaller than half an ULP of its weight, 1/512
@@ -32,22 +32,31 @@ No automatic fix: memory, checkpoints and casts of inputs depend on the paramete
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 
 from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.queries import is_led, is_scaled, loses_eps, owners, stays_half, steps_behind
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.source.project import Module
+from ampwise_lint.source.roles import dotted
 from ampwise_lint.triggers import AUTOCAST, HALF
 from ampwise_lint.values.abstract import Instance, Model, Optimizer, Wrapper, key_of
 from ampwise_lint.values.events import Backward, CastDown, Made, Managed, OptimizerStep
 
-HELPED = re.compile(r"master|fp32_|stochastic|kahan|lora|peft|adapter|requires_grad", re.IGNORECASE)
+HELPED = re.compile(
+    r"master(?!_?(process|rank|addr|port|node|ip))|fp32_|stochastic|kahan|(?<![a-z])q?lora|peft|adapter",
+    re.IGNORECASE,
+)
+"""Words for what keeps small updates; the process that is called master is none of it."""
+OTHER = re.compile(r"^(self\.)?_?(ref|teacher|target|old|frozen|reward|critic|ema|vae|text_enc)")
+"""Networks that are frozen beside the one that trains, by their names."""
 
 
 @rule("AMP220", "low-precision-weights", "warning", triggers=(HALF, AUTOCAST))
 def check(code: Analysis) -> Iterator[Mistake]:
-    if HELPED.search(code.module.source.text):
+    if HELPED.search(code.module.source.text) or _freezes_part(code.module):
         return
     yield from _by_trainers(code)
     for trace in code.traces:
@@ -64,6 +73,25 @@ def check(code: Analysis) -> Iterator[Mistake]:
                     event.module,
                     _lost(event.cast),
                 )
+
+
+def _freezes_part(module: Module) -> bool:
+    """Whether part of the network that trains may be frozen, as under adapters."""
+    found = [each for each in module.index.of(ast.Attribute) if each.attr.startswith("requires_gr")]
+    return any(not OTHER.search(_frozen(module, each)) for each in found)
+
+
+def _frozen(module: Module, node: ast.Attribute) -> str:
+    """Whose parameters a ``requires_grad`` is of: of ``p``, what the loop around runs over."""
+    over = node.value
+    around = module.parents.get(id(node))
+    while isinstance(over, ast.Name) and around is not None:
+        if isinstance(around, ast.For) and dotted(around.target) == over.id:
+            over = around.iter
+        around = module.parents.get(id(around))
+    while isinstance(over, ast.Call):
+        over = over.func.value if isinstance(over.func, ast.Attribute) else over.func
+    return dotted(over)
 
 
 def _by_trainers(code: Analysis) -> Iterator[Mistake]:

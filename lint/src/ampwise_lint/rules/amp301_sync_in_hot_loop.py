@@ -2,11 +2,11 @@
 
 ## What it does
 Reports what copies a value to the host on every step of a mixed-precision training loop:
-`.item()`, `.cpu()`, `float(loss)`, `print(loss)`, `get_scale()`, `if torch.isnan(loss)`; one
-finding for each loop and kind, with all lines. Silent under a condition such as
-`step % 100 == 0`, `step == 0` or `step in shown`, in branches that leave the loop, and in those
-for a step that went wrong or gave a warning; in functions that such a condition leaves early; and
-on paths that train in float32.
+`.item()`, `.cpu()`, `float(loss)`, `print(loss)`, `get_scale()`, `if torch.isnan(loss)`,
+`math.isfinite(loss)`; one finding for each loop and kind, with all lines. Silent under a condition
+such as `step % 100 == 0`, `step == 0` or `step in shown`, in branches that leave the loop, and in
+those for a step that went wrong or gave a warning; in functions that such a condition leaves early;
+and on paths that train in float32.
 
 ## Why is this bad
 The host waits until the device has done all that is queued, and the device then waits until the

@@ -43,6 +43,7 @@ from ampwise_lint.queries import (
     accumulates,
     given_in_parts,
     is_managed,
+    is_scaled,
     uses_amp,
     zeroed_with,
 )
@@ -59,26 +60,26 @@ from ampwise_lint.values.events import Event, Forward, Site
 def check(code: Analysis) -> Iterator[Mistake]:
     if not uses_amp(code):
         return
-    told: set[int] = set()
+    found: dict[object, Site] = {}
     for trace in code.traces:
         if not any(map(_is_parallel, trace.of(Forward))):
             continue
         for event in _micro_batches(trace):
             if _is_handled(code.module) or _is_handled(event.module):
                 continue
-            # With a scaler or without, it is one loop, and one mistake.
-            loop = [id(each.node) for each in event.context.loops[-1:]]
-            if told.intersection(loop):
-                continue
-            told.update(loop)
-            site = _in_its_loop(event)
-            yield Mistake(
-                site.node,
-                site.module,
-                "every micro-batch averages gradients over all processes, though only the last one "
-                "of the window needs it: as many all-reduces as micro-batches; run the others "
-                "under model.no_sync()",
-            )
+            # The same loss with and without scaling, in two branches, is one mistake.
+            loops = event.context.loops[-1:]
+            place = (id(event.module), *(id(each.node) for each in loops or [event]))
+            if place not in found or is_scaled(getattr(event, "scaled", None)):
+                found[place] = _in_its_loop(event)
+    for site in found.values():
+        yield Mistake(
+            site.node,
+            site.module,
+            "every micro-batch averages gradients over all processes, though only the last one of "
+            "the window needs it: as many all-reduces as micro-batches; run the others under "
+            "model.no_sync()",
+        )
 
 
 def _in_its_loop(event: Event) -> Site:

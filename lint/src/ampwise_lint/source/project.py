@@ -27,6 +27,7 @@ class Module:
     used: set[Path] = field(default_factory=set[Path])
     """Files that were read to understand this one."""
     _bound: dict[int, set[str]] = field(default_factory=dict[int, set[str]])
+    _counted: dict[int, list[ast.Attribute]] = field(default_factory=dict[int, list[ast.Attribute]])
     _assigned: dict[int, Assigned] = field(default_factory=dict[int, Assigned])
     _texts: dict[int, str] = field(default_factory=dict[int, str])
 
@@ -91,6 +92,17 @@ class Module:
                 if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
             }
         return self._bound[id(loop)]
+
+    def counted_in_loop(self, loop: ast.stmt, body: list[ast.stmt]) -> list[ast.Attribute]:
+        """Attributes that a loop's body adds to: ``self.step += 1``."""
+        if id(loop) not in self._counted:
+            self._counted[id(loop)] = [
+                node.target
+                for statement in body
+                for node in ast.walk(statement)
+                if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Attribute)
+            ]
+        return self._counted[id(loop)]
 
     def unparsed(self, node: ast.AST) -> str:
         """A node as normalised text."""

@@ -458,6 +458,16 @@ def _numpy(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
     return made.but(host=True) if isinstance(made, Tensor) else made
 
 
+def _math(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
+    """``math.isfinite(loss)``: a tensor is made a number first."""
+    first = a.positional[0] if a.positional else NONE
+    if not isinstance(first, Tensor) or first.data:
+        return _other(state, node, path, a)
+    number = tensors.read(state, node, first, f"{path}()")
+    is_check = _last(path) in tensors.CHECKS
+    return Unknown(f"{path}({number.key})", loop=state.iteration) if is_check else number
+
+
 def _pretrained(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
     """A network as it is stored, or in the dtype that is asked for."""
     made = _other(state, node, path, a)
@@ -549,5 +559,6 @@ FAMILIES: list[tuple[Callable[[str], bool], Handler]] = [
     (library.is_operation, _operation),
     (lambda p: _last(p) in ("from_pretrained", "from_config", "_from_config"), _pretrained),
     (lambda p: p.startswith("numpy."), _numpy),
+    (lambda p: p.startswith("math."), _math),
 ]
 """All others by what their names have in common; the first that holds counts."""

@@ -200,6 +200,8 @@ class Instance(Value):
     attributes: dict[str, Value] = field(default_factory=dict[str, Value])
     wrapped: str = ""
     """``ddp``, ``dp``, ``fsdp`` when a wrapper of torch holds it."""
+    key: str = ""
+    """Its class and where it was made, the same on every path."""
 
 
 @dataclass(eq=False, slots=True)
@@ -507,7 +509,7 @@ def key_of(value: Value | None) -> str:
             | Parameters(key=key)
         ):
             return key
-        case Tensor(key=key) if key:
+        case Tensor(key=key) | Instance(key=key) if key:
             return key
         case ListValue(items=items):
             return "(" + ", ".join(map(key_of, items)) + ")"
