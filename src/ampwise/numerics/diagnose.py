@@ -34,9 +34,10 @@ from ampwise.numerics.observe.values import loss_of
 from ampwise.numerics.progress import Progress, Silent
 from ampwise.numerics.remedy.handover import Failing, TaskSource
 from ampwise.numerics.result import Diagnosis
-from ampwise.numerics.update import last_update
-from ampwise.numerics.update_of_task import Trained, failing_update, in_update
-from ampwise.numerics.updates import left_behind, wrong_updates
+from ampwise.numerics.updates.behind import left_behind, wrong_updates
+from ampwise.numerics.updates.of_buffer import spoiling_step
+from ampwise.numerics.updates.of_task import Trained, failing_update, in_update
+from ampwise.numerics.updates.update import last_update
 from ampwise.policy import Policy
 from ampwise.step.recorder import NonFiniteLossError, Recorder, Stash, UntilBad
 from ampwise.step.replay import Replay
@@ -198,7 +199,9 @@ def explore(task: Task, config: DiagnoseConfig, progress: Progress) -> Explored:
             stash = step.open or step.closed
             assert stash is not None
             _in_update(task, config, arm, last_update(stash, made), failure)
-            return Explored(arm, failure, stash, examiner.wanted)
+            return _earlier(task, config, made, failure, progress) or Explored(
+                arm, failure, stash, examiner.wanted
+            )
         found = failure or found
         if not last and (failure is not None or not looks.is_due(made)):
             continue
@@ -251,6 +254,22 @@ def _in_update(task: Task, config: DiagnoseConfig, arm: Arm, steps: int, found: 
     """Say of a parameter that is not finite which update made it so, if one did."""
     if found.cause == "BAD_PARAMETER" and steps and arm.step.ranks == 1:
         in_update(Trained(task, config.policy, config.settings, steps), found)
+
+
+def _earlier(
+    task: Task, config: DiagnoseConfig, made: int, found: Diagnosis, progress: Progress
+) -> Explored | None:
+    """The step before that spoilt the buffers which a failure comes from, if one did."""
+    if found.cause != "BAD_BUFFER" or not made or is_up():
+        return None
+    progress.stage("a buffer was damaged before; training again as far as that")
+    at = spoiling_step(Trained(task, config.policy, config.settings, made))
+    if at is None:
+        return None
+    arm, stash = at
+    examiner = Examiner(Replay(arm.step), task.name or "task", progress)
+    earlier = examiner.spoils(stash, found.step)
+    return None if earlier is None else Explored(arm, earlier, stash, examiner.wanted)
 
 
 def _quiet(

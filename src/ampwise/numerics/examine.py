@@ -40,6 +40,8 @@ from ampwise.step.recorder import Stash, finite
 from ampwise.step.replayable import Replayable, Replayed, lower_scales
 from ampwise.telemetry.ring import StepRecord
 
+DAMAGED_BEFORE = ("BAD_PARAMETER", "BAD_BUFFER")
+"""Causes of which an earlier step may turn out to be the cause."""
 _SETTLED = 4096.0
 """How far below the loss scale a backward is looked at that fails under lower ones, too."""
 
@@ -94,6 +96,22 @@ class Examiner:
         self.wanted = quiet.compare(self._inquiry, found, stash, trace, stagnant, begun)
         return found
 
+    def spoils(self, stash: Stash, shows_in: int) -> Diagnosis | None:
+        """A window that is finite, and leaves a buffer that is not; None where none is seen to.
+
+        Parameters
+        ----------
+        shows_in
+            The step that reads the buffer, and fails.
+        """
+        trace = watch(self.step, stash, backward=False, of_buffers=True)
+        if trace.origin is None or trace.origin.func is None:
+            return None
+        found = self._inquiry.opened(stash, trace.replayed.losses)
+        shows = f" What it makes stays in the {trace.target}, and step {shows_in} fails by it."
+        self._fault(found, stash, trace, trace.origin, shows)
+        return found
+
     # -- a step that was skipped -------------------------------------------------------------------
 
     def settling(self, stash: Stash) -> bool:
@@ -132,15 +150,18 @@ class Examiner:
         self._fault(found, stash, trace, trace.origin)
         return found
 
-    def _fault(self, found: Diagnosis, stash: Stash, trace: Trace, root: Root) -> None:
-        """Why the origin of a trace broke, and what mends it."""
+    def _fault(
+        self, found: Diagnosis, stash: Stash, trace: Trace, root: Root, shows: str = ""
+    ) -> None:
+        """Why the origin of a trace broke, what mends it, and, if not at once, how it shows."""
         step, progress = self.step, self._inquiry.progress
         why = explain(step, stash, root)
         if isinstance(why.made_by, Root):
             root = why.made_by
         self._inquiry.explained(found, root, why, stash)
+        found.explanation += shows
         found.path, found.target = trace.path, trace.target
-        if why.cause != "BAD_PARAMETER":  # of which an update may turn out to be the cause
+        if why.cause not in DAMAGED_BEFORE:
             progress.found(found)
         progress.stage("trying fixes on the step")
         wanted = self.wanted = reference(step, stash)

@@ -43,6 +43,9 @@ _ATEN: Mapping[str, tuple[str, ...]] = {
 """Aten's names of operations, where they are others."""
 _MAKES = ("_to_copy", "arange", "full", "zeros", "ones", "empty", "linspace", "scalar_tensor")
 """Operations that give a tensor its format."""
+_NEW = ("new_zeros", "new_ones", "new_full", "new_empty")
+_LIKE = ("torch.zeros_like", "torch.ones_like", "torch.full_like", "torch.empty_like")
+_TIGHT = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
 _ASKED = ("dtype", "device", "shape", "ndim", "dim", "size", "numel")
 """What may be asked of a tensor without its numbers."""
 FLOAT32 = "float32 keeps the digits, and the range, that this operation needs."
@@ -107,7 +110,7 @@ def _uncast(site: Site) -> Iterator[Edit]:
             yield Edit("a cast to float32 in place of 16 bits", FLOAT32, changes, separable=True)
     if followed:
         asked = [code_of(each) for each in followed if isinstance(each, cst.Attribute)]
-        what = joined(dict.fromkeys(asked)) or "another format"
+        what = joined(dict.fromkeys(asked)) or "the format of another tensor"
         yield Edit(f"float32 in place of {what}", FLOAT32, followed, separable=True)
 
 
@@ -148,7 +151,8 @@ def _cast_of(site: Site, call: cst.Call) -> cst.BaseExpression | None:
 def taken_over(site: Site, expressions: Iterable[cst.BaseExpression]) -> dict[cst.CSTNode, Change]:
     """Changes of a format that is given as a name, or that of another tensor: ``x.dtype``.
 
-    Only for expressions that make a tensor in that format, where this is a 16-bit one.
+    Only for expressions that make a tensor in that format, where this is a 16-bit one; also of one
+    that is made in it without a word: ``x.new_zeros(n)``.
     """
     changes: dict[cst.CSTNode, Change] = {}
     float32 = cst.parse_expression(site.source.spelled("torch.float32"))
@@ -168,7 +172,20 @@ def taken_over(site: Site, expressions: Iterable[cst.BaseExpression]) -> dict[cs
         elif name == "type_as":
             assert isinstance(node.func, cst.Attribute)
             changes[node] = method(node.func.value, "float")
+        elif _is_made_like(site, node, name):
+            dtype = cst.Arg(float32, cst.Name("dtype"), equal=_TIGHT)
+            changes[node] = node.with_changes(args=[*node.args, dtype])
     return changes
+
+
+def _is_made_like(site: Site, call: cst.Call, name: str) -> bool:
+    """Whether a tensor is made in the format of one with 16 bits, for want of another."""
+    if any(each.keyword is not None and each.keyword.value == "dtype" for each in call.args):
+        return False
+    if isinstance(call.func, cst.Attribute) and name in _NEW:
+        return site.is_half(call.func.value)
+    like = site.source.full(call.func) in _LIKE and bool(call.args)
+    return like and site.is_half(call.args[0].value)
 
 
 def _is_cast(node: cst.BaseExpression) -> bool:

@@ -18,24 +18,22 @@ from torch import Tensor
 
 from ampwise import formats
 from ampwise.bench.arm import Arm
-from ampwise.numerics.followed import (
-    LIMIT_S,
-    PARAMETERS,
-    Change,
-    Followed,
-    Rounding,
-    are_torchs,
-    follow,
-    is_wrong,
-    rounds_updates,
-)
 from ampwise.numerics.observe.gradient_errors import MISSING, GradientErrors
 from ampwise.numerics.observe.narrow import makers
 from ampwise.numerics.observe.stagnation import Stagnant
 from ampwise.numerics.observe.values import at
 from ampwise.numerics.progress import Progress
 from ampwise.numerics.result import CauseName, Diagnosis, Fix
-from ampwise.numerics.update_of_task import Trained
+from ampwise.numerics.updates.followed import (
+    LIMIT_S,
+    Followed,
+    are_torchs,
+    follow,
+    is_wrong,
+    rounds_updates,
+)
+from ampwise.numerics.updates.kept import PARAMETERS, Change, Rounding
+from ampwise.numerics.updates.of_task import Trained
 from ampwise.step.replay import Replay
 from ampwise_lint.base.words import counted, joined
 

@@ -19,12 +19,12 @@ from torch.optim import Optimizer
 from ampwise.bench.arm import Arm, Settings
 from ampwise.data import to_device
 from ampwise.errors import kind_and_words
-from ampwise.numerics import update
 from ampwise.numerics.observe.narrow import in_words, makers
 from ampwise.numerics.observe.roots import Root
 from ampwise.numerics.observe.shadow import Shadow
 from ampwise.numerics.remedy.handover import Failing, TaskSource
 from ampwise.numerics.result import Diagnosis, Fix
+from ampwise.numerics.updates import update
 from ampwise.places import placing
 from ampwise.policy import Policy
 from ampwise.step.modules import in_form
