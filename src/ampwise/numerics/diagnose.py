@@ -35,12 +35,11 @@ from ampwise.numerics.progress import Progress, Silent
 from ampwise.numerics.remedy.handover import Failing, TaskSource
 from ampwise.numerics.result import Diagnosis
 from ampwise.numerics.updates.behind import left_behind, wrong_updates
-from ampwise.numerics.updates.of_buffer import spoiling_step
 from ampwise.numerics.updates.of_task import Trained, failing_update, in_update
 from ampwise.numerics.updates.update import last_update
 from ampwise.policy import Policy
 from ampwise.step.recorder import NonFiniteLossError, Recorder, Stash, UntilBad
-from ampwise.step.replay import Replay
+from ampwise.step.replay import Replay, finite_buffers, poisoned
 from ampwise.tasks import Task
 from ampwise.tasks.checks import endless
 from ampwise.telemetry.ring import StepRecord
@@ -175,6 +174,7 @@ def explore(task: Task, config: DiagnoseConfig, progress: Progress) -> Explored:
     deadline = time.monotonic() + config.budget_s
     mine = _turns(task, whole=arm.iteration.makes_updates)
     looks = _Looks(config.steps)
+    buffers = _Buffers(step, task, config, progress)
     found: Diagnosis | None = None
     begun: StepRecord | None = None
     while True:
@@ -186,11 +186,7 @@ def explore(task: Task, config: DiagnoseConfig, progress: Progress) -> Explored:
         failure, window = _one_step(arm, examiner, mine)
         if failure is None:
             record = arm.step.history[-1]
-            if begun is None and not record.skipped:
-                assert step.closed is not None
-                # What an iteration reports need not be what it trains on.
-                trained = loss_of(step.closed.losses)
-                begun = replace(record, loss=record.loss if trained is None else trained)
+            begun = begun or _begun(step, record)
             progress.step(record.step, config.steps, record.loss)
             if record.skipped or not math.isfinite(record.loss):
                 assert step.closed is not None
@@ -199,10 +195,10 @@ def explore(task: Task, config: DiagnoseConfig, progress: Progress) -> Explored:
             stash = step.open or step.closed
             assert stash is not None
             _in_update(task, config, arm, last_update(stash, made), failure)
-            return _earlier(task, config, made, failure, progress) or Explored(
-                arm, failure, stash, examiner.wanted
-            )
+            return Explored(arm, failure, stash, examiner.wanted)
         found = failure or found
+        if (spoilt := buffers.spoilt(made + 1)) is not None:
+            return spoilt
         if not last and (failure is not None or not looks.is_due(made)):
             continue
         progress.stage(f"no step failed; comparing step {arm.step.steps} with float64")
@@ -256,20 +252,41 @@ def _in_update(task: Task, config: DiagnoseConfig, arm: Arm, steps: int, found: 
         in_update(Trained(task, config.policy, config.settings, steps), found)
 
 
-def _earlier(
-    task: Task, config: DiagnoseConfig, made: int, found: Diagnosis, progress: Progress
-) -> Explored | None:
-    """The step before that spoilt the buffers which a failure comes from, if one did."""
-    if found.cause != "BAD_BUFFER" or not made or is_up():
+def _begun(step: Replay, record: StepRecord) -> StepRecord | None:
+    """A step with the loss that it trains on: what an iteration reports need not be that."""
+    if record.skipped:
         return None
-    progress.stage("a buffer was damaged before; training again as far as that")
-    at = spoiling_step(Trained(task, config.policy, config.settings, made))
-    if at is None:
-        return None
-    arm, stash = at
-    examiner = Examiner(Replay(arm.step), task.name or "task", progress)
-    earlier = examiner.spoils(stash, found.step)
-    return None if earlier is None else Explored(arm, earlier, stash, examiner.wanted)
+    assert step.closed is not None
+    trained = loss_of(step.closed.losses)
+    return replace(record, loss=record.loss if trained is None else trained)
+
+
+class _Buffers:
+    """Looks for a step whose forward leaves a buffer that is not finite, and should be.
+
+    The step itself may be sound, and be made: it is a later one that reads the buffer. With several
+    ranks nobody looks, as one of them cannot train again by itself.
+    """
+
+    def __init__(
+        self, step: Replay, task: Task, config: DiagnoseConfig, progress: Progress
+    ) -> None:
+        self._step, self._task, self._config, self._progress = step, task, config, progress
+        self._good = finite_buffers(step.models)
+
+    def spoilt(self, number: int) -> Explored | None:
+        """What is to be said of the step that was just made."""
+        bad = poisoned(self._step.models, self._good)
+        self._good = finite_buffers(self._step.models)
+        if not bad or is_up():
+            return None
+        self._progress.stage(f"step {number} leaves a buffer that is not finite; training again")
+        config, name = self._config, self._task.name or "task"
+        arm, stash = Trained(self._task, config.policy, config.settings, number).rehearsal()
+        note_originals(self._task, arm, config.settings)
+        examiner = Examiner(Replay(arm.step), name, self._progress)
+        found = examiner.spoils(stash)
+        return None if found is None else Explored(arm, found, stash, examiner.wanted)
 
 
 def _quiet(

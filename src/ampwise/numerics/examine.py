@@ -29,7 +29,7 @@ from ampwise.numerics.observe import compiled
 from ampwise.numerics.observe.reference import Reference, reference
 from ampwise.numerics.observe.roots import Root
 from ampwise.numerics.observe.stagnation import Stagnant
-from ampwise.numerics.observe.trace import Trace, watch
+from ampwise.numerics.observe.trace import BUFFER, Trace, watch
 from ampwise.numerics.observe.values import broken, loss_of, origin_of, passed
 from ampwise.numerics.progress import Progress, Silent
 from ampwise.numerics.remedy import fix
@@ -40,8 +40,6 @@ from ampwise.step.recorder import Stash, finite
 from ampwise.step.replayable import Replayable, Replayed, lower_scales
 from ampwise.telemetry.ring import StepRecord
 
-DAMAGED_BEFORE = ("BAD_PARAMETER", "BAD_BUFFER")
-"""Causes of which an earlier step may turn out to be the cause."""
 _SETTLED = 4096.0
 """How far below the loss scale a backward is looked at that fails under lower ones, too."""
 
@@ -96,19 +94,16 @@ class Examiner:
         self.wanted = quiet.compare(self._inquiry, found, stash, trace, stagnant, begun)
         return found
 
-    def spoils(self, stash: Stash, shows_in: int) -> Diagnosis | None:
-        """A window that is finite, and leaves a buffer that is not; None where none is seen to.
-
-        Parameters
-        ----------
-        shows_in
-            The step that reads the buffer, and fails.
-        """
+    def spoils(self, stash: Stash) -> Diagnosis | None:
+        """A window that is finite, and leaves a buffer that is not; None where that is meant."""
         trace = watch(self.step, stash, backward=False, of_buffers=True)
         if trace.origin is None or trace.origin.func is None:
             return None
+        meant = reference(self.step, stash).poisoned
+        if trace.target.removeprefix(BUFFER) in meant:
+            return None
         found = self._inquiry.opened(stash, trace.replayed.losses)
-        shows = f" What it makes stays in the {trace.target}, and step {shows_in} fails by it."
+        shows = f" It stays in the {trace.target}, which later steps read."
         self._fault(found, stash, trace, trace.origin, shows)
         return found
 
@@ -161,7 +156,7 @@ class Examiner:
         self._inquiry.explained(found, root, why, stash)
         found.explanation += shows
         found.path, found.target = trace.path, trace.target
-        if why.cause not in DAMAGED_BEFORE:
+        if why.cause != "BAD_PARAMETER":  # of which an update may turn out to be the cause
             progress.found(found)
         progress.stage("trying fixes on the step")
         wanted = self.wanted = reference(step, stash)

@@ -41,7 +41,7 @@ class Reference:
     within
         By how much float32 itself misses each loss.
     poisoned
-        Buffers that float32, too, leaves with inf or NaN in them.
+        Buffers with inf or NaN in them at its end.
     """
 
     losses: list[float]
@@ -77,7 +77,7 @@ def reference(step: Replayable, stash: Stash) -> Reference:
             float32=run.replayed.clean,
             confirmed_db=gradient_errors(run.replayed, wanted, 1.0).sqnr_db,
             within=[_missed(float(loss), ideal) for loss, ideal in pairs],
-            poisoned=list(run.replayed.poisoned),
+            poisoned=run.poisoned,
         )
     # 16-bit parameters
     return _of_run(stash, shadow(step, stash, errors=False, decides=True))

@@ -28,6 +28,9 @@ from ampwise.places import Place, placing
 from ampwise.step.recorder import Stash
 from ampwise.step.replayable import Replayable, Replayed
 
+BUFFER = "buffer "
+"""What the name of a buffer follows in `Trace.target`."""
+
 
 @dataclass(slots=True)
 class Trace:
@@ -155,7 +158,7 @@ def _concluded(watcher: Watcher, replayed: Replayed, *, of_buffers: bool) -> Tra
     ends = [*(("loss", each) for each in replayed.losses), *replayed.gradients.items()]
     ends = [(name, tensor) for name, tensor in ends if bad_bits(tensor)]
     if of_buffers:
-        ends = [(f"buffer {name}", tensor) for name, tensor in replayed.poisoned.items()]
+        ends = [(f"{BUFFER}{name}", tensor) for name, tensor in replayed.poisoned.items()]
     bad = [(name, watcher.maker_of(tensor)) for name, tensor in ends]
     if bad:
         trace.target = bad[0][0]
