@@ -6,6 +6,7 @@ a cast to float8, come before it.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from torch import Tensor
@@ -122,8 +123,8 @@ def _where_it_began(
     line = f"on line {error.place.line}"
     if error.name in _TURNS:
         words = (
-            f"Angles of {kept.format('are')}, by {made_by.name} on line {made_by.place.line}, and "
-            f"{error.name} {line} repeats every 6.28"
+            f"{made_by.name} on line {made_by.place.line} rounds: {kept.format('is')}. "
+            f"{error.name} {line}, which repeats every 6.28, takes what is made of it for an angle"
         )
     else:
         shows = "makes a small error large" if error.name in _GROWS else "only shows it"
@@ -174,7 +175,8 @@ def _shows(error: OperationError, made_by: Ancestor) -> bool:
 def _kept(made_by: Ancestor) -> str:
     """How its largest result is rounded, around the verb."""
     fmt, most = formats.lookup(made_by.dtype), made_by.extreme
-    return f"{figure(most)} {{}} kept in {fmt} at a spacing of {fmt.ulp(most):g}"
+    below = fmt.ulp(math.nextafter(most, 0))  # all others are smaller
+    return f"{figure(most)} {{}} kept in {fmt} at a spacing of {below:g}"
 
 
 def _cancelled_at(made_by: Ancestor, error: OperationError, damage: str) -> Lost:
