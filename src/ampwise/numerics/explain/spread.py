@@ -56,6 +56,8 @@ _NOTED, _GAINED_DB = _Gradient(25.0, 10.0), 6.0
 """Below which lines are looked for, and what float32 on one has to gain for a note."""
 _FAULT, _MENDED_DB = _Gradient(NOISE_DB, 4.0), 10.0
 """The same for a fault. Of 1,200 sound random networks one comes to 11 and 5 dB."""
+_ALL_OF_IT_DB = 25.0
+"""What float32 on a line gains where it makes all of an error: a fault of a weak gradient, too."""
 
 
 def is_noise(errors: GradientErrors) -> bool:
@@ -85,7 +87,7 @@ def of_lines(
     most = max(now.gain(kept) for _, kept in tried)
     island, best = next(each for each in tried if now.gain(each[1]) >= most - _ALIKE_DB)
     grave = bool(damage) or now.is_below(_FAULT) or _is_biased(now, found)
-    severe = grave and now.gain(best) >= _MENDED_DB
+    severe = now.gain(best) >= (_MENDED_DB if grave else _ALL_OF_IT_DB)
     if not severe and now.gain(best) < _GAINED_DB:
         return []
     words = f"{_lines(found)}: {_quality(now, errors)}"
