@@ -51,13 +51,30 @@ class _Gradient:
             return min(better.matrix, _ENOUGH_DB) - self.matrix
         return min(better.whole, _ENOUGH_DB) - self.whole
 
+    def is_mended_by(self, better: _Gradient) -> bool:
+        """Whether another shows that a line makes what is wrong with this one."""
+        pairs = ((self.whole, better.whole, _FAULT.whole, _NOTED.whole),
+                 (self.matrix, better.matrix, _FAULT.matrix, _NOTED.matrix))  # fmt: skip
+        return any(
+            min(mended, _ENOUGH_DB) - now >= _needed_db(now, fault, noted)
+            for now, mended, fault, noted in pairs
+        )
+
+
+def _needed_db(now: float, fault: float, noted: float) -> float:
+    """What a line in float32 has to gain for a fault: the more, the better the gradient is."""
+    if now >= noted:
+        return math.inf
+    share = max(0.0, (now - fault) / (noted - fault))
+    return _MENDED_DB + share * (_ALL_OF_IT_DB - _MENDED_DB)
+
 
 _NOTED, _GAINED_DB = _Gradient(25.0, 10.0), 6.0
 """Below which lines are looked for, and what float32 on one has to gain for a note."""
 _FAULT, _MENDED_DB = _Gradient(NOISE_DB, 4.0), 10.0
 """The same for a fault. Of 1,200 sound random networks one comes to 11 and 5 dB."""
 _ALL_OF_IT_DB = 25.0
-"""What float32 on a line gains where it makes all of an error: a fault of a weak gradient, too."""
+"""The same for a gradient that is barely noted: the line has to make all of the error."""
 
 
 def is_noise(errors: GradientErrors) -> bool:
@@ -86,8 +103,8 @@ def of_lines(
         return []
     most = max(now.gain(kept) for _, kept in tried)
     island, best = next(each for each in tried if now.gain(each[1]) >= most - _ALIKE_DB)
-    grave = bool(damage) or now.is_below(_FAULT) or _is_biased(now, found)
-    severe = now.gain(best) >= (_MENDED_DB if grave else _ALL_OF_IT_DB)
+    grave = bool(damage) or _is_biased(now, found)
+    severe = now.is_mended_by(best) or (grave and now.gain(best) >= _MENDED_DB)
     if not severe and now.gain(best) < _GAINED_DB:
         return []
     words = f"{_lines(found)}: {_quality(now, errors)}"
