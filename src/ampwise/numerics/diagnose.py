@@ -34,7 +34,7 @@ from ampwise.numerics.observe.values import loss_of
 from ampwise.numerics.progress import Progress, Silent
 from ampwise.numerics.remedy.handover import Failing, TaskSource
 from ampwise.numerics.result import Diagnosis
-from ampwise.numerics.updates.behind import left_behind, wrong_updates
+from ampwise.numerics.updates.behind import ADVICE, left_behind, wrong_updates
 from ampwise.numerics.updates.of_task import Trained, failing_update, in_update
 from ampwise.numerics.updates.update import last_update
 from ampwise.policy import Policy
@@ -127,6 +127,8 @@ def run_diagnosis(task: Task, config: DiagnoseConfig, progress: Progress) -> Dia
         if found.phase == "optimizer" and not updates and arm.step.ranks == 1:
             failing = replace(failing, made=makers(task, config.settings))
         add_patches(found, failing, progress)
+        if any(each.verified for each in found.fixes):
+            found.fixes = [each for each in found.fixes if each is not ADVICE]
     return found
 
 

@@ -510,3 +510,10 @@ def test_what_a_product_takes_more_than_once_is_cast_once():
         "        return x @ x.transpose(-1, -2)  # <-\n"
     )
     assert wanted in back(code, "x", cause="RANGE_OVERFLOW", op="mm")
+
+
+def test_the_logarithm_of_2_is_written_as_the_file_can():
+    code = "def f(x):\n    return torch.log(torch.cosh(x))  # <-\n"
+    assert "0.6931471805599453" in texts(code, cause="RANGE_OVERFLOW", op="cosh")[0]
+    code = f"import math\n\n\n{code}"
+    assert " - math.log(2)" in texts(code, cause="RANGE_OVERFLOW", op="cosh")[0]

@@ -40,7 +40,10 @@ from ampwise_lint.base.words import counted, joined
 _LEAST = 0.1
 """Share of the square of the error that a line has to make by itself."""
 _MOST_LINES = 8
-_HOW = "keep state and averages of weights in float32, and compute updates in it"
+ADVICE = Fix("float32 for what updates keep",
+             "keep state and averages of weights in float32, and compute updates in it",
+             verified=False, cost="not tried")  # fmt: skip
+"""What is said as long as no patch does it."""
 
 
 def wrong_updates(trained: Trained, arm: Arm, found: Diagnosis, progress: Progress) -> bool:
@@ -72,7 +75,7 @@ def wrong_updates(trained: Trained, arm: Arm, found: Diagnosis, progress: Progre
     found.path, found.target, found.history = [], "", []
     found.extent = found.measured_scale = None
     found.explanation = _in_words(run, wrong, cause, changes, line)
-    found.fixes = [Fix("float32 for what updates keep", _HOW, verified=False, cost="not tried")]
+    found.fixes = [ADVICE]
     progress.found(found)
     return True
 
