@@ -19,6 +19,7 @@ from ampwise.numerics.observe.shadow import ShadowRun
 from ampwise.numerics.remedy.candidate import Candidate
 from ampwise.numerics.remedy.precision import in_float32, lines_in_float32
 from ampwise.numerics.result import percent
+from ampwise.products import is_product
 from ampwise.step.recorder import Stash
 from ampwise.step.replayable import Replayable
 from ampwise_lint.base.words import joined
@@ -104,7 +105,9 @@ def of_lines(
     most = max(now.gain(kept) for _, kept in tried)
     island, best = next(each for each in tried if now.gain(each[1]) >= most - _ALIKE_DB)
     grave = bool(damage) or _is_biased(now, found)
-    severe = now.is_mended_by(best) or (grave and now.gain(best) >= _MENDED_DB)
+    worst = _origin(found, run)
+    grave = grave or now.is_below(_FAULT)
+    severe = now.gain(best) >= _MENDED_DB if grave else now.is_mended_by(best) and _is_own(worst)
     if not severe and now.gain(best) < _GAINED_DB:
         return []
     words = f"{_lines(found)}: {_quality(now, errors)}"
@@ -112,7 +115,6 @@ def of_lines(
         words = f"{words}. With {island.what}, tried on this step, {_better(now, best)}"
     if not severe:
         return [note(f"{words}.")]
-    worst = _origin(found, run)
     wrong = f" Silently wrong: {damage}." if damage else ""
     return [Lost("PRECISION_LOSS", f"{words}.{wrong}", worst.place, worst.name, worst.dtype,
                  severe=True)]  # fmt: skip
@@ -122,6 +124,11 @@ def _is_biased(now: _Gradient, found: Sequence[Carrier]) -> bool:
     """Whether most of an error is that of one number of the code: it is the same in every step."""
     constant = found[0].worst.name in (*FROM_NUMBERS, "tensor")
     return now.whole < RIGHT_DB and constant and found[0].share > _MOST
+
+
+def _is_own(worst: OperationError) -> bool:
+    """Whether an error is that of a formula: layers round as much as the precision is meant to."""
+    return worst.enlarges or not (is_product(worst.name) or worst.name == "_to_copy")
 
 
 def _candidates(step: Replayable, found: Sequence[Carrier]) -> Iterator[Candidate]:
