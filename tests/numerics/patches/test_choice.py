@@ -117,7 +117,9 @@ def test_layers_stay_in_16_bits_where_a_statement_in_float32_is_enough():
     assert best_of([statement, whole], MOST, BEFORE) is whole
     assert best_of([statement, layers], MOST, BEFORE) is statement
     assert not may_win(layers.proposal, statement, MOST)
-    assert "what its function calls is in float32" in why(statement, [statement, layers], MOST, BEFORE)
+    assert "what its function calls is in float32" in why(
+        statement, [statement, layers], MOST, BEFORE
+    )
     noisy = held("statement", Grade.STATEMENTS, 45, 17)
     assert best_of([noisy, layers], MOST, BEFORE) is layers
 

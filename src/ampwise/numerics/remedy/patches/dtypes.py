@@ -61,6 +61,7 @@ def edits(site: Site) -> Iterator[Edit]:
     yield from _followed(site)
     yield from _raised(site)
     yield from _formula(site)
+    yield from _like(site)
     yield from _from_here_on(site)
 
 
@@ -110,7 +111,7 @@ def _uncast(site: Site) -> Iterator[Edit]:
             yield Edit("a cast to float32 in place of 16 bits", FLOAT32, changes, separable=True)
     if followed:
         asked = [code_of(each) for each in followed if isinstance(each, cst.Attribute)]
-        what = joined(dict.fromkeys(asked)) or "the format of another tensor"
+        what = joined(dict.fromkeys(asked)) or "another format"
         yield Edit(f"float32 in place of {what}", FLOAT32, followed, separable=True)
 
 
@@ -151,8 +152,7 @@ def _cast_of(site: Site, call: cst.Call) -> cst.BaseExpression | None:
 def taken_over(site: Site, expressions: Iterable[cst.BaseExpression]) -> dict[cst.CSTNode, Change]:
     """Changes of a format that is given as a name, or that of another tensor: ``x.dtype``.
 
-    Only for expressions that make a tensor in that format, where this is a 16-bit one; also of one
-    that is made in it without a word: ``x.new_zeros(n)``.
+    Only for expressions that make a tensor in that format, where this is a 16-bit one.
     """
     changes: dict[cst.CSTNode, Change] = {}
     float32 = cst.parse_expression(site.source.spelled("torch.float32"))
@@ -172,17 +172,33 @@ def taken_over(site: Site, expressions: Iterable[cst.BaseExpression]) -> dict[cs
         elif name == "type_as":
             assert isinstance(node.func, cst.Attribute)
             changes[node] = method(node.func.value, "float")
-        elif _is_made_like(site, node, name):
-            dtype = cst.Arg(float32, cst.Name("dtype"), equal=_TIGHT)
-            changes[node] = node.with_changes(args=[*node.args, dtype])
     return changes
 
 
-def _is_made_like(site: Site, call: cst.Call, name: str) -> bool:
+def made_like(site: Site, node: cst.CSTNode) -> dict[cst.CSTNode, Change]:
+    """Changes that make tensors in float32 that are made like one with 16 bits."""
+    float32 = cst.parse_expression(site.source.spelled("torch.float32"))
+    dtype = cst.Arg(float32, cst.Name("dtype"), equal=_TIGHT)
+    return {
+        each: each.with_changes(args=[*each.args, dtype])
+        for each in walk(node, cst.Call)
+        if _is_made_like(site, each)
+    }
+
+
+def _like(site: Site) -> Iterator[Edit]:
+    """Float32 for what the function makes in the format of another tensor, without a word."""
+    changes = {} if site.function is None else made_like(site, site.function)
+    if changes:
+        yield Edit("float32 in place of the format of another tensor", FLOAT32, changes,
+                   separable=True)  # fmt: skip
+
+
+def _is_made_like(site: Site, call: cst.Call) -> bool:
     """Whether a tensor is made in the format of one with 16 bits, for want of another."""
     if any(each.keyword is not None and each.keyword.value == "dtype" for each in call.args):
         return False
-    if isinstance(call.func, cst.Attribute) and name in _NEW:
+    if isinstance(call.func, cst.Attribute) and call.func.attr.value in _NEW:
         return site.is_half(call.func.value)
     like = site.source.full(call.func) in _LIKE and bool(call.args)
     return like and site.is_half(call.args[0].value)

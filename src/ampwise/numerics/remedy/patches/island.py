@@ -10,6 +10,7 @@ from ampwise.formats import HALF
 from ampwise.numerics.remedy.patches.dtypes import (
     ELEMENTWISE,
     formats_asked,
+    made_like,
     of_half,
     only_asked,
     taken_over,
@@ -232,7 +233,8 @@ def _in_float32(site: Site, statement: cst.CSTNode) -> dict[cst.CSTNode, Change]
     A name that is cast in place is cast no more within what is cast as a whole.
     """
     expressions = list(walk(statement, cst.BaseExpression))
-    changes = {**wide(site, statement), **of_half(site, taken_over(site, expressions))}
+    taken = of_half(site, taken_over(site, expressions))
+    changes = {**wide(site, statement), **taken, **made_like(site, statement)}
     names = _raised(site, [statement])
     within = site.source.inside
     return changes | {
