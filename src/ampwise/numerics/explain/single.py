@@ -15,7 +15,13 @@ from ampwise import formats
 from ampwise.data import leaves
 from ampwise.numerics.explain import float8
 from ampwise.numerics.explain.lost import Lost
-from ampwise.numerics.observe.ancestry import LOGARITHMS, Ancestor, back_from, largest_before
+from ampwise.numerics.observe.ancestry import (
+    LOGARITHMS,
+    Ancestor,
+    back_from,
+    cancelled,
+    largest_before,
+)
 from ampwise.numerics.observe.budget import is_harmless
 from ampwise.numerics.observe.exact import UnsupportedError, exact
 from ampwise.numerics.observe.extent import extent_of, lost_elements, samples_in
@@ -113,6 +119,8 @@ def _where_it_began(
         The first rounding that spoiled it; None where that does no harm by itself.
     """
     makers = [each for each in run.makers if each is not None]
+    if error.name in LOGARITHMS and (lost := _of_one(run, error, damage)) is not None:
+        return lost
     if error.name in _DIVIDES:
         lost = (each for maker in makers for each in back_from(maker) if each.cancelled)
         if (difference := next(lost, None)) is not None:
@@ -138,6 +146,24 @@ def _where_it_began(
     cause = "CANCELLATION" if _subtracts(error.name) else "PRECISION_LOSS"
     return Lost(cause, f"{words}. Silently wrong: {damage}.", made_by.place, made_by.name,
                 made_by.dtype, severe=True)  # fmt: skip
+
+
+def _of_one(run: ShadowRun, error: OperationError, damage: str) -> Lost | None:
+    """A logarithm of numbers that rounded to 1, themselves right; None where it is of others."""
+    assert run.actual is not None
+    assert run.inputs is not None
+    given, ideal = run.actual[0], run.inputs[0]
+    made, wanted = (exact(error.func, *each)[0] for each in (run.actual, run.inputs))
+    lost, one = cancelled(error.name, given, ideal, made, wanted)
+    if one is None:
+        return None
+    fmt = formats.lookup(given[0].dtype)
+    words = (
+        f"{error.name} on line {error.place.line} is of what rounded to 1: "
+        f"{counted(lost, 'element')} of its result lost all digits of the {fmt.mantissa_bits + 1} "
+        f"bits of {fmt}. Silently wrong: {damage}."
+    )
+    return Lost("CANCELLATION", words, error.place, error.name, str(fmt), severe=True)
 
 
 def _rounded(
