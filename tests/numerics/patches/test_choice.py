@@ -194,6 +194,18 @@ def test_what_reaches_further_back_is_tried_where_all_that_holds_is_noise_on_som
     assert len(tries.tried) == 1
 
 
+def test_what_was_passed_over_may_reach_further_back():
+    """A proposal that came after enough others that hold is tried where these are noise."""
+    few = [held(f"operand {number}", Grade.FLOAT32, 40, 30, 15) for number in range(5)]
+    back = held("from above", Grade.FLOAT32, 50, 48, 46)
+    tries = Tries({each.proposal.data: each.outcome for each in (*few, back)})
+    found = [*(each.proposal for each in few), back.proposal]
+    search = Search(SITE, found, tries, mock.Mock(), [few[0].proposal, back.proposal])
+    search.run()
+    assert search.tried[-1].proposal is back.proposal
+    assert len({data for _, data in tries.tried}) == len(tries.tried)
+
+
 def test_what_held_is_told_if_the_time_is_over():
     """Of a script that waits: `progress` ends the search."""
     progress = mock.Mock()

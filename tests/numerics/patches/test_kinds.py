@@ -517,3 +517,24 @@ def test_the_logarithm_of_2_is_written_as_the_file_can():
     assert "0.6931471805599453" in texts(code, cause="RANGE_OVERFLOW", op="cosh")[0]
     code = f"import math\n\n\n{code}"
     assert " - math.log(2)" in texts(code, cause="RANGE_OVERFLOW", op="cosh")[0]
+
+
+HEADS = "def f(self, x, mean=0):\n    return self.spread(x), self.{}(x)  # <-\n"
+
+
+@pytest.mark.parametrize(("head", "name"), [("head", "head"), ("mean", "mean_float32")])
+def test_one_of_several_layers_is_in_float32(head, name):
+    code = HEADS.format(head)
+    wanted = (
+        "def f(self, x, mean=0):\n"
+        "    with torch.autocast(x.device.type, enabled=False):\n"
+        f"        {name} = self.{head}(x.float())\n"
+        f"    return self.spread(x), {name}  # <-\n"
+    )
+    found = made(code, cause="PRECISION_LOSS", op="addmm", half="x")
+    mine = next(each for each in found if each.data.decode().endswith(wanted))
+    both = [each for each in found if b"self.spread(x.float())" in each.data
+            and f"self.{head}(x.float())".encode() in each.data]  # fmt: skip
+    assert not mine.has_layers
+    assert all(each.has_layers for each in both)
+    assert both

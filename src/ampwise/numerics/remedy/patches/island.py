@@ -19,12 +19,40 @@ from ampwise.numerics.remedy.patches.dtypes import (
 from ampwise.numerics.remedy.patches.edit import Edit, method, raised
 from ampwise.numerics.remedy.patches.products import may_multiply
 from ampwise.numerics.remedy.patches.site import OTHER, Site
-from ampwise.numerics.remedy.patches.source import Change, changed, dotted, walk
+from ampwise.numerics.remedy.patches.source import Change, changed, code_of, dotted, walk
 from ampwise_lint.base.words import joined
 
 _SHAPES = ("shape", "dtype", "device", "ndim", "size", "dim", "numel", "float", "double", "to")
 """What may be asked of a tensor whatever its format is."""
 WHY = "In float32 nothing here is rounded to 16 bits."
+
+
+def elements(site: Site) -> Iterator[Edit]:
+    """One of several layers that are called in a tuple, in a statement of its own in float32."""
+    line = site.statement
+    if not isinstance(line, cst.SimpleStatementLine) or len(line.body) > 1:
+        return
+    small = line.body[0]
+    value = small.value if isinstance(small, cst.Return | cst.Assign) else None
+    parts = [each.value for each in value.elements] if isinstance(value, cst.Tuple) else []
+    called = [each for each in parts if calls_a_module(each)]
+    for part in called if len(called) > 1 else ():
+        name = _new_name(site, part)
+        made = cst.Assign([cst.AssignTarget(name)], changed(part, _in_float32(site, part)))
+        block = outside_autocast(site, [cst.SimpleStatementLine([made])], [line])
+        rest = bare(changed(line, {part: name}))
+        what = f"{code_of(part)} in float32, outside of autocast"
+        yield Edit(what, WHY, {line: cst.FlattenSentinel([block, rest])})
+
+
+def _new_name(site: Site, part: cst.CSTNode) -> cst.Name:
+    """A name for what a layer gives: that of the layer, if it is free."""
+    called = next(dotted(each.func) for each in walk(part, cst.Call)
+                  if dotted(each.func).startswith("self."))  # fmt: skip
+    name = called.rpartition(".")[2]
+    attributes = [each.attr for each in walk(site.scope, cst.Attribute)]
+    taken = {each.value for each in walk(site.scope, cst.Name) if each not in attributes}
+    return cst.Name(f"{name}_float32" if name in taken else name)
 
 
 def statement(site: Site) -> Iterator[Edit]:
@@ -107,9 +135,10 @@ def _hangs_together(site: Site, part: Sequence[cst.BaseStatement]) -> bool:
     )
 
 
-def calls_a_module(node: cst.CSTNode) -> bool:
-    """Whether an attribute of `self` is called."""
-    return any(dotted(each.func).startswith("self.") for each in walk(node, cst.Call))
+def calls_a_module(node: cst.CSTNode, least: int = 1) -> bool:
+    """Whether an attribute of `self` is called, or several are."""
+    called = [each for each in walk(node, cst.Call) if dotted(each.func).startswith("self.")]
+    return len(called) >= least
 
 
 def _bound(site: Site, part: Sequence[cst.CSTNode]) -> set[str]:
