@@ -196,13 +196,13 @@ def test_what_reaches_further_back_is_tried_where_all_that_holds_is_noise_on_som
 
 def test_what_was_passed_over_may_reach_further_back():
     """A proposal that came after enough others that hold is tried where these are noise."""
-    few = [held(f"operand {number}", Grade.FLOAT32, 40, 30, 15) for number in range(5)]
-    back = held("from above", Grade.FLOAT32, 50, 48, 46)
-    tries = Tries({each.proposal.data: each.outcome for each in (*few, back)})
-    found = [*(each.proposal for each in few), back.proposal]
-    search = Search(SITE, found, tries, mock.Mock(), [few[0].proposal, back.proposal])
+    noisy, near = (held("", Grade.FLOAT32, 40, 30, worst).outcome for worst in (15, 29))
+    few = [Proposal("operand", "", f"{n}\n".encode(), Grade.FLOAT32) for n in range(5)]
+    back = Proposal("from above", "", b"back\n", Grade.FLOAT32)
+    tries = Tries({back.data: near} | {each.data: noisy for each in few})
+    search = Search(SITE, [*few, back], tries, mock.Mock(), [few[0], back])
     search.run()
-    assert search.tried[-1].proposal is back.proposal
+    assert search.tried[-1].proposal is back
     assert len({data for _, data in tries.tried}) == len(tries.tried)
 
 
