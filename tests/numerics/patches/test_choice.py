@@ -120,6 +120,8 @@ def test_layers_stay_in_16_bits_where_a_statement_in_float32_is_enough():
     assert "what its function calls is in float32" in why(
         statement, [statement, layers], MOST, BEFORE
     )
+    several = replace(statement, proposal=replace(statement.proposal, has_layers=True))
+    assert best_of([several, layers], MOST, BEFORE) in (several, layers)
     noisy = held("statement", Grade.STATEMENTS, 45, 17)
     assert best_of([noisy, layers], MOST, BEFORE) is layers
 

@@ -131,7 +131,7 @@ def _without_layers(held: Sequence[Held]) -> Sequence[Held]:
 
 
 def _is_small_and_sound(each: Held) -> bool:
-    small = each.proposal.grade <= Grade.STATEMENTS
+    small = each.proposal.grade <= Grade.STATEMENTS and not each.proposal.has_layers
     return small and each.worst() >= _SOUND_DB and not _is_narrow(each)
 
 
