@@ -11,8 +11,8 @@ from torch import nn
 
 from ampwise.bench.arm import Settings
 from ampwise.numerics.diagnose import diagnose
-from ampwise.numerics.followed import follow
-from ampwise.numerics.update_of_task import Trained
+from ampwise.numerics.updates.followed import follow
+from ampwise.numerics.updates.of_task import Trained
 from ampwise.policy import Policy
 from ampwise.tasks import Task
 from tests.numerics.cases import CASES, data, line_of
@@ -201,7 +201,7 @@ def test_an_average_of_weights_that_an_iteration_makes_is_followed(dtype, status
 
 
 def test_optimizers_of_torch_are_not_trained_again(monkeypatch):
-    monkeypatch.setattr("ampwise.numerics.followed.follow", None)  # would raise
+    monkeypatch.setattr("ampwise.numerics.updates.followed.follow", None)  # would raise
     for kind in (torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad):
         assert diagnose(of(kind), precision="bf16", steps=4).status == "clean"
 
@@ -324,7 +324,7 @@ def test_so_may_frozen_ones():
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
 def test_of_an_optimizer_of_torch_no_line_of_an_update_is_named(kind, monkeypatch):
-    monkeypatch.setattr("ampwise.numerics.updates.follow", None)  # would raise
+    monkeypatch.setattr("ampwise.numerics.updates.behind.follow", None)  # would raise
     made = task(lambda m: kind(m.parameters(), lr=1e-5), narrow_network)
     found = diagnose(made, "bf16", steps=4)
     assert (found.cause, found.origin.line) == ("STAGNATION", line_of(narrow_network))

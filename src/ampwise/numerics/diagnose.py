@@ -34,12 +34,12 @@ from ampwise.numerics.observe.values import loss_of
 from ampwise.numerics.progress import Progress, Silent
 from ampwise.numerics.remedy.handover import Failing, TaskSource
 from ampwise.numerics.result import Diagnosis
-from ampwise.numerics.update import last_update
-from ampwise.numerics.update_of_task import Trained, failing_update, in_update
-from ampwise.numerics.updates import left_behind, wrong_updates
+from ampwise.numerics.updates.behind import ADVICE, left_behind, wrong_updates
+from ampwise.numerics.updates.of_task import Trained, failing_update, in_update
+from ampwise.numerics.updates.update import last_update
 from ampwise.policy import Policy
 from ampwise.step.recorder import NonFiniteLossError, Recorder, Stash, UntilBad
-from ampwise.step.replay import Replay
+from ampwise.step.replay import Replay, finite_buffers, poisoned
 from ampwise.tasks import Task
 from ampwise.tasks.checks import endless
 from ampwise.telemetry.ring import StepRecord
@@ -127,6 +127,8 @@ def run_diagnosis(task: Task, config: DiagnoseConfig, progress: Progress) -> Dia
         if found.phase == "optimizer" and not updates and arm.step.ranks == 1:
             failing = replace(failing, made=makers(task, config.settings))
         add_patches(found, failing, progress)
+        if any(each.verified for each in found.fixes):
+            found.fixes = [each for each in found.fixes if each is not ADVICE]
     return found
 
 
@@ -174,6 +176,7 @@ def explore(task: Task, config: DiagnoseConfig, progress: Progress) -> Explored:
     deadline = time.monotonic() + config.budget_s
     mine = _turns(task, whole=arm.iteration.makes_updates)
     looks = _Looks(config.steps)
+    buffers = _Buffers(step, task, config, progress)
     found: Diagnosis | None = None
     begun: StepRecord | None = None
     while True:
@@ -185,11 +188,7 @@ def explore(task: Task, config: DiagnoseConfig, progress: Progress) -> Explored:
         failure, window = _one_step(arm, examiner, mine)
         if failure is None:
             record = arm.step.history[-1]
-            if begun is None and not record.skipped:
-                assert step.closed is not None
-                # What an iteration reports need not be what it trains on.
-                trained = loss_of(step.closed.losses)
-                begun = replace(record, loss=record.loss if trained is None else trained)
+            begun = begun or _begun(step, record)
             progress.step(record.step, config.steps, record.loss)
             if record.skipped or not math.isfinite(record.loss):
                 assert step.closed is not None
@@ -200,6 +199,8 @@ def explore(task: Task, config: DiagnoseConfig, progress: Progress) -> Explored:
             _in_update(task, config, arm, last_update(stash, made), failure)
             return Explored(arm, failure, stash, examiner.wanted)
         found = failure or found
+        if (spoilt := buffers.spoilt(made + 1)) is not None:
+            return spoilt
         if not last and (failure is not None or not looks.is_due(made)):
             continue
         progress.stage(f"no step failed; comparing step {arm.step.steps} with float64")
@@ -251,6 +252,43 @@ def _in_update(task: Task, config: DiagnoseConfig, arm: Arm, steps: int, found: 
     """Say of a parameter that is not finite which update made it so, if one did."""
     if found.cause == "BAD_PARAMETER" and steps and arm.step.ranks == 1:
         in_update(Trained(task, config.policy, config.settings, steps), found)
+
+
+def _begun(step: Replay, record: StepRecord) -> StepRecord | None:
+    """A step with the loss that it trains on: what an iteration reports need not be that."""
+    if record.skipped:
+        return None
+    assert step.closed is not None
+    trained = loss_of(step.closed.losses)
+    return replace(record, loss=record.loss if trained is None else trained)
+
+
+class _Buffers:
+    """Looks for a step whose forward leaves a buffer that is not finite, and should be.
+
+    The step itself may be sound, and be made: it is a later one that reads the buffer. With several
+    ranks nobody looks, as one of them cannot train again by itself.
+    """
+
+    def __init__(
+        self, step: Replay, task: Task, config: DiagnoseConfig, progress: Progress
+    ) -> None:
+        self._step, self._task, self._config, self._progress = step, task, config, progress
+        self._good = finite_buffers(step.models)
+
+    def spoilt(self, number: int) -> Explored | None:
+        """What is to be said of the step that was just made."""
+        bad = poisoned(self._step.models, self._good)
+        self._good = finite_buffers(self._step.models)
+        if not bad or is_up():
+            return None
+        self._progress.stage(f"step {number} leaves a buffer that is not finite; training again")
+        config, name = self._config, self._task.name or "task"
+        arm, stash = Trained(self._task, config.policy, config.settings, number).rehearsal()
+        note_originals(self._task, arm, config.settings)
+        examiner = Examiner(Replay(arm.step), name, self._progress)
+        found = examiner.spoils(stash)
+        return None if found is None else Explored(arm, found, stash, examiner.wanted)
 
 
 def _quiet(

@@ -29,7 +29,7 @@ from ampwise.numerics.observe import compiled
 from ampwise.numerics.observe.reference import Reference, reference
 from ampwise.numerics.observe.roots import Root
 from ampwise.numerics.observe.stagnation import Stagnant
-from ampwise.numerics.observe.trace import Trace, watch
+from ampwise.numerics.observe.trace import BUFFER, Trace, watch
 from ampwise.numerics.observe.values import broken, loss_of, origin_of, passed
 from ampwise.numerics.progress import Progress, Silent
 from ampwise.numerics.remedy import fix
@@ -94,6 +94,19 @@ class Examiner:
         self.wanted = quiet.compare(self._inquiry, found, stash, trace, stagnant, begun)
         return found
 
+    def spoils(self, stash: Stash) -> Diagnosis | None:
+        """A window that is finite, and leaves a buffer that is not; None where that is meant."""
+        trace = watch(self.step, stash, backward=False, of_buffers=True)
+        if trace.origin is None or trace.origin.func is None:
+            return None
+        meant = reference(self.step, stash).poisoned
+        if trace.target.removeprefix(BUFFER) in meant:
+            return None
+        found = self._inquiry.opened(stash, trace.replayed.losses)
+        shows = f" It stays in the {trace.target}, which later steps read."
+        self._fault(found, stash, trace, trace.origin, shows)
+        return found
+
     # -- a step that was skipped -------------------------------------------------------------------
 
     def settling(self, stash: Stash) -> bool:
@@ -132,13 +145,16 @@ class Examiner:
         self._fault(found, stash, trace, trace.origin)
         return found
 
-    def _fault(self, found: Diagnosis, stash: Stash, trace: Trace, root: Root) -> None:
-        """Why the origin of a trace broke, and what mends it."""
+    def _fault(
+        self, found: Diagnosis, stash: Stash, trace: Trace, root: Root, shows: str = ""
+    ) -> None:
+        """Why the origin of a trace broke, what mends it, and, if not at once, how it shows."""
         step, progress = self.step, self._inquiry.progress
         why = explain(step, stash, root)
         if isinstance(why.made_by, Root):
             root = why.made_by
         self._inquiry.explained(found, root, why, stash)
+        found.explanation += shows
         found.path, found.target = trace.path, trace.target
         if why.cause != "BAD_PARAMETER":  # of which an update may turn out to be the cause
             progress.found(found)

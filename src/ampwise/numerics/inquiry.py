@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -113,16 +114,16 @@ def origin_by(root: Root, why: Explanation) -> Origin:
     return at(maker.place, maker.name, maker.dtype)
 
 
-def poisoned(names: Sequence[str]) -> list[Finding]:
+def poisoned(names: Collection[str]) -> list[Finding]:
     """What is said of buffers that forward left without finite values."""
     if not names:
         return []
+    named = ", ".join(islice(names, _POISONED))
     return [
         Finding(
             "BAD_BUFFER",
-            f"Forward leaves inf or NaN in {', '.join(names[:_POISONED])}. A loop that only skips "
-            "the optimizer step keeps them, and evaluation breaks; ampwise.TrainStep puts the "
-            "buffers back.",
+            f"Forward leaves inf or NaN in {named}. A loop that only skips the optimizer step "
+            "keeps them, and evaluation breaks; ampwise.TrainStep puts the buffers back.",
         )
     ]
 

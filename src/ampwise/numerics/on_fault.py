@@ -7,8 +7,8 @@ from ampwise.lines import users_line
 from ampwise.numerics import across_ranks
 from ampwise.numerics.examine import Examiner
 from ampwise.numerics.result import Diagnosis
-from ampwise.numerics.update import last_update
-from ampwise.numerics.update_of_state import LastUpdate, in_last_update
+from ampwise.numerics.updates.of_state import LastUpdate, in_last_update
+from ampwise.numerics.updates.update import last_update
 from ampwise.step.recorder import Stash
 from ampwise.step.replay import Replay
 from ampwise.step.train_step import TrainStep

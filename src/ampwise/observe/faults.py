@@ -33,7 +33,7 @@ from ampwise.numerics.examine import Examiner
 from ampwise.numerics.observe.trace import watch
 from ampwise.numerics.progress import Silent
 from ampwise.numerics.result import Diagnosis
-from ampwise.numerics.update_of_state import LastUpdate, in_last_update
+from ampwise.numerics.updates.of_state import LastUpdate, in_last_update
 from ampwise.observe.autocast import Autocasts
 from ampwise.observe.calls import Calls
 from ampwise.observe.listener import Listener

@@ -31,7 +31,7 @@ from ampwise.step.arguments import scalar
 from ampwise.step.loss_scale import FLOOR
 from ampwise.step.modules import as_one, held_by, modules_of
 from ampwise.step.recorder import MicroBatch, RandomState, Stash, finite
-from ampwise.step.replay import finite_buffers, gradients_of, let_go, undisturbed
+from ampwise.step.replay import finite_buffers, gradients_of, let_go, poisoned, undisturbed
 from ampwise.step.replayable import Replayed
 from ampwise_lint.base.words import joined, power_in_code
 
@@ -159,7 +159,7 @@ class Observed:
                 let_go(error)
                 result.error = error
             result.gradients = gradients_of(self.parameters())
-            result.poisoned = [name for name, buffer in good if not finite(buffer)]
+            result.poisoned = poisoned(self.models, good)
         return result
 
     @contextmanager

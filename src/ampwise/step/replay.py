@@ -200,7 +200,7 @@ class Replay:
             result.gradients = rerun.collected()  # before norms, which coalesce sparse ones
             if backward and result.error is None:
                 result.norms = rerun.norms()
-            result.poisoned = [name for name, buffer in good if not finite(buffer)]
+            result.poisoned = poisoned(self.models, good)
         return result
 
     def how(self, policy: Policy) -> str:
@@ -220,10 +220,19 @@ class Replay:
         return f"TrainStep(loss_scale=LossScale(init_scale={written}{ceiling}))"
 
 
-def finite_buffers(models: Sequence[nn.Module]) -> list[tuple[str, Tensor]]:
-    """Buffers without inf or NaN, with their names."""
-    named = [pair for model in models for pair in model.named_buffers()]
-    return [(name, buffer) for name, buffer in named if finite(buffer)]
+def finite_buffers(models: Sequence[nn.Module]) -> list[set[str]]:
+    """Names of buffers without inf or NaN, for each model."""
+    return [{n for n, each in model.named_buffers() if finite(each)} for model in models]
+
+
+def poisoned(models: Sequence[nn.Module], good: Sequence[set[str]]) -> dict[str, Tensor]:
+    """Buffers that were good, by name, and are not."""
+    return {
+        name: each
+        for model, names in zip(models, good, strict=True)
+        for name, each in model.named_buffers()
+        if name in names and not finite(each)
+    }
 
 
 def gradients_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:

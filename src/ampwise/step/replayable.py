@@ -33,7 +33,8 @@ class Replayed:
     norms
         Of the gradients, as a guard reads them; empty without backward, or where it raised.
     poisoned
-        Buffers that forward left with inf or NaN in them, and that had none before.
+        Buffers that forward left with inf or NaN in them, and that had none before, by name. What
+        was written in place holds its old values again; what was bound anew is the new tensor.
     error
         What forward or backward raised, if it did; the rest is then what came before.
     forward_s
@@ -43,7 +44,7 @@ class Replayed:
     losses: list[Tensor] = field(default_factory=list[Tensor])
     gradients: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     norms: list[Tensor] = field(default_factory=list[Tensor])
-    poisoned: list[str] = field(default_factory=list[str])
+    poisoned: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     error: Exception | None = None
     forward_s: float = 0.0
 

@@ -416,7 +416,8 @@ class ShownLater(nn.Module):
 def test_angles_are_told_their_spacing_where_they_were_rounded():
     found = diagnose(task(Angles, apart, data(8, 8)), "bf16", steps=2)
     assert (found.cause, origin_line(found)) == ("PRECISION_LOSS", line_of(Angles))
-    assert "Angles of 23,424 are kept in bfloat16 at a spacing of 128" in found.explanation
+    assert "23,424 is kept in bfloat16 at a spacing of 128" in found.explanation
+    assert "which repeats every 6.28" in found.explanation
     assert found.extent is not None
     assert 0 < found.extent.elements <= 64
 

@@ -117,7 +117,11 @@ def test_layers_stay_in_16_bits_where_a_statement_in_float32_is_enough():
     assert best_of([statement, whole], MOST, BEFORE) is whole
     assert best_of([statement, layers], MOST, BEFORE) is statement
     assert not may_win(layers.proposal, statement, MOST)
-    assert "layers are in float32" in why(statement, [statement, layers], MOST, BEFORE)
+    assert "what its function calls is in float32" in why(
+        statement, [statement, layers], MOST, BEFORE
+    )
+    several = replace(statement, proposal=replace(statement.proposal, has_layers=True))
+    assert best_of([several, layers], MOST, BEFORE) in (several, layers)
     noisy = held("statement", Grade.STATEMENTS, 45, 17)
     assert best_of([noisy, layers], MOST, BEFORE) is layers
 
@@ -190,6 +194,18 @@ def test_what_reaches_further_back_is_tried_where_all_that_holds_is_noise_on_som
     tries = Tries(outcomes | {near.proposal.data: near.outcome})
     Search(SITE, found, tries, mock.Mock(), further).run()
     assert len(tries.tried) == 1
+
+
+def test_what_was_passed_over_may_reach_further_back():
+    """A proposal that came after enough others that hold is tried where these are noise."""
+    noisy, near = (held("", Grade.FLOAT32, 40, 30, worst).outcome for worst in (15, 29))
+    few = [Proposal("operand", "", f"{n}\n".encode(), Grade.FLOAT32) for n in range(5)]
+    back = Proposal("from above", "", b"back\n", Grade.FLOAT32)
+    tries = Tries({back.data: near} | {each.data: noisy for each in few})
+    search = Search(SITE, [*few, back], tries, mock.Mock(), [few[0], back])
+    search.run()
+    assert search.tried[-1].proposal is back
+    assert len({data for _, data in tries.tried}) == len(tries.tried)
 
 
 def test_what_held_is_told_if_the_time_is_over():

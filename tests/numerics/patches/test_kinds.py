@@ -141,10 +141,31 @@ def test_a_cast_to_a_format_that_was_given_is_undone_above_the_line():
 
 
 def test_the_format_of_another_tensor_is_kept_where_another_operation_fails():
-    found = texts(line("return (n.to(x.dtype) * 1e5).sum()"), "x", cause="RANGE_OVERFLOW", op="mul")
+    code = line("return (n.to(x.dtype) * 1e5).sum()")
+    found = made(code, cause="RANGE_OVERFLOW", op="mul", half="x")
     assert found
-    casts = [each for each in found if "n.to(torch.float32)" in each]
-    assert all("autocast" in each and "x.float()" not in each for each in casts)
+    casts = [each for each in found if b"n.to(torch.float32)" in each.data]
+    assert all(each.grade >= Grade.STATEMENTS and b"x.float()" not in each.data for each in casts)
+
+
+@pytest.mark.parametrize("call", ["x.new_ones(3)", "torch.ones_like(x)", "x.new_full((3,), 1.0)"])
+def test_a_tensor_that_is_made_like_one_with_16_bits_is_made_in_float32(call):
+    code = line(f"return n.index_add(0, at, {call})")
+    wanted = code.replace(call, f"{call[:-1]}, dtype=torch.float32)")
+    assert wanted in texts(code, "x", cause="PRECISION_LOSS", op="index_add")
+    assert wanted not in texts(code, cause="PRECISION_LOSS", op="index_add")
+
+
+def test_an_island_undoes_the_casts_in_it_and_leaves_autocast_only_for_products():
+    code = "def f(q, k, r):\n    g = (r**-2).to(q.dtype)  # <-\n    return (q @ (k * g)).sum()\n"
+    found = [each for each in texts(code, "q k", cause="RANGE_OVERFLOW", op="_to_copy")
+             if "(r**-2).to(torch.float32)" in each]  # fmt: skip
+    assert any("autocast" in e and "q.float() @ (k.float() * g)" in e for e in found)
+    plain = "def f(q, k, r):\n    g = (r**-2).to(q.dtype)  # <-\n    return (q * k * g).sum()\n"
+    found = [each for each in texts(plain, "q k", cause="RANGE_OVERFLOW", op="_to_copy")
+             if "q.float() * k.float() * g" in each]  # fmt: skip
+    assert found
+    assert not any("autocast" in each for each in found if "q, k =" not in each)
 
 
 def test_state_that_is_made_elsewhere_in_the_function_is_made_in_float32():
@@ -489,3 +510,31 @@ def test_what_a_product_takes_more_than_once_is_cast_once():
         "        return x @ x.transpose(-1, -2)  # <-\n"
     )
     assert wanted in back(code, "x", cause="RANGE_OVERFLOW", op="mm")
+
+
+def test_the_logarithm_of_2_is_written_as_the_file_can():
+    code = "def f(x):\n    return torch.log(torch.cosh(x))  # <-\n"
+    assert "0.6931471805599453" in texts(code, cause="RANGE_OVERFLOW", op="cosh")[0]
+    code = f"import math\n\n\n{code}"
+    assert " - math.log(2)" in texts(code, cause="RANGE_OVERFLOW", op="cosh")[0]
+
+
+HEADS = "def f(self, x, mean=0):\n    return self.spread(x), self.{}(x)  # <-\n"
+
+
+@pytest.mark.parametrize(("head", "name"), [("head", "head"), ("mean", "mean_float32")])
+def test_one_of_several_layers_is_in_float32(head, name):
+    code = HEADS.format(head)
+    wanted = (
+        "def f(self, x, mean=0):\n"
+        "    with torch.autocast(x.device.type, enabled=False):\n"
+        f"        {name} = self.{head}(x.float())\n"
+        f"    return self.spread(x), {name}  # <-\n"
+    )
+    found = made(code, cause="PRECISION_LOSS", op="addmm", half="x")
+    mine = next(each for each in found if each.data.decode().endswith(wanted))
+    both = [each for each in found if b"self.spread(x.float())" in each.data
+            and f"self.{head}(x.float())".encode() in each.data]  # fmt: skip
+    assert not mine.has_layers
+    assert all(each.has_layers for each in both)
+    assert both

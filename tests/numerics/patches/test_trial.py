@@ -24,7 +24,7 @@ from ampwise.numerics.remedy.fresh import Fresh, fresh
 from ampwise.numerics.remedy.handover import Failing, TaskSource
 from ampwise.numerics.remedy.verify import Outcome, Trials
 from ampwise.numerics.result import Diagnosis, Fix
-from ampwise.numerics.update_of_task import Trained, failing_update
+from ampwise.numerics.updates.of_task import Trained, failing_update
 from ampwise.policy import Policy
 from ampwise.step.replay import Replay
 from ampwise.tasks import load_task

@@ -279,7 +279,7 @@ def test_costs_have_an_interval_or_are_not_measured():
     verified = [each for each in found.fixes if each.verified]
     for each in verified:
         if each.step_time_ratio is None:
-            assert "time not measured: the machine is too noisy" in each.cost
+            assert "time not measured: " in each.cost  # too noisy, or too slow
         else:
             assert each.step_time_low <= each.step_time_ratio <= each.step_time_high
             assert re.match(r"\d+\.\d\dx \[\d", each.cost)

@@ -25,8 +25,8 @@ def rounded_integers(run: ShadowRun, damage: str) -> list[Lost]:
                 )
             else:
                 text = (
-                    f"Positions or counts of up to {each.exact_amax:,.0f} are kept in {fmt}, which "
-                    f"counts to {most:,} and goes on in steps of "
+                    f"Integers (positions, counts) of up to {each.exact_amax:,.0f} are kept in "
+                    f"{fmt}, which counts to {most:,} and goes on in steps of "
                     f"{fmt.ulp(each.exact_amax):g}. Neighbours become one."
                 )
             if not harm:

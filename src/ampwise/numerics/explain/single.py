@@ -6,6 +6,7 @@ a cast to float8, come before it.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from torch import Tensor
@@ -14,7 +15,13 @@ from ampwise import formats
 from ampwise.data import leaves
 from ampwise.numerics.explain import float8
 from ampwise.numerics.explain.lost import Lost
-from ampwise.numerics.observe.ancestry import LOGARITHMS, Ancestor, back_from, largest_before
+from ampwise.numerics.observe.ancestry import (
+    LOGARITHMS,
+    Ancestor,
+    back_from,
+    cancelled,
+    largest_before,
+)
 from ampwise.numerics.observe.budget import is_harmless
 from ampwise.numerics.observe.exact import UnsupportedError, exact
 from ampwise.numerics.observe.extent import extent_of, lost_elements, samples_in
@@ -112,6 +119,8 @@ def _where_it_began(
         The first rounding that spoiled it; None where that does no harm by itself.
     """
     makers = [each for each in run.makers if each is not None]
+    if error.name in LOGARITHMS and (lost := _of_one(run, error, damage)) is not None:
+        return lost
     if error.name in _DIVIDES:
         lost = (each for maker in makers for each in back_from(maker) if each.cancelled)
         if (difference := next(lost, None)) is not None:
@@ -122,8 +131,8 @@ def _where_it_began(
     line = f"on line {error.place.line}"
     if error.name in _TURNS:
         words = (
-            f"Angles of {kept.format('are')}, by {made_by.name} on line {made_by.place.line}, and "
-            f"{error.name} {line} repeats every 6.28"
+            f"{made_by.name} on line {made_by.place.line} rounds: {kept.format('is')}. "
+            f"{error.name} {line}, which repeats every 6.28, takes what is made of it for an angle"
         )
     else:
         shows = "makes a small error large" if error.name in _GROWS else "only shows it"
@@ -137,6 +146,24 @@ def _where_it_began(
     cause = "CANCELLATION" if _subtracts(error.name) else "PRECISION_LOSS"
     return Lost(cause, f"{words}. Silently wrong: {damage}.", made_by.place, made_by.name,
                 made_by.dtype, severe=True)  # fmt: skip
+
+
+def _of_one(run: ShadowRun, error: OperationError, damage: str) -> Lost | None:
+    """A logarithm of numbers that rounded to 1, themselves right; None where it is of others."""
+    assert run.actual is not None
+    assert run.inputs is not None
+    given, ideal = run.actual[0], run.inputs[0]
+    made, wanted = (exact(error.func, *each)[0] for each in (run.actual, run.inputs))
+    lost, one = cancelled(error.name, given, ideal, made, wanted)
+    if one is None:
+        return None
+    fmt = formats.lookup(given[0].dtype)
+    words = (
+        f"{error.name} on line {error.place.line} is of what rounded to 1: "
+        f"{counted(lost, 'element')} of its result lost all digits of the {fmt.mantissa_bits + 1} "
+        f"bits of {fmt}. Silently wrong: {damage}."
+    )
+    return Lost("CANCELLATION", words, error.place, error.name, str(fmt), severe=True)
 
 
 def _rounded(
@@ -174,7 +201,8 @@ def _shows(error: OperationError, made_by: Ancestor) -> bool:
 def _kept(made_by: Ancestor) -> str:
     """How its largest result is rounded, around the verb."""
     fmt, most = formats.lookup(made_by.dtype), made_by.extreme
-    return f"{figure(most)} {{}} kept in {fmt} at a spacing of {fmt.ulp(most):g}"
+    below = fmt.ulp(math.nextafter(most, 0))  # all others are smaller
+    return f"{figure(most)} {{}} kept in {fmt} at a spacing of {below:g}"
 
 
 def _cancelled_at(made_by: Ancestor, error: OperationError, damage: str) -> Lost:

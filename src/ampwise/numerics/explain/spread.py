@@ -19,6 +19,7 @@ from ampwise.numerics.observe.shadow import ShadowRun
 from ampwise.numerics.remedy.candidate import Candidate
 from ampwise.numerics.remedy.precision import in_float32, lines_in_float32
 from ampwise.numerics.result import percent
+from ampwise.products import is_product
 from ampwise.step.recorder import Stash
 from ampwise.step.replayable import Replayable
 from ampwise_lint.base.words import joined
@@ -51,11 +52,30 @@ class _Gradient:
             return min(better.matrix, _ENOUGH_DB) - self.matrix
         return min(better.whole, _ENOUGH_DB) - self.whole
 
+    def is_mended_by(self, better: _Gradient) -> bool:
+        """Whether another shows that a line makes what is wrong with this one."""
+        pairs = ((self.whole, better.whole, _FAULT.whole, _NOTED.whole),
+                 (self.matrix, better.matrix, _FAULT.matrix, _NOTED.matrix))  # fmt: skip
+        return any(
+            min(mended, _ENOUGH_DB) - now >= _needed_db(now, fault, noted)
+            for now, mended, fault, noted in pairs
+        )
+
+
+def _needed_db(now: float, fault: float, noted: float) -> float:
+    """What a line in float32 has to gain for a fault: the more, the better the gradient is."""
+    if now >= noted:
+        return math.inf
+    share = max(0.0, (now - fault) / (noted - fault))
+    return _MENDED_DB + share * (_ALL_OF_IT_DB - _MENDED_DB)
+
 
 _NOTED, _GAINED_DB = _Gradient(25.0, 10.0), 6.0
 """Below which lines are looked for, and what float32 on one has to gain for a note."""
 _FAULT, _MENDED_DB = _Gradient(NOISE_DB, 4.0), 10.0
 """The same for a fault. Of 1,200 sound random networks one comes to 11 and 5 dB."""
+_ALL_OF_IT_DB = 25.0
+"""The same for a gradient that is barely noted: the line has to make all of the error."""
 
 
 def is_noise(errors: GradientErrors) -> bool:
@@ -84,8 +104,10 @@ def of_lines(
         return []
     most = max(now.gain(kept) for _, kept in tried)
     island, best = next(each for each in tried if now.gain(each[1]) >= most - _ALIKE_DB)
-    grave = bool(damage) or now.is_below(_FAULT) or _is_biased(now, found)
-    severe = grave and now.gain(best) >= _MENDED_DB
+    grave = bool(damage) or _is_biased(now, found)
+    worst = _origin(found, run)
+    grave = grave or now.is_below(_FAULT)
+    severe = now.gain(best) >= _MENDED_DB if grave else now.is_mended_by(best) and _is_own(worst)
     if not severe and now.gain(best) < _GAINED_DB:
         return []
     words = f"{_lines(found)}: {_quality(now, errors)}"
@@ -93,7 +115,6 @@ def of_lines(
         words = f"{words}. With {island.what}, tried on this step, {_better(now, best)}"
     if not severe:
         return [note(f"{words}.")]
-    worst = _origin(found, run)
     wrong = f" Silently wrong: {damage}." if damage else ""
     return [Lost("PRECISION_LOSS", f"{words}.{wrong}", worst.place, worst.name, worst.dtype,
                  severe=True)]  # fmt: skip
@@ -103,6 +124,11 @@ def _is_biased(now: _Gradient, found: Sequence[Carrier]) -> bool:
     """Whether most of an error is that of one number of the code: it is the same in every step."""
     constant = found[0].worst.name in (*FROM_NUMBERS, "tensor")
     return now.whole < RIGHT_DB and constant and found[0].share > _MOST
+
+
+def _is_own(worst: OperationError) -> bool:
+    """Whether an error is that of a formula: layers round as much as the precision is meant to."""
+    return worst.enlarges or not (is_product(worst.name) or worst.name == "_to_copy")
 
 
 def _candidates(step: Replayable, found: Sequence[Carrier]) -> Iterator[Candidate]:

@@ -40,6 +40,8 @@ class Reference:
         SQNR of the gradient that the step has in float32.
     within
         By how much float32 itself misses each loss.
+    poisoned
+        Buffers with inf or NaN in them at its end.
     """
 
     losses: list[float]
@@ -48,6 +50,7 @@ class Reference:
     float32: bool = True
     confirmed_db: float = -math.inf
     within: list[float] = field(default_factory=list[float])
+    poisoned: list[str] = field(default_factory=list[str])
 
     @cached_property
     def finite(self) -> bool:
@@ -74,6 +77,7 @@ def reference(step: Replayable, stash: Stash) -> Reference:
             float32=run.replayed.clean,
             confirmed_db=gradient_errors(run.replayed, wanted, 1.0).sqnr_db,
             within=[_missed(float(loss), ideal) for loss, ideal in pairs],
+            poisoned=run.poisoned,
         )
     # 16-bit parameters
     return _of_run(stash, shadow(step, stash, errors=False, decides=True))

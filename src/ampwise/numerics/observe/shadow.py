@@ -48,7 +48,7 @@ from ampwise.numerics.observe.twins import Key, Twins, key_of
 from ampwise.places import Place, Places, placing
 from ampwise.policy import Policy
 from ampwise.sqnr import sqnr_db
-from ampwise.step.recorder import Stash
+from ampwise.step.recorder import Stash, finite
 from ampwise.step.replayable import Replayable, Replayed
 
 _PRUNE_EVERY = 256
@@ -79,6 +79,8 @@ class ShadowRun:
     decided
         Whether everything that was compared, sorted or chosen came out as without rounding; of a
         run whose errors are measured.
+    poisoned
+        Of the buffers that the run leaves with inf or NaN, those that have it in float64, too.
     """
 
     replayed: Replayed
@@ -91,6 +93,7 @@ class ShadowRun:
     makers: list[Ancestor | None] = field(default_factory=list["Ancestor | None"])
     brought: list[float] = field(default_factory=list[float])
     decided: bool = True
+    poisoned: list[str] = field(default_factory=list[str])
 
 
 def shadow(
@@ -139,6 +142,8 @@ def shadow(
             for name, each in replayed.gradients.items()
             if not each.is_sparse
         }
+        buffers = {n: _or_actual(mode.of(e), e) for n, e in replayed.poisoned.items()}
+        run.poisoned = [name for name, each in buffers.items() if not finite(each)]
     return run
 
 

@@ -28,6 +28,9 @@ from ampwise.places import Place, placing
 from ampwise.step.recorder import Stash
 from ampwise.step.replayable import Replayable, Replayed
 
+BUFFER = "buffer "
+"""What the name of a buffer follows in `Trace.target`."""
+
 
 @dataclass(slots=True)
 class Trace:
@@ -42,11 +45,12 @@ class Trace:
     roots
         By index, in order.
     origin
-        The earliest root that the non-finite loss or gradient comes from; None without one.
+        The earliest root that the non-finite loss, gradient or buffer comes from; None without one.
     path
         Modules (or lines) that the first bad value went through.
     target
-        What is not finite in the end: ``loss`` or a parameter's name; empty when all is.
+        What is not finite in the end: ``loss``, a parameter's name, or that of a buffer; empty
+        when all is.
     failed
         The operation that raised, with its place.
     before_error
@@ -74,6 +78,7 @@ def watch(
     capture: int | None = None,
     backward: bool = True,
     once: bool = False,
+    of_buffers: bool = False,
 ) -> Trace:
     """Replay a window under watch.
 
@@ -85,16 +90,19 @@ def watch(
         As for `Replayable.replay`.
     once
         Do not replay again for the inputs of an origin that were not kept.
+    of_buffers
+        Go back from buffers that forward spoils, not from losses and gradients.
     """
     with placing(step.models) as places:
         watcher = Watcher(places, capture)
         for name, tensor, kind in sources(step.models, stash):
             watcher.source(name, tensor, kind)
         replayed = step.replay(stash, around=lambda: watcher, scale=scale, backward=backward)
-    trace = _concluded(watcher, replayed)
+    trace = _concluded(watcher, replayed, of_buffers=of_buffers)
     if once or trace.origin is None or trace.origin.func is not None or trace.origin.source:
         return trace
-    return watch(step, stash, scale=scale, capture=trace.origin.index, backward=backward)
+    index = trace.origin.index
+    return watch(step, stash, scale=scale, capture=index, backward=backward, of_buffers=of_buffers)
 
 
 def watch_update(
@@ -141,14 +149,17 @@ def sources(models: Sequence[nn.Module], stash: Stash) -> Iterator[tuple[str, Te
             yield name, tensor, "buffer"
 
 
-def _concluded(watcher: Watcher, replayed: Replayed) -> Trace:
+def _concluded(watcher: Watcher, replayed: Replayed, *, of_buffers: bool) -> Trace:
     """What was seen: from what is not finite in the end, back to the earliest root."""
     trace = Trace(replayed, watcher.count, watcher.values.roots, failed=watcher.failed,
                   spans=watcher.spans)  # fmt: skip
     if replayed.error is not None:
         trace.before_error = watcher.before_error()
     ends = [*(("loss", each) for each in replayed.losses), *replayed.gradients.items()]
-    bad = [(name, watcher.maker_of(tensor)) for name, tensor in ends if bad_bits(tensor)]
+    ends = [(name, tensor) for name, tensor in ends if bad_bits(tensor)]
+    if of_buffers:
+        ends = [(f"{BUFFER}{name}", tensor) for name, tensor in replayed.poisoned.items()]
+    bad = [(name, watcher.maker_of(tensor)) for name, tensor in ends]
     if bad:
         trace.target = bad[0][0]
         makers = [maker for name, maker in bad if name == "loss" or trace.target != "loss"]

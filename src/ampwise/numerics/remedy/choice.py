@@ -131,7 +131,7 @@ def _without_layers(held: Sequence[Held]) -> Sequence[Held]:
 
 
 def _is_small_and_sound(each: Held) -> bool:
-    small = each.proposal.grade <= Grade.STATEMENTS
+    small = each.proposal.grade <= Grade.STATEMENTS and not each.proposal.has_layers
     return small and each.worst() >= _SOUND_DB and not _is_narrow(each)
 
 
@@ -179,7 +179,7 @@ def _before(taken: Held, other: Held, most: float, before: bytes) -> str:
     if other.outcome.near and not taken.outcome.near:
         return f"taken before {name}: there {other.outcome.near}"
     if other.proposal.has_layers and _is_small_and_sound(taken):
-        return f"taken before {name}: there layers are in float32, too"
+        return f"taken before {name}: what its function calls is in float32 there, too"
     if taken.worst(most) > other.worst(most) + _ALIKE_DB:
         return f"taken before {name}: it is nearer"
     if taken.mean(most) > other.mean(most) + _ALIKE_DB:

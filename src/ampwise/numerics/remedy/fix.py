@@ -1,10 +1,10 @@
 """What mends a fault: candidates for its cause, each tried on the failing step itself.
 
-A fix is *verified* when the step, replayed with it, ran to its end with every loss and gradient
-finite, and stayed close to the reference: a cosine of at least 0.9 between the true gradients, none
-of them missing, no weight matrix that trains on noise, and a loss within 5 % of the terms it is the
-sum of, or gradients of at least 20 dB. Where the loss is scaled, the scale may settle first, as it
-would in training.
+A fix is *verified* when the step, replayed with it, ran to its end with every loss, gradient and
+buffer finite, and stayed close to the reference: a cosine of at least 0.9 between the true
+gradients, none of them missing, no weight matrix that trains on noise, and a loss within 5 % of the
+terms it is the sum of, or gradients of at least 20 dB. Where the loss is scaled, the scale may
+settle first, as it would in training.
 
 The reference (`observe.reference`) is the float64 shadow of the step; where a fix changes the
 batch, that of the changed one. A reference that is not finite itself asks only for a clean replay:
@@ -226,11 +226,17 @@ def _complaint(
         scale = stash.scale if candidate.scale is None else candidate.scale
         under = f", under a loss scale of {power(float(scale))}" if float(scale) != 1 else ""
         return f"still not finite: forward is, and gradients are not{under}"
-    if wanted is None or not wanted.finite:
+    if wanted is None:
         return ""
-    errors = gradient_errors(
-        result, wanted, float(stash.scale) if candidate.scale is None else candidate.scale
-    )
+    if poisoned := [name for name in result.poisoned if name not in wanted.poisoned]:
+        return f"finite, but forward leaves inf or NaN in the buffer {poisoned[0]}"
+    scale = float(stash.scale) if candidate.scale is None else candidate.scale
+    return _difference(result, wanted, scale) if wanted.finite else ""
+
+
+def _difference(result: Replayed, wanted: Reference, scale: float) -> str:
+    """How a finite replay differs from what the step should have given; empty where it is close."""
+    errors = gradient_errors(result, wanted, scale)
     if errors.sqnr_db < _SOUND_DB and (wrong := wrong_loss(result, wanted)):
         return f"finite, but {wrong}"
     if wanted.is_zero(errors.norm):

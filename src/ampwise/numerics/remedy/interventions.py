@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ampwise.numerics.observe import domain
 from ampwise.numerics.observe.extent import which
@@ -109,7 +110,9 @@ _LOWERED = frozenset(
 class Raised:
     """Run in `dtype` (float32 or float64): inputs raised to it, autocast off.
 
-    What asks autograd for a derivative is left alone: of a raised copy there is none.
+    A tensor is raised once, as it would be at the start of a function: so the parts of its gradient
+    are added up in `dtype`, too. What asks autograd for a derivative is left alone: of a raised
+    copy there is none.
 
     Attributes
     ----------
@@ -122,6 +125,7 @@ class Raised:
         self.effective = False
         self._device_type, self._dtype = device_type, dtype
         self._below = below[:2] if dtype == torch.float32 else below
+        self._copies: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a call in it."""
@@ -141,7 +145,14 @@ class Raised:
         if not isinstance(dtype, torch.dtype) or dtype not in self._below:
             return value
         self.effective = True
-        return value.to(self._dtype) if isinstance(value, Tensor) else self._dtype
+        return self._copy(value) if isinstance(value, Tensor) else self._dtype
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        """The raised copy of a tensor as it is now; the one there is, if it is that still."""
+        state = tensor._version, torch.is_grad_enabled()
+        if self._copies.get(tensor, (None, None))[0] != state:
+            self._copies[tensor] = state, tensor.to(self._dtype)
+        return self._copies[tensor][1]
 
 
 _PRODUCTS = _LOWERED | {"mul", "__mul__", "__rmul__", "multiply", "square", "sum"}

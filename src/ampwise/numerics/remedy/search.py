@@ -72,8 +72,6 @@ class Search:
         progress: Progress,
         further: Sequence[Proposal] = (),
     ) -> None:
-        own = {each.data for each in found if not each.beside}
-        further = [each for each in further if each.beside or each.data not in own]
         self._found, self._tries, self._progress = found, tries, progress
         self._further = further
         self._most_tried = len(found) + len(further)
@@ -127,10 +125,12 @@ class Search:
 
     def _reach(self) -> None:
         """Where what holds is noise on some step, or nothing holds: from further back."""
+        tried = [_texts(each.proposal) for each in (*self._held, *self._failed)]
         for number, each in enumerate(self._further, len(self._found) + 1):
             if self._tries.over or (self._held and not is_noisy(self._best)):
                 return
-            self._try_one(number, each)
+            if _texts(each) not in tried:
+                self._try_one(number, each)
 
     def _try_one(self, number: int, each: Proposal) -> None:
         self._progress.stage(f"patch {number} of at most {self._most_tried}: {each.what}")
@@ -152,3 +152,8 @@ class Search:
             if is_as_good(outcome, best):
                 best, kept = Held(number, less, outcome), fewer
         return best
+
+
+def _texts(each: Proposal) -> tuple[bytes, Mapping[Path, bytes]]:
+    """What a proposal makes of the files that it changes."""
+    return each.data, each.beside

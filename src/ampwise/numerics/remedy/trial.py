@@ -41,7 +41,6 @@ from torch import Tensor
 from ampwise.bench.arm import Arm
 from ampwise.errors import kind_and_words
 from ampwise.lines import is_users
-from ampwise.numerics.followed import follow
 from ampwise.numerics.observe.reference import Reference, reference
 from ampwise.numerics.observe.trace import watch
 from ampwise.numerics.remedy import ahead, fix, handover
@@ -59,8 +58,9 @@ from ampwise.numerics.remedy.verify import (
     Outcome,
     read_texts,
 )
-from ampwise.numerics.update import LEAST_ALIKE, alike
-from ampwise.numerics.update_of_task import Trained
+from ampwise.numerics.updates.followed import follow
+from ampwise.numerics.updates.of_task import Trained
+from ampwise.numerics.updates.update import LEAST_ALIKE, alike
 from ampwise.policy import Policy
 from ampwise.step.recorder import Stash, finite
 from ampwise.step.replay import Replay

@@ -10,8 +10,9 @@ constants       a mask that the format holds
 domain          a second `where`, a clamp into the domain
 dtypes          float32 for an operand; a cast that is left out, or put in
 constants       an eps that the format holds
-island          the statement outside of autocast; then the function, by its arguments; then
-                the statements beside it, or the function outside of autocast
+island          one of several layers in a statement, or all of it, outside of autocast; then
+                the function, by its arguments; then the statements beside it, or the function
+                outside of autocast
 domain          at last a clamp, where the formula is right and only the format is not
 ==============  =================================================================================
 
@@ -31,6 +32,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from pathlib import Path
+
+import libcst as cst
 
 from ampwise.numerics.remedy.patches import (
     attention,
@@ -70,6 +73,7 @@ KINDS: tuple[tuple[Kind, Grade], ...] = (
     (domain.edits, Grade.FORMULA),
     (dtypes.edits, Grade.FLOAT32),
     (constants.guards, Grade.CONSTANT),
+    (island.elements, Grade.STATEMENTS),
     (island.statement, Grade.STATEMENTS),
     (island.arguments, Grade.STATEMENTS),
     (island.adjacent, Grade.STATEMENTS),
@@ -98,7 +102,7 @@ class Proposal:
     beside
         Other files that change, too, or in its place.
     has_layers
-        It is an island with layers in it.
+        It is an island with layers in it that need not be there.
     """
 
     what: str
@@ -263,9 +267,14 @@ def _in_caller(made: Proposal, site: Site, caller: Site) -> Proposal:
 
 
 def _of_kind(site: Site, kind: Kind, grade: Grade) -> Iterator[Proposal]:
-    function = site.function
-    whole = kind is island.function and function is not None and island.calls_a_module(function)
-    yield from (replace(each, has_layers=whole) for each in _made(site, kind, grade))
+    layers = (kind is island.function and _calls_modules(site.function)) or (
+        kind is island.statement and _calls_modules(site.statement, _SEVERAL)
+    )
+    yield from (replace(each, has_layers=layers) for each in _made(site, kind, grade))
+
+
+def _calls_modules(node: cst.CSTNode | None, least: int = 1) -> bool:
+    return node is not None and island.calls_a_module(node, least)
 
 
 def _made(site: Site, kind: Kind, grade: Grade) -> Iterator[Proposal]:

@@ -43,6 +43,9 @@ _ATEN: Mapping[str, tuple[str, ...]] = {
 """Aten's names of operations, where they are others."""
 _MAKES = ("_to_copy", "arange", "full", "zeros", "ones", "empty", "linspace", "scalar_tensor")
 """Operations that give a tensor its format."""
+_NEW = ("new_zeros", "new_ones", "new_full", "new_empty")
+_LIKE = ("torch.zeros_like", "torch.ones_like", "torch.full_like", "torch.empty_like")
+_TIGHT = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
 _ASKED = ("dtype", "device", "shape", "ndim", "dim", "size", "numel")
 """What may be asked of a tensor without its numbers."""
 FLOAT32 = "float32 keeps the digits, and the range, that this operation needs."
@@ -58,6 +61,7 @@ def edits(site: Site) -> Iterator[Edit]:
     yield from _followed(site)
     yield from _raised(site)
     yield from _formula(site)
+    yield from _like(site)
     yield from _from_here_on(site)
 
 
@@ -169,6 +173,35 @@ def taken_over(site: Site, expressions: Iterable[cst.BaseExpression]) -> dict[cs
             assert isinstance(node.func, cst.Attribute)
             changes[node] = method(node.func.value, "float")
     return changes
+
+
+def made_like(site: Site, node: cst.CSTNode) -> dict[cst.CSTNode, Change]:
+    """Changes that make tensors in float32 that are made like one with 16 bits."""
+    float32 = cst.parse_expression(site.source.spelled("torch.float32"))
+    dtype = cst.Arg(float32, cst.Name("dtype"), equal=_TIGHT)
+    return {
+        each: each.with_changes(args=[*each.args, dtype])
+        for each in walk(node, cst.Call)
+        if _is_made_like(site, each)
+    }
+
+
+def _like(site: Site) -> Iterator[Edit]:
+    """Float32 for what the function makes in the format of another tensor, without a word."""
+    changes = {} if site.function is None else made_like(site, site.function)
+    if changes:
+        yield Edit("float32 in place of the format of another tensor", FLOAT32, changes,
+                   separable=True)  # fmt: skip
+
+
+def _is_made_like(site: Site, call: cst.Call) -> bool:
+    """Whether a tensor is made in the format of one with 16 bits, for want of another."""
+    if any(each.keyword is not None and each.keyword.value == "dtype" for each in call.args):
+        return False
+    if isinstance(call.func, cst.Attribute) and call.func.attr.value in _NEW:
+        return site.is_half(call.func.value)
+    like = site.source.full(call.func) in _LIKE and bool(call.args)
+    return like and site.is_half(call.args[0].value)
 
 
 def _is_cast(node: cst.BaseExpression) -> bool:

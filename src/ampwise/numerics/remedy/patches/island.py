@@ -7,15 +7,52 @@ from collections.abc import Iterator, Sequence
 import libcst as cst
 
 from ampwise.formats import HALF
-from ampwise.numerics.remedy.patches.dtypes import ELEMENTWISE, formats_asked, only_asked, wide
+from ampwise.numerics.remedy.patches.dtypes import (
+    ELEMENTWISE,
+    formats_asked,
+    made_like,
+    of_half,
+    only_asked,
+    taken_over,
+    wide,
+)
 from ampwise.numerics.remedy.patches.edit import Edit, method, raised
+from ampwise.numerics.remedy.patches.products import may_multiply
 from ampwise.numerics.remedy.patches.site import OTHER, Site
-from ampwise.numerics.remedy.patches.source import Change, changed, dotted, walk
+from ampwise.numerics.remedy.patches.source import Change, changed, code_of, dotted, walk
 from ampwise_lint.base.words import joined
 
 _SHAPES = ("shape", "dtype", "device", "ndim", "size", "dim", "numel", "float", "double", "to")
 """What may be asked of a tensor whatever its format is."""
-WHY = "Autocast off and inputs in float32: nothing here is rounded to 16 bits."
+WHY = "In float32 nothing here is rounded to 16 bits."
+
+
+def elements(site: Site) -> Iterator[Edit]:
+    """One of several layers that are called in a tuple, in a statement of its own in float32."""
+    line = site.statement
+    if not isinstance(line, cst.SimpleStatementLine) or len(line.body) > 1:
+        return
+    small = line.body[0]
+    value = small.value if isinstance(small, cst.Return | cst.Assign) else None
+    parts = [each.value for each in value.elements] if isinstance(value, cst.Tuple) else []
+    called = [each for each in parts if calls_a_module(each)]
+    for part in called if len(called) > 1 else ():
+        name = _new_name(site, part)
+        made = cst.Assign([cst.AssignTarget(name)], changed(part, _in_float32(site, part)))
+        block = outside_autocast(site, [cst.SimpleStatementLine([made])], [line])
+        rest = bare(changed(line, {part: name}))
+        what = f"{code_of(part)} in float32, outside of autocast"
+        yield Edit(what, WHY, {line: cst.FlattenSentinel([block, rest])})
+
+
+def _new_name(site: Site, part: cst.CSTNode) -> cst.Name:
+    """A name for what a layer gives: that of the layer, if it is free."""
+    called = next(dotted(each.func) for each in walk(part, cst.Call)
+                  if dotted(each.func).startswith("self."))  # fmt: skip
+    name = called.rpartition(".")[2]
+    attributes = [each.attr for each in walk(site.scope, cst.Attribute)]
+    taken = {each.value for each in walk(site.scope, cst.Name) if each not in attributes}
+    return cst.Name(f"{name}_float32" if name in taken else name)
 
 
 def statement(site: Site) -> Iterator[Edit]:
@@ -23,15 +60,12 @@ def statement(site: Site) -> Iterator[Edit]:
     line = site.statement
     if not isinstance(line, cst.SimpleStatementLine) or calls_an_argument(line, site):
         return  # all of the model that is given would be in float32
-    changes = {**wide(site, line), **_raised(site, [line])}
+    changes = _in_float32(site, line)
     if not changes and all(each.op in ELEMENTWISE for each in map(site.term, _calls(line))):
         return
-    within = bare(changed(line, changes))
-    yield Edit(
-        "the statement in float32, outside of autocast",
-        WHY,
-        {line: outside_autocast(site, [within], [line])},
-    )
+    within = [bare(changed(line, changes))]
+    yield Edit(f"the statement in float32{_where(site, [line])}", WHY,
+               {line: _island(site, within, [line])})  # fmt: skip
 
 
 def adjacent(site: Site) -> Iterator[Edit]:
@@ -64,10 +98,26 @@ def span(
     gone = dict.fromkeys(part[1:], cst.RemoveFromParent())
     first, last = (site.source.start(each)[0] for each in (part[0], part[-1]))
     return Edit(
-        f"lines {first} to {last} in float32, outside of autocast",
+        f"lines {first} to {last} in float32{_where(site, part)}",
         WHY,
-        {part[0]: outside_autocast(site, kept, part), **gone},
+        {part[0]: _island(site, kept, part), **gone},
     )
+
+
+def _where(site: Site, part: Sequence[cst.BaseStatement]) -> str:
+    """Whether statements have to leave autocast to be in float32, in words."""
+    return ", outside of autocast" if any(may_multiply(site, each) for each in part) else ""
+
+
+def _island(
+    site: Site, body: Sequence[cst.BaseStatement], part: Sequence[cst.BaseStatement]
+) -> Change:
+    """Statements in float32 in place of others; outside of autocast where that would cast."""
+    if _where(site, part):
+        return outside_autocast(site, body, part)
+    leading: Sequence[cst.EmptyLine] = getattr(part[0], "leading_lines", ())
+    first = bare(body[0]).with_changes(leading_lines=leading)
+    return cst.FlattenSentinel([first, *body[1:]])
 
 
 _REACHES = ((0, 1), (1, 0), (1, 1), (2, 0), (1, 2), (2, 1))
@@ -85,9 +135,10 @@ def _hangs_together(site: Site, part: Sequence[cst.BaseStatement]) -> bool:
     )
 
 
-def calls_a_module(node: cst.CSTNode) -> bool:
-    """Whether an attribute of `self` is called."""
-    return any(dotted(each.func).startswith("self.") for each in walk(node, cst.Call))
+def calls_a_module(node: cst.CSTNode, least: int = 1) -> bool:
+    """Whether an attribute of `self` is called, or several are."""
+    called = [each for each in walk(node, cst.Call) if dotted(each.func).startswith("self.")]
+    return len(called) >= least
 
 
 def _bound(site: Site, part: Sequence[cst.CSTNode]) -> set[str]:
@@ -108,7 +159,7 @@ def _cast_first(
     made: set[str] = set()
     changes: dict[cst.CSTNode, Change] = {}
     for each in part:
-        own = {**wide(site, each), **_raised(site, [each])}
+        own = _in_float32(site, each)
         changes |= {n: to for n, to in own.items() if dotted(n).partition(".")[0] not in made}
         made |= _bound(site, [each])
     names = [each for each in changes if isinstance(each, cst.Name)]
@@ -203,6 +254,23 @@ def _device(site: Site, within: Sequence[cst.BaseStatement]) -> str:
     if known:
         return f"{known[0]}.device.type"
     return f'"cuda" if {site.source.spelled("torch.cuda.is_available")}() else "cpu"'
+
+
+def _in_float32(site: Site, statement: cst.CSTNode) -> dict[cst.CSTNode, Change]:
+    """Changes that leave no 16 bits in a statement: formats that it writes, and takes over; names.
+
+    A name that is cast in place is cast no more within what is cast as a whole.
+    """
+    expressions = list(walk(statement, cst.BaseExpression))
+    taken = of_half(site, taken_over(site, expressions))
+    changes = {**wide(site, statement), **taken, **made_like(site, statement)}
+    names = _raised(site, [statement])
+    within = site.source.inside
+    return changes | {
+        node: to
+        for node, to in names.items()
+        if not any(within(node, each) for each in changes if isinstance(each, cst.Call))
+    }
 
 
 def _raised(site: Site, statements: Sequence[cst.CSTNode]) -> dict[cst.CSTNode, Change]:

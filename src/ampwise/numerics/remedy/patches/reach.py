@@ -39,8 +39,9 @@ from ampwise.numerics.remedy.patches.island import (
     outside_autocast,
     span,
 )
+from ampwise.numerics.remedy.patches.products import multiplies
 from ampwise.numerics.remedy.patches.site import Site
-from ampwise.numerics.remedy.patches.source import Change, changed, dotted, walk
+from ampwise.numerics.remedy.patches.source import Change, changed, walk
 
 
 def operands(site: Site) -> Iterator[Edit]:
@@ -137,8 +138,8 @@ def function(site: Site) -> Iterator[Edit]:
     if not rest or calls_an_argument(site.function, site) or any(map(calls_a_module, rest)):
         return
     lines = list(walk(site.function.body, cst.SimpleStatementLine))
-    products = [each for each in lines if _multiplies(site, each)]
-    if not products and any(_multiplies(site, each) for each in rest):
+    products = [each for each in lines if multiplies(site, each)]
+    if not products and any(multiplies(site, each) for each in rest):
         return  # at the head of a compound statement
     half = [each for each in arguments_of(site.function) if is_half_at(site, each, rest[0])]
     asked = [each for each in half if only_asked(site, each)]
@@ -164,19 +165,3 @@ def function(site: Site) -> Iterator[Edit]:
         changes[rest[0]] = cst.FlattenSentinel([cast, bare(now)])
     if changes:
         yield Edit("the function in float32", WHY, changes)
-
-
-def _multiplies(site: Site, node: cst.CSTNode) -> bool:
-    """Whether a product of matrices is in a node, which autocast makes in 16 bits."""
-    calls = (site.source.full(each.func) or dotted(each.func) for each in walk(node, cst.Call))
-    names = {each.rpartition(".")[2] for each in calls}
-    methods = {each.func.attr.value for each in walk(node, cst.Call)
-               if isinstance(each.func, cst.Attribute)}  # fmt: skip
-    return bool((names | methods) & _PRODUCTS) or any(walk(node, cst.MatrixMultiply))
-
-
-_PRODUCTS = frozenset(
-    ["matmul", "mm", "bmm", "mv", "dot", "addmm", "addmv", "baddbmm", "addbmm", "einsum", "linear",
-     "conv1d", "conv2d", "conv3d", "cdist", "prelu", "chain_matmul", "multi_dot", "tensordot",
-     "scaled_dot_product_attention"]
-)  # fmt: skip

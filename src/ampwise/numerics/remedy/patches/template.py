@@ -9,6 +9,7 @@ that nothing needs any more are dropped.
 from __future__ import annotations
 
 import ast
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -311,6 +312,15 @@ class _Builder(cst.CSTTransformer):
         if isinstance(home, cst.Name) and home.value in _HOMES:
             full = f"{_HOMES[home.value]}.{original_node.attr.value}"
             return cst.parse_expression(self._site.source.spelled(full))
+        return updated_node
+
+    def leave_Float(  # noqa: N802 - libcst's name
+        self, original_node: cst.Float, updated_node: cst.Float
+    ) -> cst.BaseExpression:
+        """Write ``math.log(2)`` where the file has `math`."""
+        source = self._site.source
+        if original_node.value == str(math.log(2)) and "math" in source.imports.values():
+            return cst.parse_expression(f"{source.spelled('math.log')}(2)")
         return updated_node
 
 

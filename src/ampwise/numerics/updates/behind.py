@@ -18,31 +18,32 @@ from torch import Tensor
 
 from ampwise import formats
 from ampwise.bench.arm import Arm
-from ampwise.numerics.followed import (
-    LIMIT_S,
-    PARAMETERS,
-    Change,
-    Followed,
-    Rounding,
-    are_torchs,
-    follow,
-    is_wrong,
-    rounds_updates,
-)
 from ampwise.numerics.observe.gradient_errors import MISSING, GradientErrors
 from ampwise.numerics.observe.narrow import makers
 from ampwise.numerics.observe.stagnation import Stagnant
 from ampwise.numerics.observe.values import at
 from ampwise.numerics.progress import Progress
 from ampwise.numerics.result import CauseName, Diagnosis, Fix
-from ampwise.numerics.update_of_task import Trained
+from ampwise.numerics.updates.followed import (
+    LIMIT_S,
+    Followed,
+    are_torchs,
+    follow,
+    is_wrong,
+    rounds_updates,
+)
+from ampwise.numerics.updates.kept import PARAMETERS, Change, Rounding
+from ampwise.numerics.updates.of_task import Trained
 from ampwise.step.replay import Replay
 from ampwise_lint.base.words import counted, joined
 
 _LEAST = 0.1
 """Share of the square of the error that a line has to make by itself."""
 _MOST_LINES = 8
-_HOW = "keep state and averages of weights in float32, and compute updates in it"
+ADVICE = Fix("float32 for what updates keep",
+             "keep state and averages of weights in float32, and compute updates in it",
+             verified=False, cost="not tried")  # fmt: skip
+"""What is said as long as no patch does it."""
 
 
 def wrong_updates(trained: Trained, arm: Arm, found: Diagnosis, progress: Progress) -> bool:
@@ -74,7 +75,7 @@ def wrong_updates(trained: Trained, arm: Arm, found: Diagnosis, progress: Progre
     found.path, found.target, found.history = [], "", []
     found.extent = found.measured_scale = None
     found.explanation = _in_words(run, wrong, cause, changes, line)
-    found.fixes = [Fix("float32 for what updates keep", _HOW, verified=False, cost="not tried")]
+    found.fixes = [ADVICE]
     progress.found(found)
     return True
 

@@ -19,16 +19,16 @@ from torch.optim import Optimizer
 from ampwise.bench.arm import Arm, Settings
 from ampwise.data import to_device
 from ampwise.errors import kind_and_words
-from ampwise.numerics import update
 from ampwise.numerics.observe.narrow import in_words, makers
 from ampwise.numerics.observe.roots import Root
 from ampwise.numerics.observe.shadow import Shadow
 from ampwise.numerics.remedy.handover import Failing, TaskSource
 from ampwise.numerics.result import Diagnosis, Fix
+from ampwise.numerics.updates import update
 from ampwise.places import placing
 from ampwise.policy import Policy
 from ampwise.step.modules import in_form
-from ampwise.step.recorder import finite
+from ampwise.step.recorder import Stash, finite
 from ampwise.step.replay import Replay
 from ampwise.tasks import Task
 from ampwise.tasks.checks import endless
@@ -60,6 +60,12 @@ class Trained:
             arm.run(next(batches))
         return arm, (to_device(each, arm.step.device) for each in batches)
 
+    def rehearsal(self) -> tuple[Arm, Stash]:
+        """The same, and that step as a window that has not run."""
+        arm, batches = self.arm()
+        window = [next(batches) for _ in range(self.settings.accumulate)]
+        return arm, Replay(arm.step).rehearsal(arm.iteration.again, window)
+
     def before(self, number: int) -> update.Update:
         """The update, still to be made; of an iteration, one of several."""
         arm, batches = self.arm()
@@ -73,9 +79,7 @@ class Trained:
 
 def failing_update(trained: Trained, source: TaskSource) -> Failing:
     """The step whose update failed, before it is made, and what float64 makes of it."""
-    arm, batches = trained.arm()
-    window = [next(batches) for _ in range(trained.settings.accumulate)]
-    stash = Replay(arm.step).rehearsal(arm.iteration.again, window)
+    arm, stash = trained.rehearsal()
     return Failing(source, arm, trained.settings, stash, _ideal(trained.before(1)))
 
 

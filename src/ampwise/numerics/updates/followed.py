@@ -18,19 +18,16 @@ from __future__ import annotations
 
 import math
 import time
-import weakref
 from collections.abc import (
     Callable,
     Container,
-    Generator,
     Iterable,
     Iterator,
     Mapping,
     Sequence,
 )
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,21 +36,13 @@ from torch.optim import Optimizer
 
 from ampwise.bench.arm import Arm
 from ampwise.data import to_device
-from ampwise.formats import dtype_name
 from ampwise.numerics.observe.exact import HALF
 from ampwise.numerics.observe.gradient_errors import NOISE_DB, GradientErrors
-from ampwise.numerics.observe.operations import (
-    Operation,
-    OperationMode,
-    is_whole,
-    memory,
-    tensors,
-    written,
-)
 from ampwise.numerics.observe.shadow import Shadow
-from ampwise.numerics.update import one_by_one
-from ampwise.numerics.update_of_task import Trained, each_update
-from ampwise.places import Place, Places, placing
+from ampwise.numerics.updates.kept import PARAMETERS, Change, Feedback, Rounding, Values, kept
+from ampwise.numerics.updates.of_task import Trained, each_update
+from ampwise.numerics.updates.update import one_by_one
+from ampwise.places import Place, placing
 from ampwise.step.replay import Replay
 from ampwise.tasks.checks import endless
 
@@ -64,41 +53,6 @@ _BY_CHANCE = 1e-3
 _GATE = 2
 """Updates after which it is known whether any of them computes in 16 bits."""
 LIMIT_S = 60.0
-
-_Line = tuple[str, int]
-_OVERWRITES = ("copy_", "fill_", "zero_")
-
-
-@dataclass(frozen=True)
-class Rounding:
-    """An operation of an update with a result in 16 bits, the last one on its line."""
-
-    name: str
-    place: Place
-    dtype: str
-
-
-@dataclass(frozen=True)
-class Change:
-    """What some steps made of a tensor.
-
-    Attributes
-    ----------
-    kind
-        What it is: a parameter, or some state.
-    actual, ideal
-        By how much it changed, and should have.
-    holds, should_hold
-        What it is now, and should be.
-    """
-
-    kind: str
-    name: str
-    dtype: torch.dtype
-    actual: Tensor
-    ideal: Tensor
-    holds: Tensor
-    should_hold: Tensor
 
 
 @dataclass
@@ -165,9 +119,6 @@ class Followed:
         return min((each.sqnr_db for each in self.errors().values()), default=math.inf)
 
 
-PARAMETERS = "parameters"
-
-
 def is_wrong(errors: GradientErrors) -> bool:
     """Whether changes are not what they should be: by the limits of gradients that mend."""
     low = errors.sqnr_db < NOISE_DB or bool(errors.noisy(MATRIX_DB))
@@ -231,7 +182,7 @@ def follow(
     since = time.monotonic()
     with placing([]) as places:
         mode = Shadow(places, errors=False, at=None, rounds=rounds) if shadowed else None
-        feeds = _Feeds(places, also)
+        feeds = Feedback(places, also)
         with feeds.inside(mode):
             arm = Arm(trained.task, trained.policy, trained.settings)
             begins = _begins(arm, also, began or {})
@@ -240,22 +191,22 @@ def follow(
         batches = (to_device(each, arm.step.device) for each in endless(trained.task))
         found = Followed(arm, batches, began=begins)
         turns = _Gradients(found, None if given is None else iter(given))
-        first = _Values(mode)
-        first.note(_kept(arm, feeds))
+        first = Values(mode)
+        first.note(kept(arm, feeds))
         while found.steps < steps and time.monotonic() - since < LIMIT_S:
-            feeds.begin(_kept(arm, feeds))
+            feeds.begin(kept(arm, feeds))
             _step(
                 arm, [next(batches) for _ in range(trained.settings.accumulate)], feeds, mode, turns
             )
-            kept = _kept(arm, feeds)
-            feeds.end(kept)
-            first.note(kept)
+            held = kept(arm, feeds)
+            feeds.end(held)
+            first.note(held)
             found.steps += 1
         found.roundings, found.draws = list(feeds.roundings.values()), feeds.draws
         if mode is not None:
             found.changes = [
                 first.change(each)
-                for each in _kept(arm, feeds)
+                for each in kept(arm, feeds)
                 if each.name in feeds.accumulates and first.knows(each)
             ]
     return found
@@ -293,7 +244,7 @@ class _Gradients:
 
 
 def _step(
-    arm: Arm, window: Sequence[Any], feeds: _Feeds, mode: Shadow | None, gradients: _Gradients
+    arm: Arm, window: Sequence[Any], feeds: Feedback, mode: Shadow | None, gradients: _Gradients
 ) -> None:
     """A step; an update of it begins with the gradients that are there."""
 
@@ -318,195 +269,3 @@ def _step(
             arm.iteration.again(arm.step, batch)
     with feeds.inside(mode):
         update(arm.step.update, ())
-
-
-# -- what is kept from one update to the next ------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Kept:
-    kind: str
-    name: str
-    tensor: Tensor
-
-
-def _kept(arm: Arm, feeds: _Feeds) -> list[_Kept]:
-    """All that is looked at: parameters, and what is in 16 bits of state, buffers and others.
-
-    Parameters in 16 bits that an optimizer updates are left to `observe.stagnation`, unless they
-    are asked for.
-    """
-    named = Replay(arm.step).named_tensors()
-    own = {id(each) for one in arm.step.optimizers for group in one.param_groups
-           for each in group["params"]}  # fmt: skip
-    found = [
-        _Kept(PARAMETERS if id(each) in own else "weights that no optimizer holds", name, each)
-        for name, each in named.items()
-        if each.dtype not in HALF or id(each) not in own or name in feeds.also
-    ]
-    names = {id(each): name for name, each in named.items()}
-    for optimizer in arm.step.optimizers:
-        for parameter, state in list(optimizer.state.items()):
-            of = names.get(id(parameter), "")
-            found += [
-                _Kept(f"the optimizer's {key!r}", f"{key} of {of}", each)
-                for key, each in _tensors_in(state)
-                if each.dtype in HALF or f"{key} of {of}" in feeds.also
-            ]
-    found += [_Kept("buffers", name, each) for name, each in arm.model.named_buffers()
-              if each.dtype in HALF]  # fmt: skip
-    known = {memory(each.tensor) for each in found} | {memory(each) for each in named.values()}
-    found += [each for each in feeds.others() if memory(each.tensor) not in known]
-    return [each for each in found if each.tensor.is_floating_point() and each.tensor.numel()]
-
-
-def _tensors_in(state: Any) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(state, Mapping):
-        for key, each in state.items():
-            if isinstance(each, Tensor):
-                yield str(key), each
-
-
-class _Values:
-    """What tensors held when they were first seen, and should have held."""
-
-    def __init__(self, mode: Shadow | None) -> None:
-        self._mode = mode
-        self._first: dict[str, tuple[Tensor, Tensor]] = {}
-
-    def note(self, kept: Sequence[_Kept]) -> None:
-        """Look at those that are new."""
-        for each in kept:
-            if self._mode is not None and each.name not in self._first:
-                self._first[each.name] = self._now(each.tensor)
-
-    def knows(self, each: _Kept) -> bool:
-        """Whether a tensor is still of the shape that it was first seen with."""
-        return self._first[each.name][0].shape == each.tensor.shape
-
-    def change(self, each: _Kept) -> Change:
-        """What became of one."""
-        first, now = self._first[each.name], self._now(each.tensor)
-        dtype = each.tensor.dtype
-        changes = (now[0] - first[0], now[1] - first[1])
-        return Change(each.kind, each.name, dtype, *changes, *now)
-
-    def _now(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
-        assert self._mode is not None
-        actual, ideal = tensor.detach().double().clone(), self._mode.of(tensor.detach())
-        return actual, actual if ideal is None else ideal.clone()
-
-
-class _Feeds(OperationMode):
-    """Sees which tensors are made of what they were, and where updates round to 16 bits.
-
-    Attributes
-    ----------
-    accumulates
-        Names of tensors that were made of themselves.
-    roundings
-        By line.
-    draws
-        Whether random numbers were drawn.
-    also
-        Names of state that is looked at in any format.
-    """
-
-    def __init__(self, places: Places, also: Container[str] = ()) -> None:
-        super().__init__()
-        self.also = also
-        self.accumulates: set[str] = set()
-        self.roundings: dict[_Line, Rounding] = {}
-        self.draws = False
-        self._places = places
-        self._begun = self._updates = False
-        self._steps = 0
-        self._made_of: dict[int, frozenset[str]] = {}
-        self._written: set[int] = set()
-        self._others: dict[str, weakref.ref[Tensor]] = {}
-        self._names: dict[int, str] = {}
-
-    @contextmanager
-    def inside(self, mode: Shadow | None) -> Generator[None]:
-        """Context of what is looked at, with a shadow if there is one."""
-        with nullcontext() if mode is None else mode.beside(), self:
-            yield
-
-    @contextmanager
-    def in_update(self) -> Generator[None]:
-        """Context of an update of an optimizer."""
-        self._updates = True
-        try:
-            yield
-        finally:
-            self._updates = False
-
-    def begin(self, kept: Sequence[_Kept]) -> None:
-        """A step begins, with these.
-
-        What the first one makes of a tensor may be its copy: then it is another that feeds on
-        itself.
-        """
-        if self._steps == 1:
-            self.accumulates.clear()
-        self._steps += 1
-        self._made_of = {memory(each.tensor): frozenset([each.name]) for each in kept}
-        self._written.clear()
-        self._begun = True
-
-    def end(self, kept: Sequence[_Kept]) -> None:
-        """It is over."""
-        for each in kept:
-            at = memory(each.tensor)
-            if at in self._written and each.name in self._made_of.get(at, ()):
-                self.accumulates.add(each.name)
-
-    def anew(self, gradient: Tensor) -> None:
-        """A gradient counts as given, whatever it was made of."""
-        self._made_of.pop(memory(gradient), None)
-
-    def others(self) -> Iterator[_Kept]:
-        """Tensors in 16 bits that were written in place, and live on."""
-        for name, weak in list(self._others.items()):
-            tensor = weak()
-            if tensor is not None:
-                yield _Kept(name.partition(" #")[0], name, tensor)
-
-    def operate(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation."""
-        func = op.func
-        result = func(*args, **kwargs)
-        if op.empty:
-            return result
-        made = written(op, args, kwargs, result)
-        of_update = self._updates or not torch.is_grad_enabled()
-        if of_update and self._begun and torch.Tag.nondeterministic_seeded in func.tags:
-            self.draws = True
-        if made:
-            self._feed(op.name, args, kwargs, made)
-            if of_update or op.mutates:
-                self._note(op.name, made, in_place=op.mutates)
-        return result
-
-    def _feed(self, name: str, args: Any, kwargs: Any, made: Sequence[Tensor]) -> None:
-        """What is written is made of what the arguments are made of."""
-        given = tensors((args, kwargs))
-        if name in _OVERWRITES and is_whole(given[0]):
-            given = given[1:]
-        of = frozenset().union(*(self._made_of.get(memory(each), ()) for each in given))
-        self._made_of.update(dict.fromkeys(map(memory, made), of))
-        self._written.update(map(memory, made))
-
-    def _note(self, name: str, made: Sequence[Tensor], *, in_place: bool) -> None:
-        half = [each for each in made if each.dtype in HALF]
-        if not half:
-            return
-        place = self._places.here()
-        if place.file and place.phase == "forward":
-            self.roundings[place.file, place.line] = Rounding(
-                name, place, dtype_name(half[0].dtype)
-            )
-        for each in half if in_place else ():
-            where = f"what {Path(place.file).name} keeps (line {place.line})"
-            name = self._names.setdefault(memory(each), f"{where} #{len(self._names)}")
-            self._others[name] = weakref.ref(each)

@@ -29,9 +29,9 @@ from ampwise.distributed.layout import is_sharded
 from ampwise.errors import kind_and_words
 from ampwise.formats import dtype_name
 from ampwise.lines import Line, is_users
-from ampwise.numerics import update
 from ampwise.numerics.observe.roots import Root
 from ampwise.numerics.result import Diagnosis, Fix, Origin
+from ampwise.numerics.updates import update
 from ampwise.step.attributes import Attributes
 from ampwise.step.recorder import RandomState, finite
 from ampwise.step.replayable import Replayable

@@ -1,7 +1,7 @@
 """A parameter that an update made inf or NaN: by which operation of the optimizer, and why.
 
 It shows one step later, when parameters are bad already. Whoever can make that update once more
-gives it as an `Update`: `update_of_task` trains as far as that, `update_of_state` goes by what the
+gives it as an `Update`: `of_task` trains as far as that, `of_state` goes by what the
 optimizer keeps. Here it is made under watch; and once more beside a float64 shadow, which says
 whether its numbers were too large, too small, or wrong in any precision. In 16-bit parameters and
 state the smallest things are lost first: the second moment of Adam holds squares, and its eps of

@@ -1,0 +1,1 @@
+"""What updates make of parameters and state: inf and NaN, and changes that rounding lost."""
