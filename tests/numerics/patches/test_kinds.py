@@ -538,3 +538,21 @@ def test_one_of_several_layers_is_in_float32(head, name):
     assert not mine.has_layers
     assert all(each.has_layers for each in both)
     assert both
+
+
+RUNNING = (
+    "def f(self, x):\n"
+    "    self.mean = torch.lerp(self.mean.to(x.dtype), x.mean(0), self.rate)\n"
+    "    self.var = torch.lerp(self.var.to(x.dtype), x.var(0), self.rate)  # <-\n"
+    "    return x - self.mean\n"
+)
+
+
+def test_what_says_the_same_of_another_name_is_in_float32_too():
+    for each in ("mean", "var"):
+        wanted = f"torch.lerp(self.{each}.to(torch.float32), x.float().{each}(0), self.rate)"
+        found = texts(RUNNING, "x", cause="STAGNATION", op="lerp")
+        assert any("self.mean.to(torch.float32)" in e and wanted in e for e in found)
+    one = RUNNING.replace("x.mean(0)", "x.mean(0) + 1")
+    found = texts(one, "x", cause="STAGNATION", op="lerp")
+    assert any("x.float().var(0)" in e and "x.float().mean(0)" not in e for e in found)

@@ -6,6 +6,8 @@ from ampwise import formats
 from ampwise.numerics.explain.lost import Lost, note
 from ampwise.numerics.observe.shadow import ShadowRun
 
+_ADDS_UP = ("index_add", "scatter_add", "index_put", "scatter_reduce")
+
 
 def rounded_integers(run: ShadowRun, damage: str) -> list[Lost]:
     """Positions or counters beyond the integers that the format holds.
@@ -22,6 +24,11 @@ def rounded_integers(run: ShadowRun, damage: str) -> list[Lost]:
                 text = (
                     f"Counts stop at {most:,} in {fmt}. On line {each.place.line} {most:,} + 1 is "
                     f"{most:,} again."
+                )
+            elif each.name.startswith(_ADDS_UP):
+                text = (
+                    f"Counts of up to {each.exact_amax:,.0f} are added up in {fmt}, in which ones "
+                    f"that are added one by one stop at {most:,}."
                 )
             else:
                 text = (

@@ -149,10 +149,12 @@ class Raised:
 
     def _copy(self, tensor: Tensor) -> Tensor:
         """The raised copy of a tensor as it is now; the one there is, if it is that still."""
-        state = tensor._version, torch.is_grad_enabled()
-        if self._copies.get(tensor, (None, None))[0] != state:
-            self._copies[tensor] = state, tensor.to(self._dtype)
-        return self._copies[tensor][1]
+        now = tensor._version, torch.is_grad_enabled()
+        state, copy = self._copies.get(tensor) or (None, tensor)
+        if state != now:
+            copy = tensor.to(self._dtype)
+            self._copies[tensor] = now, copy
+        return copy
 
 
 _PRODUCTS = _LOWERED | {"mul", "__mul__", "__rmul__", "multiply", "square", "sum"}

@@ -228,9 +228,10 @@ def _lines(code: CodeType) -> set[int]:
 def _kind(frame: FrameType, name: str) -> str | None:
     """The format of a tensor, `OTHER` for anything else; None for what is not there."""
     first, *rest = name.split(".")
-    if first not in frame.f_locals:
+    names = frame.f_locals if first in frame.f_locals else frame.f_globals
+    if first not in names:
         return None
-    value = frame.f_locals[first]
+    value = names[first]
     for part in rest:
         if isinstance(value, Tensor) or part not in (stored := _stored(value, part)):
             return None

@@ -40,6 +40,7 @@ from ampwise_lint.base.words import counted, joined
 _LEAST = 0.1
 """Share of the square of the error that a line has to make by itself."""
 _MOST_LINES = 8
+_MOST_NAMES = 2
 ADVICE = Fix("float32 for what updates keep",
              "keep state and averages of weights in float32, and compute updates in it",
              verified=False, cost="not tried")  # fmt: skip
@@ -172,11 +173,12 @@ def _in_words(
     fmt = formats.lookup(getattr(torch, line.dtype))
     why = _WHY[cause].format(fmt=fmt, bits=fmt.mantissa_bits + 1)
     what = joined(f"{kind} ({each.sqnr_db:z.0f} dB)" for kind, each in list(wrong.items())[:3])
+    few = len(changes) <= _MOST_NAMES
+    names = joined(each.name for each in changes) if few else changes[0].kind
     moved, should = (_norm([e.actual for e in changes]), _norm([e.ideal for e in changes]))
-    kind = changes[0].kind
     return (
         f"The first {counted(run.steps, 'update')} are not what float64 makes of the same "
-        f"gradients: what they changed is wrong of {what}. The change of {kind} has a norm of "
+        f"gradients: what they changed is wrong of {what}. The change of {names} has a norm of "
         f"{moved:.3g}, and should be of {should:.3g}: on line {line.place.line}, {why}."
     )
 

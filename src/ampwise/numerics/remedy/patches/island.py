@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 
 import libcst as cst
@@ -60,12 +61,50 @@ def statement(site: Site) -> Iterator[Edit]:
     line = site.statement
     if not isinstance(line, cst.SimpleStatementLine) or calls_an_argument(line, site):
         return  # all of the model that is given would be in float32
-    changes = _in_float32(site, line)
-    if not changes and all(each.op in ELEMENTWISE for each in map(site.term, _calls(line))):
+    if not _in_float32(site, line) and all(
+        each.op in ELEMENTWISE for each in map(site.term, _calls(line))
+    ):
         return
-    within = [bare(changed(line, changes))]
-    yield Edit(f"the statement in float32{_where(site, [line])}", WHY,
-               {line: _island(site, within, [line])})  # fmt: skip
+    changes: dict[cst.CSTNode, Change] = {}
+    for each in (line, *twins(site, line)):
+        within = [bare(changed(each, _in_float32(site, each)))]
+        changes[each] = _island(site, within, [each])
+    what = "the statement" if len(changes) == 1 else "the statement, and those like it beside it,"
+    yield Edit(f"{what} in float32{_where(site, [line])}", WHY, changes)
+
+
+def twins(site: Site, line: cst.SimpleStatementLine) -> list[cst.SimpleStatementLine]:
+    """Statements beside one that say the same of other names, and have 16 bits in them, too."""
+    above = site.source.parents[line]
+    if not isinstance(above, cst.IndentedBlock):
+        return []
+    body = list(above.body)
+    at = body.index(line)
+    found: list[cst.SimpleStatementLine] = []
+    for side in (reversed(body[:at]), body[at + 1 :]):
+        for each in side:
+            if not isinstance(each, cst.SimpleStatementLine) or not _are_twins(line, each):
+                break
+            if _in_float32(site, each):
+                found.append(each)
+    return found
+
+
+def _are_twins(one: cst.SimpleStatementLine, other: cst.SimpleStatementLine) -> bool:
+    """Whether the words of two statements are the same but for a few names."""
+    mine, theirs = (
+        [word for part in each.body for word in re.findall(r"\w+|[^\w\s]", code_of(part))]
+        for each in (one, other)
+    )
+    if len(mine) != len(theirs) or len(mine) < _LEAST_WORDS:
+        return False
+    pairs = [(a, b) for a, b in zip(mine, theirs, strict=True) if a != b]
+    names = all(a.isidentifier() and b.isidentifier() for a, b in pairs)
+    return names and len(pairs) <= len(mine) * _OTHER_WORDS
+
+
+_LEAST_WORDS, _OTHER_WORDS = 12, 0.25
+"""Words and signs of a statement, and the share of them that another one may have otherwise."""
 
 
 def adjacent(site: Site) -> Iterator[Edit]:
