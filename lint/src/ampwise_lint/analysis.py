@@ -175,7 +175,8 @@ def _explore(
             else:
                 _start(state, analysis.module, root)
         finally:
-            walked.update(state.walked)
+            if state.trace:  # with the defaults of a script nothing may happen, as with no data set
+                walked.update(state.walked)
         name = root.name if root is not None else ""
         return Trace(state.trace, name, oracle.decided)
 

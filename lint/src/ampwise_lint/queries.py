@@ -101,8 +101,13 @@ def _has_amp(code: Analysis, counts: Callable[[Enter], bool]) -> bool:
 
 
 def _evaluates(event: Event) -> bool:
+    return event.context.no_grad or _evaluates_by_name(event)
+
+
+def _evaluates_by_name(event: Event) -> bool:
+    """Whether a function that is being executed is called as one that evaluates."""
     names = [each.rpartition(".")[2] for each in event.context.functions]
-    return event.context.no_grad or any(map(EVALUATION.search, names))
+    return any(map(EVALUATION.search, names))
 
 
 def uses_half(code: Analysis) -> bool:
@@ -195,7 +200,7 @@ def _is_lower(event: Event) -> bool:
 
 def is_hot(event: Event, steps: Steps, trace: Trace) -> bool:
     """Whether something happens on every step of a training loop in lower precision."""
-    if event.context.no_grad and not _is_of_step(event, steps):
+    if event.context.no_grad and not _is_of_step(event, steps, trace):
         return False
     conditions = list(event.context.conditions)
     if id(trace.events) in steps.traces:
@@ -247,10 +252,15 @@ def _left_before(site: Site, loop: Node | None) -> Iterator[ast.If]:
         statement = site.module.statement_of(around) if is_part else around
 
 
-def _is_of_step(event: Event, steps: Steps) -> bool:
-    """Whether it stands in the very loop that makes the steps: no validation, for all `no_grad`."""
-    inner = [each.node for each in event.context.loops[-1:] if id(each.node) in steps.nodes]
-    return any(is_inside(event.module, event.node, each) for each in inner)
+def _is_of_step(event: Event, steps: Steps, trace: Trace) -> bool:
+    """Whether it belongs to a step for all `no_grad`: figures of the batch, no validation."""
+    inner = [each.node for each in event.context.loops[-1:]]
+    if any(is_inside(event.module, event.node, each) for each in inner if id(each) in steps.nodes):
+        return True
+    if not inner and id(trace.events) not in steps.traces:
+        return False
+    # In functions that the step calls: where one of them validates, it says so.
+    return all(id(each) in steps.nodes for each in inner) and not _evaluates_by_name(event)
 
 
 def _is_rare(branch: Condition, loop: Node | None, module: Module) -> bool:
@@ -399,7 +409,12 @@ def same_owner(first: Value | None, second: Value | None) -> bool | None:
 
 def _shares(one: str, other: str) -> bool:
     """Whether two names are of one network, or of one and its part."""
-    return one == other or one.startswith(f"{other}.") or other.startswith(f"{one}.")
+    return is_within(one, other) or is_within(other, one)
+
+
+def is_within(part: str, whole: str) -> bool:
+    """Whether one name, as `owners` gives it, is of a network or a part of it."""
+    return part == whole or part.startswith(f"{whole}.")
 
 
 def is_part(network: Value, of: Value | None) -> bool:

@@ -17,6 +17,7 @@ from ampwise_lint.values.abstract import (
     Function,
     Imported,
     ListValue,
+    Loader,
     Manager,
     Optimizer,
     Ref,
@@ -71,7 +72,23 @@ def walk(state: State, function: Function, arguments: Arguments, node: Node) -> 
     """Walk a function of the project where it is called; what it returns."""
     if arguments.positional and _is_mapped(state, function):
         return _walk_each(state, function, arguments, node)
-    return _walk(state, function, arguments, node)
+    value = _walk(state, function, arguments, node)
+    loaders = [each for each in arguments.values if isinstance(each, Loader)]
+    if len(loaders) == 1 and _passes_on(function.node):
+        return Unknown(f"{function.name}(loader)", op="tqdm", operands=(loaders[0],))
+    return value
+
+
+def _passes_on(generator: ast.AST) -> bool:
+    """Whether a generator yields what it runs over as it is: ``for x in loader: yield x``."""
+    loops = [each for each in ast.walk(generator) if isinstance(each, ast.For)]
+    return any(
+        isinstance(each, ast.Yield)
+        and isinstance(each.value, ast.Name)
+        and each.value.id == dotted(loop.target)
+        for loop in loops
+        for each in ast.walk(loop)
+    )
 
 
 def _walk_each(state: State, function: Function, a: Arguments, node: Node) -> Value:
@@ -177,7 +194,7 @@ def _bind(state: State, function: Function, a: Arguments, scope: Scope) -> None:
     positional = list(a.positional)
     if function.owner is not None and parameters:
         positional.insert(0, function.owner)
-    given = defaults_of(spec)
+    given = {} if _is_configured(function) else defaults_of(spec)
     left = dict(a.named)
     for parameter, value in zip(parameters, positional, strict=False):
         scope.names[parameter.arg] = value
@@ -195,6 +212,19 @@ def _bind(state: State, function: Function, a: Arguments, scope: Scope) -> None:
         scope.names[spec.vararg.arg] = ListValue(positional[len(parameters) :])
     if spec.kwarg is not None:
         scope.names[spec.kwarg.arg] = DictValue(left, function.node, open=a.open)
+
+
+CONFIGURES = re.compile(r"(^|\.)(configurable|automain|main|capture|command|wrap)$")
+"""Decorators that give parameters their values: of gin, Sacred, Hydra, Click, Typer, Pyrallis."""
+
+
+def _is_configured(function: Function) -> bool:
+    """Whether what a function is not given comes from a configuration, whatever its defaults."""
+    decorators = getattr(function.node, "decorator_list", [])
+    return any(
+        CONFIGURES.search(dotted(each.func if isinstance(each, ast.Call) else each))
+        for each in decorators
+    )
 
 
 def _decorators(state: State, function: Function) -> tuple[list[Manager], bool]:

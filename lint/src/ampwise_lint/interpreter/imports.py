@@ -21,25 +21,31 @@ def _import(state: State, node: ast.Import) -> None:
     for alias in node.names:
         name = alias.name if alias.asname else alias.name.partition(".")[0]
         path = state.here.project.locate(state.here.path, name)
-        value: Value = Ref(name) if path is None else Imported(path, full=name)
-        state.scope.set(alias.asname or name, value)
+        if path is not None or not isinstance(state.scope.names.get(name), DictValue):
+            value: Value = Ref(name) if path is None else Imported(path, full=name)
+            state.scope.set(alias.asname or name, value)
         if alias.asname is None:
-            _import_parts(state, alias.name.split("."))
+            _import_parts(state, node, alias.name.split("."))
 
 
-def _import_parts(state: State, parts: list[str]) -> None:
-    """``import a.b`` makes ``b`` an attribute of ``a``."""
-    locate = state.here.project.locate
-    for count in range(1, len(parts)):
-        outer = locate(state.here.path, ".".join(parts[:count]))
-        inner = locate(state.here.path, ".".join(parts[: count + 1]))
-        if outer is None or inner is None:
+def _import_parts(state: State, node: ast.Import, parts: list[str]) -> None:
+    """``import a.b`` makes ``b`` an attribute of ``a``, also where that is a mere folder."""
+    fulls = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+    paths = [state.here.project.locate(state.here.path, each) for each in fulls]
+    names = state.scope.names
+    for count, (part, full, path) in enumerate(zip(parts, fulls, paths, strict=True)):
+        if path is None and not any(paths[count:]):
             return
-        value = Imported(inner, full=".".join(parts[: count + 1]))
-        if outer == state.here.path:
-            state.scope.names.setdefault(parts[count], value)
-        elif isinstance(package := resolve(state, Imported(outer, full=parts[0])), DictValue):
-            package.items.setdefault(parts[count], value)
+        if path is None and not isinstance(names.get(part), DictValue):
+            names[part] = DictValue({}, node, open=True)
+        elif path is not None and count:
+            names.setdefault(part, Imported(path, full=full))
+        if part is parts[-1] or path == state.here.path:
+            continue
+        package = names[part] if path is None else resolve(state, Imported(path, full=full))
+        if not isinstance(package, DictValue):
+            return
+        names = package.items
 
 
 def _import_from(state: State, node: ast.ImportFrom) -> None:

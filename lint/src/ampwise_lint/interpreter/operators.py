@@ -166,10 +166,9 @@ def binary(state: State, node: Node, op: ast.operator, left: Value, right: Value
         return Const(0)
     if isinstance(left, Gradient) or isinstance(right, Gradient):
         return _of_gradient(node, name, left, right)
-    if isinstance(left, ListValue) and isinstance(right, ListValue) and name == "add":
-        return listed(state, node, [*left.items, *right.items])
-    if isinstance(left, Parameters) and name == "add":
-        return listed(state, node, [left, right])
+    lists = isinstance(right, ListValue | Parameters)
+    if name == "add" and (isinstance(left, Parameters) or (isinstance(left, ListValue) and lists)):
+        return listed(state, node, [*_items(left), *_items(right)])
     counts = name == "%" and isinstance(left, Tensor) and left.host
     if not counts and (isinstance(left, Tensor) or isinstance(right, Tensor)):
         return tensors.arithmetic(state, node, name, left, right)
@@ -186,6 +185,11 @@ def binary(state: State, node: Node, op: ast.operator, left: Value, right: Value
         loop=loop_of(both),
         scale=any(isinstance(each, Unknown) and each.scale for each in both),
     )
+
+
+def _items(value: Value) -> list[Value]:
+    """What a list holds; parameters, which are many, are one item."""
+    return value.items if isinstance(value, ListValue) else [value]
 
 
 def _of_gradient(node: Node, name: str, left: Value, right: Value) -> Value:

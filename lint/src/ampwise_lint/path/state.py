@@ -330,8 +330,16 @@ class State:
             self.trains = before
 
     def keep(self, manager: Manager) -> None:
-        """Go on as in a context manager that nobody leaves: ``torch.set_grad_enabled(False)``."""
+        """Go on as in a context manager that nobody leaves yet: ``set_grad_enabled(False)``."""
         self._enter(manager)
+        self._context = None
+
+    def leave(self, manager: Manager) -> None:
+        """Go on as behind a context manager that was entered by `keep`."""
+        if manager.region is not None:
+            self._regions = tuple(e for e in self._regions if e.node is not manager.region.node)
+        elif manager.kind == "no_grad":
+            self._no_grad = False
         self._context = None
 
     def _enter(self, manager: Manager) -> None:

@@ -85,10 +85,8 @@ def _is_plain_sum(trace: Trace, backward: Backward, step: ScalerStep | Optimizer
         return False
     if loss.divided and not isinstance(loss.divisor, Const):
         return False
-    if isinstance(loss.factor, Const) and loss.factor.value == 0:
-        return False  # there to give unused parameters a gradient
-    if loss.op == "dot" or _is_one(trace, backward, step):
-        return False  # a gradient that was kept of the whole batch; a window of one
+    if _is_no_whole_loss(loss) or _is_one(trace, backward, step):
+        return False
     if loss.divided and isinstance(loss.divisor, Const):
         value = loss.divisor.value
         if not isinstance(value, int | float) or value not in (1, 2, 3):
@@ -102,6 +100,15 @@ def _is_plain_sum(trace: Trace, backward: Backward, step: ScalerStep | Optimizer
         return False
     # Gradients that are zeroed on each micro-batch do not add up.
     return not any(zeroed_with(trace, backward))
+
+
+def _is_no_whole_loss(loss: Tensor) -> bool:
+    """Whether what goes backward is something else than the loss of a micro-batch."""
+    if isinstance(loss.factor, Const) and loss.factor.value == 0:
+        return True  # there to give unused parameters a gradient
+    # The sum of the losses so far, each of which is divided.
+    parts = loss.grown and any(isinstance(e, Tensor) and e.divided for e in loss.inputs)
+    return parts or loss.op == "dot"  # a gradient that was kept of the whole batch
 
 
 def _loops_over_terms(trace: Trace, loop: Node) -> bool:

@@ -4,8 +4,9 @@
 Reports `torch.save` of a checkpoint with the optimizer's state and without the scaler's, functions
 not in sight that save and are given network and optimizer but no scaler, and
 `optimizer.load_state_dict` where the scaler's state is never loaded; checkpoints of that kind where
-an Accelerator scales the losses, unless it saves itself. Silent for weights alone, and where each
-epoch has a scaler of its own, which AMP110 reports.
+an Accelerator scales the losses, unless it saves itself. Where a function saves the optimizer that
+it is given, the call of it is reported. Silent for weights alone, and where each epoch has a scaler
+of its own, which AMP110 reports.
 
 ## Why is this bad
 `scaler.state_dict()` holds the scale and the growth tracker. Without it a resumed run starts
@@ -43,7 +44,7 @@ from typing import TypeGuard
 
 from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.findings import Edit
-from ampwise_lint.queries import edit, file_of, in_float16, is_real, is_scaled, receiver
+from ampwise_lint.queries import edit, file_of, in_float16, is_real, receiver
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.rules.amp110_scaler_recreated import recreated
 from ampwise_lint.source.nodes import Node
@@ -107,8 +108,13 @@ def check(code: Analysis) -> Iterator[Mistake]:
 
 def _past_accelerator(code: Analysis) -> Iterator[Mistake]:
     """Checkpoints of a training whose scaler an Accelerator holds."""
-    scaled = [e.scaled for t in code.traces for e in t.of(Backward) if is_scaled(e.scaled)]
-    trainers = [e for e in scaled if isinstance(e, Wrapper) and e.path.startswith("accelerate.")]
+    scaled = [each.scaled for trace in code.traces for each in trace.of(Backward)]
+    made = [e.value for e in code.of(Made) if isinstance(e.value, Wrapper) and e.value.scales]
+    trainers = [e for e in scaled if isinstance(e, Wrapper)]
+    # One that is handed in is the one that the file makes.
+    if any(each.path.rpartition(".")[2].lower() == "accelerator" for each in trainers):
+        trainers += made
+    trainers = [each for each in trainers if each.scales and each.path.startswith("accelerate.")]
     if not trainers or any("save_state" in used for used in code.module.roles.methods.values()):
         return
     when = in_float16(*trainers)
@@ -269,9 +275,9 @@ def _is_same_scaler(module: Module, name: str, step: ast.AST, load: ast.AST) -> 
 
 
 def _save_mistake(code: Analysis, save: Save) -> Mistake:
-    site = _told(save)
+    site = _told(code, save)
     node, module = site.node, site.module
-    made = save.mapping.node if save.mapping is not None else None
+    made = save.mapping.node if save.mapping is not None and node is save.node else None
     home = file_of(made, save, code) if made is not None else None
     if made is not node and home is not None and _is_dict(made):
         within = functions_of(home, made)[:1]
@@ -286,19 +292,42 @@ def _save_mistake(code: Analysis, save: Save) -> Mistake:
     )
 
 
-def _told(save: Save) -> Site:
+def _told(code: Analysis, save: Save) -> Site:
     """Where a function that saves the state of what it is given is given the optimizer."""
     own = Site(save.node, save.module, save.context.functions)
-    if save.mapping is not None or not isinstance(save.what, Parameters) or not save.context.sites:
+    made = save.mapping.node if save.mapping is not None else None
+    if isinstance(save.what, Parameters):
+        made = save.node
+    home = file_of(made, save, code) if made is not None else None
+    if made is None or home is None:
         return own
-    match save.node:
-        case ast.Call(args=[ast.Call(func=ast.Attribute(value=ast.Name(id=name))), *_]):
-            around = functions_of(save.module, save.node)[:1]
-            spec = [e.args for e in around if isinstance(e, ast.FunctionDef)]
-            given = {each.arg for args in spec for each in (*args.args, *args.kwonlyargs)}
-            return save.context.sites[-1] if name in given - {"self"} else own
-        case _:
-            return own
+    around = functions_of(home, made)[:1]
+    helpers = [each for each in around if isinstance(each, ast.FunctionDef)]
+    # One that makes steps itself has the scaler, too, and needs not be given it.
+    helpers = [each for each in helpers if id(each) not in home.roles.core]
+    # The innermost functions are as many as the calls that lead into them.
+    for site, name in zip(save.context.sites[::-1], save.context.functions[::-1], strict=False):
+        for each in helpers:
+            if each.name == name.rpartition(".")[2] and isinstance(site.node, ast.Call):
+                return site if _is_handed_in(code, save, each) else own
+    return own
+
+
+def _is_handed_in(code: Analysis, save: Save, function: ast.FunctionDef) -> bool:
+    """Whether a parameter of a function is the optimizer that is saved, or its state."""
+    spec = function.args
+    given = {each.arg for each in (*spec.args, *spec.kwonlyargs)} - {"self"}
+    inside = {id(each) for each in ast.walk(function)}
+    named = {
+        receiver(each.node)
+        for trace in code.traces  # one place may be of several things
+        for each in trace.of(StateDict)
+        if isinstance(each.of, Optimizer) and id(each.node) in inside
+    }
+    made = save.mapping.node if save.mapping is not None else None
+    if isinstance(made, ast.Dict):  # what is a name there is given as a state
+        named |= {each.id for each in made.values if isinstance(each, ast.Name) and not named}
+    return bool(named & given)
 
 
 def _is_dict(node: ast.AST | None) -> TypeGuard[ast.expr]:

@@ -39,7 +39,7 @@ from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.project import Module
 from ampwise_lint.source.roles import dotted
 from ampwise_lint.triggers import AUTOCAST, HALF
-from ampwise_lint.values.abstract import Const, Scaler, Tensor
+from ampwise_lint.values.abstract import Const, Scaler, Tensor, Value
 from ampwise_lint.values.events import (
     Backward,
     Enter,
@@ -58,6 +58,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
         if is_managed(trace) or any("scaler" in condition for condition in trace.decided):
             continue  # a path on which there is no scaler is one of two
         half = False
+        runs = any(e.is_root and not e.context.no_grad for e in trace.of(Forward))
         waiting: list[Backward] = []
         for event in trace.events:
             match event:
@@ -66,8 +67,10 @@ def check(code: Analysis) -> Iterator[Mistake]:
                     half = region is not None and region.dtype == "float16"
                 case Enter() if _is_in_forward(event):
                     half = event.region.dtype == "float16"
-                case Backward() if half and is_unscaled(event) and not _has_factor(event):
-                    waiting.append(event)
+                case Backward() if is_unscaled(event) and not _has_factor(event):
+                    # Where no network is known as one, the loss tells what it ran in.
+                    if half or (not runs and _is_made_in_half(event.tensor)):
+                        waiting.append(event)
                 case OptimizerStep():
                     yield from map(_mistake, waiting)
                     waiting = []
@@ -101,6 +104,12 @@ def _is_in_forward(event: Enter) -> bool:
     """Whether a network opens autocast itself."""
     around = event.context.functions
     return not event.context.no_grad and bool(around) and around[-1].endswith(".forward")
+
+
+def _is_made_in_half(loss: Value) -> bool:
+    """Whether a loss was computed in float16 autocast."""
+    region = loss.region if isinstance(loss, Tensor) else None
+    return region is not None and region.enabled and region.dtype == "float16"
 
 
 def _has_factor(event: Backward) -> bool:

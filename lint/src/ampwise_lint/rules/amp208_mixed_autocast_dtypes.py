@@ -33,7 +33,7 @@ from collections.abc import Iterator
 from ampwise_lint.analysis import Analysis
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.triggers import AUTOCAST
-from ampwise_lint.values.abstract import key_of
+from ampwise_lint.values.abstract import Region, key_of
 from ampwise_lint.values.events import Backward, Enter, Forward
 
 
@@ -52,18 +52,29 @@ def _in_a_step(code: Analysis) -> Iterator[Mistake]:
             if event.region.dtype is None or not event.context.loops or event.context.no_grad:
                 continue
             serial = event.context.loops[-1].serial
-            other = first.setdefault(serial, event)
-            if (
-                other.region.dtype != event.region.dtype
-                and other.region.device == event.region.device
-            ):
-                yield Mistake(
-                    event.node,
-                    event.module,
-                    f"one step runs autocast in {other.region.dtype} (line {other.node.lineno}) "
-                    f"and in {event.region.dtype}: values are rounded to both formats, and the "
-                    "loss scale fits only one of them; use one dtype",
-                )
+            beside = first.setdefault(serial, event).region
+            for other in (beside, *event.context.regions[-2:-1]):
+                if _is_in_another_dtype(other, event.region):
+                    yield _mistake(event, other)
+                    break
+
+
+def _is_in_another_dtype(one: Region, other: Region) -> bool:
+    """Whether both are on, on one device, and not in the same dtype."""
+    known = one.enabled and one.dtype is not None and one.device == other.device
+    return known and one.dtype != other.dtype
+
+
+def _mistake(event: Enter, other: Region) -> Mistake:
+    where = f"line {other.node.lineno}"
+    if other.module is not event.module:
+        where = f"{other.module.path.name}, {where}"
+    return Mistake(
+        event.node,
+        event.module,
+        f"one step runs autocast in {other.dtype} ({where}) and in {event.region.dtype}: values "
+        "are rounded to both formats, and the loss scale fits only one of them; use one dtype",
+    )
 
 
 def _in_evaluation(code: Analysis) -> Iterator[Mistake]:

@@ -30,10 +30,12 @@ DistributedDataParallel.
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 
 from ampwise_lint.analysis import Analysis
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.source.roles import RUNS
 from ampwise_lint.triggers import AUTOCAST
 from ampwise_lint.values.abstract import Instance, Model
 from ampwise_lint.values.events import Forward
@@ -45,7 +47,8 @@ def check(code: Analysis) -> Iterator[Mistake]:
         for event in trace.of(Forward):
             region = event.context.region
             wrapped = isinstance(event.model, Model | Instance) and event.model.wrapped == "dp"
-            if wrapped and event.is_root and region is not None and region.dtype != "float16":
+            lower = region is not None and region.dtype != "float16"
+            if wrapped and event.is_root and lower and _is_call(event):
                 yield Mistake(
                     event.node,
                     event.module,
@@ -54,3 +57,10 @@ def check(code: Analysis) -> Iterator[Mistake]:
                     "in float16; put autocast inside the module's forward, or use "
                     "DistributedDataParallel",
                 )
+
+
+def _is_call(event: Forward) -> bool:
+    """Whether the wrapper itself is called: any other method is the module's, in this thread."""
+    method = event.node.func if isinstance(event.node, ast.Call) else None
+    owner = method.attr if isinstance(method, ast.Attribute) else ""
+    return not RUNS.search(owner) or owner == "forward"

@@ -37,7 +37,15 @@ import re
 from collections.abc import Iterator
 
 from ampwise_lint.analysis import Analysis, Trace
-from ampwise_lint.queries import is_led, is_scaled, loses_eps, owners, stays_half, steps_behind
+from ampwise_lint.queries import (
+    is_led,
+    is_scaled,
+    is_within,
+    loses_eps,
+    owners,
+    stays_half,
+    steps_behind,
+)
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.project import Module
 from ampwise_lint.source.roles import dotted
@@ -131,6 +139,7 @@ def _is_trained(trace: Trace, cast: CastDown) -> bool:
         plain = step.optimizer.path.startswith("torch.optim.")
         # AMP206 says what Adam's eps does in float16, and a scaler.
         other = cast.cast == "float16" and (scaled or loses_eps(step.optimizer))
-        if plain and not other and key_of(cast.value) in owners(step.optimizer):
+        whole = key_of(cast.value)
+        if plain and not other and any(is_within(each, whole) for each in owners(step.optimizer)):
             return True
     return False

@@ -2,10 +2,10 @@
 
 ## What it does
 Reports a `DataLoader(...)` without `num_workers` or without `pin_memory=True`, in files that
-train in mixed precision, and, where a loader pins memory, copies of batches without
-`non_blocking=True`. Silent for validation, by name or where nothing trains in mixed precision on
-what it yields, for loaders of which a batch at most is taken or whose data set or collate function
-puts data on the device, and where arguments come from a variable.
+train in mixed precision, and, where a loader pins memory, by default or where there is a GPU,
+copies of batches without `non_blocking=True`. Silent for validation, by name or where nothing
+trains in mixed precision on what it yields, for loaders of which a batch at most is taken or whose
+data set or collate function puts data on the device, and where arguments come from a variable.
 
 ## Why is this bad
 With `num_workers=0`, the default, the training process makes each batch itself, between steps.
@@ -46,7 +46,7 @@ from ampwise_lint.source.places import bound_to, loads, scope_of
 from ampwise_lint.source.project import Module
 from ampwise_lint.source.roles import EVALUATION, dotted
 from ampwise_lint.triggers import MIXED
-from ampwise_lint.values.abstract import Const, Loader, Tensor
+from ampwise_lint.values.abstract import Const, Loader, Tensor, Unknown
 from ampwise_lint.values.events import Forward, Made, Moved, Read
 
 
@@ -236,9 +236,23 @@ PICTURES = re.compile(
 )
 
 
+GPU = re.compile(r"cuda\.is_available\(\)|Eq '(cuda|gpu)'|NotEq 'cpu'")
+"""What holds where there is a GPU."""
+
+
 def _is_pinned(loader: Loader) -> bool:
-    value = loader.arguments.get("pin_memory")
-    return isinstance(value, Const) and value.value is True
+    """Whether it pins memory, where there is a GPU and options are what they are by default."""
+    match loader.arguments.get("pin_memory"):
+        case Const(value=value):
+            return value is True
+        case Unknown(op="not"):
+            return False
+        case Unknown(key=key):
+            option = re.search(r"\w+$", key)
+            is_on = option is not None and option[0] in loader.module.flags_on
+            return is_on or bool(GPU.search(key))
+        case _:
+            return False
 
 
 def _is_off(loader: Loader, name: str) -> bool:

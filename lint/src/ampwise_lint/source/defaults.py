@@ -18,6 +18,20 @@ def device_defaults(index: Index) -> dict[str, str]:
     return {name: devices.pop() for name, devices in found.items() if len(devices) == 1}
 
 
+def flags_on(index: Index) -> frozenset[str]:
+    """Names of options, parameters and fields that are True, and never False, by default."""
+    found: dict[str, set[object]] = defaultdict(set)
+    for name, default in _defaults(index):
+        if isinstance(default, ast.Constant):
+            found[name].add(default.value)
+    for call in index.of(ast.Call):
+        if getattr(call.func, "attr", "") == "set_defaults":  # it has the last word
+            for each in call.keywords:
+                if each.arg is not None and isinstance(each.value, ast.Constant):
+                    found[each.arg] = {each.value.value}
+    return frozenset(name for name, values in found.items() if values == {True})
+
+
 def _defaults(index: Index) -> Iterator[tuple[str, ast.expr]]:
     for call in index.of(ast.Call):
         if getattr(call.func, "attr", getattr(call.func, "id", "")) in ("add_argument", "option"):
@@ -34,8 +48,20 @@ def _of_option(call: ast.Call) -> Iterator[tuple[str, ast.expr]]:
     given = {each.arg: each.value for each in call.keywords}
     texts = [each.value for each in call.args if isinstance(each, ast.Constant)]
     names = [each for each in texts if isinstance(each, str) and each.startswith("--")]
-    if "default" in given:
-        yield from ((name.strip("-").replace("-", "_"), given["default"]) for name in names)
+    match given.get("dest"):
+        case ast.Constant(value=str(dest)):
+            names = [dest]
+        case _:
+            pass
+    default = given.get("default")
+    if default is None and "action" in given:
+        default = STORED.get(ast.unparse(given["action"]))
+    if default is not None:
+        yield from ((name.strip("-").replace("-", "_"), default) for name in names)
+
+
+STORED = {"'store_true'": ast.Constant(False), "'store_false'": ast.Constant(True)}
+"""What an option is by default that takes no value."""
 
 
 def _device(default: ast.expr) -> str:

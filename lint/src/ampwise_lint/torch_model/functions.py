@@ -403,6 +403,11 @@ def _partial(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
     return Partial(a.positional[0], tuple(a.positional[1:]), a.named)
 
 
+def _cycle(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
+    """``itertools.cycle(loader)``: its items, as ``iter`` has them."""
+    return python_functions.call(state, node, "builtins.iter", a)
+
+
 def _chain(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
     """``itertools.chain(a.parameters(), b.parameters())``: those of both."""
     parts = flatten(a.positional)
@@ -533,6 +538,7 @@ NAMES: dict[str, Handler] = {
     **dict.fromkeys(("copy.copy", "copy.deepcopy"), _copied),
     "functools.partial": _partial,
     "types.SimpleNamespace": _namespace,
+    "itertools.cycle": _cycle,
     "itertools.chain": _chain,
     "itertools.chain.from_iterable": _chain,
     "ignite.distributed.auto_optim": _auto_optimizer,

@@ -160,6 +160,16 @@ def _saves_optimizer(name: str, a: Arguments) -> bool:
 # ---------------------------------------------------------------------- the rest
 
 
+def _manager(state: State, node: ast.Call, owner: Manager, name: str, a: Arguments) -> Value:
+    """A context manager that is entered and left by hand."""
+    if name == "__enter__":
+        state.keep(owner)
+        return owner.bound or owner
+    if name == "__exit__":
+        state.leave(owner)
+    return NONE
+
+
 def _parameters(state: State, node: ast.Call, owner: Parameters, name: str, a: Arguments) -> Value:
     return owner
 
@@ -347,6 +357,7 @@ _BY_KIND: dict[type[Value], Callable[[Any, ast.Call, Any, str, Arguments], Value
     Instance: networks.network,
     Tensor: tensor_methods.tensor,
     Gradient: tensor_methods.gradient,
+    Manager: _manager,
     Parameters: _parameters,
     Parameter: _parameter,
     Loader: _loader,

@@ -116,6 +116,12 @@ CHOSEN_OF = {
 """What an option names of a module: one of the classes derived from this one."""
 
 
+def _is_named(state: State, dtype: str) -> bool:
+    """Whether the text of the files at hand has a dtype: what an option chooses from."""
+    word = re.compile(rf"torch\.{dtype}\b|['\"]{dtype}['\"]")
+    return any(word.search(each.source.text) for each in (state.here, state.module))
+
+
 def _getattr(state: State, node: ast.Call, name: str, a: Arguments) -> Value:
     match a.positional:
         case [Ref(path=path), Const(value=str(attr)), *_]:
@@ -123,7 +129,9 @@ def _getattr(state: State, node: ast.Call, name: str, a: Arguments) -> Value:
         case [Instance(attributes=known), Const(value=str(attr)), *_] if attr in known:
             return known[attr]
         case [Ref(path="torch"), Unknown() as option, *_] if PRECISION.search(option.key):
-            return chosen(state, FLOATS, option)
+            named = {name: each for name, each in FLOATS.items() if _is_named(state, name)}
+            # A default is one of several.
+            return chosen(state, (named if a.count == 2 else None) or FLOATS, option)
         case [Ref(path=path), *_] if path in CHOSEN_OF:
             return Ref(CHOSEN_OF[path])
         case [owner, Const(value=attr), *_]:

@@ -96,7 +96,9 @@ def _moved(state: State, node: ast.Call, owner: Tensor, name: str, a: Arguments)
     if any("cpu" in state.here.unparsed(each) for each in named):
         return owner if owner.data else tensors.read(state, node, owner, "cpu")
     owner = owner.but(host=False) if owner.host and (dtype is None or a.count > 1) else owner
-    if dtype is None and not owner.moved and (owner.data or not (owner.forward or owner.loss)):
+    # Most batches are float32 already, and lose nothing by being told to be.
+    is_copy = dtype is None or (dtype == "float32" and owner.data)
+    if is_copy and not owner.moved and (owner.data or not (owner.forward or owner.loss)):
         non_blocking = "non_blocking" in a.named or (name == "cuda" and a.count > 1) or a.open
         state.emit(Moved, node, owner, non_blocking, casts.device_given(a))
         owner = owner.but(moved=owner.data)
