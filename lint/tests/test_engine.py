@@ -96,7 +96,7 @@ def test_settings_of_pyproject(tmp_path):
         ("[tool.ampwise.lint]\nselekt = []\n", "did you mean 'select'"),
         ("[tool.ampwise.lint]\nselect = 3\n", "expected a list of strings"),
         ("[tool.ampwise.lint]\nselect = ['XYZ1']\n", "expected a rule's code"),
-        ("[tool\n", "not readable as TOML"),
+        ("[tool.ampwise.lint\n", "not readable as TOML"),
         ("tool = 5\n", "tool: expected a table, got 5"),
         ("tool.ampwise = 5\n", "ampwise: expected a table, got 5"),
         ("tool.ampwise.lint = []\n", r"lint: expected a table, got \[\]"),
@@ -106,6 +106,11 @@ def test_settings_that_do_not_fit(tmp_path, text, message):
     (tmp_path / "pyproject.toml").write_text(text)
     with pytest.raises(UsageError, match=message):
         load_settings(tmp_path)
+
+
+def test_a_mistake_in_the_tables_of_other_tools_is_theirs(tmp_path):
+    (tmp_path / "pyproject.toml").write_text("[tool.black]\nlist = [{\n    a = 1,\n}]\n")
+    assert load_settings(tmp_path / "src") == Settings(root=tmp_path)
 
 
 def test_unchanged_files_are_remembered_and_changed_ones_checked(file):

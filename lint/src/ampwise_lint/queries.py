@@ -188,7 +188,7 @@ def _is_lower(event: Event) -> bool:
     match event:
         case ScalerStep() | Managed():
             return True
-        case Backward(scaled=scaled) if scaled is not None and not isinstance(scaled, Wrapper):
+        case Backward(scaled=scaled) if _is_by_scaler(scaled):
             return True
         case Enter(region=region):
             return region.enabled and not _evaluates(event)
@@ -196,6 +196,13 @@ def _is_lower(event: Event) -> bool:
             return event.context.region is not None and not _evaluates(event)
         case _:
             return False
+
+
+def _is_by_scaler(scaled: Value | None) -> bool:
+    """Whether a loss was scaled by something that is there for 16 bits only: apex is, too."""
+    if isinstance(scaled, Wrapper):
+        return scaled.path.startswith("apex.amp")
+    return scaled is not None
 
 
 def is_hot(event: Event, steps: Steps, trace: Trace) -> bool:

@@ -118,7 +118,8 @@ def load_settings(start: Path) -> Settings:
     Raises
     ------
     UsageError
-        For a file that does not parse, an unknown key, or a value of the wrong kind.
+        For a file that speaks of ampwise and does not parse, an unknown key, or a value of the
+        wrong kind.
     """
     start = start.absolute()
     for folder in (start, *start.parents):
@@ -129,11 +130,7 @@ def load_settings(start: Path) -> Settings:
 
 
 def _read(file: Path) -> Settings:
-    try:
-        content: Any = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{file}: not readable as TOML: {error}") from None
-    table: Any = content
+    table: Any = _content(file)
     for name in ("tool", "ampwise", "lint"):
         table = table.get(name, {})
         if not isinstance(table, dict):
@@ -160,6 +157,18 @@ def _read(file: Path) -> Settings:
         baseline=file.parent / str(baseline) if baseline else None,
         root=file.parent,
     )
+
+
+def _content(file: Path) -> dict[str, Any]:
+    """What stands in a file; nothing where a mistake in it is another tool's affair."""
+    text = "ampwise"  # who knows what is in a file that cannot be read
+    try:
+        text = file.read_text(encoding="utf-8")
+        return tomllib.loads(text)
+    except (OSError, ValueError) as error:
+        if "ampwise" not in text:
+            return {}
+        raise UsageError(f"{file}: not readable as TOML: {error}") from None
 
 
 def _words(file: Path, key: str, value: Any) -> list[str]:

@@ -151,8 +151,17 @@ def _is_discarded(module: Module, node: ast.AST) -> bool:
 def _is_fallback(event: Forward) -> bool:
     """Whether it stands where lower precision is switched off."""
     return any(
-        not each.taken
-        and isinstance(each.node, ast.If)
-        and OFF.search(event.module.unparsed(each.node.test))
+        isinstance(each.node, ast.If)
+        and _is_without(event.module.unparsed(each.node.test), taken=each.taken)
         for each in event.context.conditions
     )
+
+
+FULL = re.compile(r"fp32|float32|full_precision")
+
+
+def _is_without(test: str, *, taken: bool) -> bool:
+    """Whether a branch is the one without lower precision: ``if amp: ... else``, ``if fp32``."""
+    if FULL.search(test):
+        return taken is not ("not " in test or "!=" in test)
+    return not taken and bool(OFF.search(test))

@@ -44,10 +44,15 @@ NETWORK_METHODS = {
 }  # fmt: skip
 
 
+PLATFORM = {"os.name": Const("posix"), "sys.platform": Const("linux")}
+"""Where training runs: what is there for Windows only is not what a job does."""
+
+
 def attribute(state: State, node: Node, owner: Value, attr: str) -> Value:
     """An attribute of a value."""
     if isinstance(owner, Ref):  # torch.nn.functional.relu: most of all
-        return Ref(library.canonical(f"{owner.path}.{attr}"))
+        path = library.canonical(f"{owner.path}.{attr}")
+        return PLATFORM.get(path) or Ref(path)
     text = dotted(node)
     match owner:
         case Instance():

@@ -19,9 +19,7 @@ from ampwise_lint.source.roles import SCHEDULER, dotted
 from ampwise_lint.torch_model import tensors
 from ampwise_lint.torch_model.tables import choices_in
 from ampwise_lint.values.abstract import (
-    FALSE,
     NONE,
-    TRUE,
     Const,
     DictValue,
     Function,
@@ -188,6 +186,7 @@ def _is_unlikely(state: State, node: ast.expr) -> bool:
 
 def _boolean(state: State, node: ast.BoolOp) -> Value:
     operands: list[Value] = []
+    value: Value = NONE
     is_and = isinstance(node.op, ast.And)
     for each in node.values:
         value = _operand(state, node, each, operands)
@@ -200,7 +199,7 @@ def _boolean(state: State, node: ast.BoolOp) -> Value:
             operands.append(value)
             break
     if not operands:
-        return TRUE if is_and else FALSE
+        return value  # ``None or {}`` is the last of them
     if len(operands) == 1 or (not is_and and isinstance(operands[-1], Scaler | Optimizer)):
         return operands[-1]  # ``scaler or GradScaler()``: what is handed in is one, too
     op = "and" if is_and else "or"

@@ -2,7 +2,8 @@
 
 ## What it does
 Reports a `GradScaler(...)` made inside the training loop or once per epoch. Silent where the
-same loop makes a new optimizer, too (folds, trials): that is a new training.
+same loop makes a new optimizer, too (folds, trials): that is a new training; and where a loop over
+epochs runs inside (stages).
 
 ## Why is this bad
 Each new scaler starts at 65536 with a growth tracker of 0. If the model needs 1024, every epoch
@@ -70,8 +71,20 @@ def recreated(code: Analysis) -> Iterator[Made]:
                 continue
             inner = id(event.context.loops[-1].node)
             # A loop that makes a new optimizer too (folds, trials) starts a new training.
-            if inner not in step.optimizer.loops:
+            if inner not in step.optimizer.loops and not _lives_long(event, step):
                 yield event
+
+
+def _lives_long(event: Made, step: ScalerStep) -> bool:
+    """Whether a loop over epochs runs inside the one that makes it: a stage of the training."""
+    inner = step.context.loops[len(event.context.loops) :]
+    return any(
+        isinstance(each.node, ast.For) and EPOCHS.search(ast.unparse(each.node.iter))
+        for each in inner
+    )
+
+
+EPOCHS = re.compile(r"epochs")
 
 
 EPOCH = re.compile(r"epoch(?!s)|(^|_)(train|training)_step$")

@@ -114,12 +114,15 @@ def _is_as_often(event: SchedulerStep, step: ScalerStep) -> bool:
     return within and (bool(around) or (bool(names) and names == step.context.functions[:1]))
 
 
+ASKED = re.compile("scale(?!r)|skip|overflow")
+"""What a condition on the last step looks at; whether there is a scaler tells nothing of it."""
+
+
 def _asks(event: SchedulerStep) -> bool:
     """Whether a condition in the loop of the steps looks at the scale, or counts steps."""
     held = event.context.loops[0].held if event.context.loops else 0
     return any(
-        "scale" in each.key or "skip" in each.key or "overflow" in each.key or _counts_steps(each)
-        for each in event.context.conditions[held:]
+        ASKED.search(each.key) or _counts_steps(each) for each in event.context.conditions[held:]
     )
 
 

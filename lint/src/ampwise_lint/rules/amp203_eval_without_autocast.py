@@ -4,7 +4,8 @@
 Reports a validation forward (no gradients, in a loop or in a method such as `val_step`) outside
 autocast, of a network that is trained inside autocast in the same file, or of a copy of it. Silent
 where outputs are shown or written and nothing is measured (samples, previews, predictions), and in
-functions that other files could call and none does.
+functions that other files could call and none does; for what is frozen beside a training step; and
+where the same path trains the network outside autocast.
 
 ## Why is this bad
 The figures are those of another precision than the one that trains and, mostly, the one that
@@ -76,9 +77,10 @@ def check(code: Analysis) -> Iterator[Mistake]:
     for trace in code.traces:
         models = {_network(each) for each in _trained(trace)}
         parts = {id(each.model) for each in _trained(trace)}
+        whole = {_network(each) for each in _trained_without(trace)} - models
         here = halved | {each.context.functions for each in _halved(trace)}
         for event in trace.of(Forward):
-            if _is_teacher(event, trace):
+            if _is_teacher(event, trace) or _network(event) in whole:
                 continue
             same = _network(event) in models or _holds(event.model, parts)
             same = (same and _is_reached(trace, event)) or (
@@ -286,14 +288,16 @@ def _trained_without(trace: Trace) -> list[Forward]:
 
 
 def _is_teacher(event: Forward, trace: Trace) -> bool:
-    """Whether a copy runs beside the training step, whose loss may need it, or for gradients."""
-    is_copy = isinstance(event.model, Model) and event.model.copy_of is not None
-    if not is_copy or not event.context.loops:
+    """Whether a copy, or a frozen part, runs in the training step, or a copy for gradients."""
+    if not event.context.loops:
         return False
-    if not event.context.no_grad:
+    is_copy = isinstance(event.model, Model) and event.model.copy_of is not None
+    if is_copy and not event.context.no_grad:
         return True  # of the input, as in an attack
     loop = event.context.loops[-1].serial
-    return any(e.context.loops and e.context.loops[-1].serial == loop for e in trace.of(Backward))
+    beside = (e.context.loops and e.context.loops[-1].serial == loop for e in trace.of(Backward))
+    # What is frozen and in no `no_grad` hands gradients on, whatever it is a copy of.
+    return (is_copy or not event.context.no_grad) and any(beside)
 
 
 def _is_reached(trace: Trace, event: Forward) -> bool:

@@ -3,7 +3,8 @@
 ## What it does
 Reports an autocast region in another low dtype than an earlier one of the same training step,
 nested or side by side, and one in which a network is evaluated that is trained in the other.
-Silent for other networks without gradients and for islands with autocast off.
+Silent for other networks without gradients, for islands with autocast off, and where the path that
+evaluates in one dtype trains in it, or in float32.
 
 ## Why is this bad
 Values are rounded to both formats: bfloat16 keeps 8 bits, and float16 ends at 65504, so a
@@ -30,7 +31,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from ampwise_lint.analysis import Analysis
+from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.triggers import AUTOCAST
 from ampwise_lint.values.abstract import Region, key_of
@@ -78,26 +79,33 @@ def _mistake(event: Enter, other: Region) -> Mistake:
 
 
 def _in_evaluation(code: Analysis) -> Iterator[Mistake]:
-    """Regions without gradients, of networks that learn in another dtype only."""
-    trained: dict[str, set[str | None]] = defaultdict(set)
-    for each in _in_regions(code):
-        if not each.context.no_grad:
-            trained[key_of(each.model)].add(each.context.regions[-1].dtype)
-    for each in _in_regions(code):
-        region = each.context.regions[-1]
-        learns = trained.get(key_of(each.model), {None})
-        if each.context.no_grad and region.dtype and not learns & {region.dtype, None}:
-            yield Mistake(
-                region.node,
-                region.module,
-                f"the network is trained in {min(map(str, learns))} and evaluated in "
-                f"{region.dtype}: its figures are those of another precision; use one dtype",
-            )
+    """Regions without gradients, of networks that learn in another dtype only.
 
-
-def _in_regions(code: Analysis) -> Iterator[Forward]:
-    """Forward passes in autocast, on any path."""
+    On the same path, if they learn on it: where options choose the dtype, others have another one.
+    """
+    everywhere = _learns(code.traces)
     for trace in code.traces:
+        here = _learns([trace])
         for each in trace.of(Forward):
-            if each.is_root and each.context.region is not None:
-                yield each
+            region, network = each.context.region, key_of(each.model)
+            learns = here.get(network) or everywhere.get(network, {None})
+            if not each.is_root or not each.context.no_grad or region is None:
+                continue
+            if region.dtype and not learns & {region.dtype, None}:
+                yield Mistake(
+                    region.node,
+                    region.module,
+                    f"the network is trained in {min(map(str, learns))} and evaluated in "
+                    f"{region.dtype}: its figures are those of another precision; use one dtype",
+                )
+
+
+def _learns(traces: list[Trace]) -> dict[str, set[str | None]]:
+    """The dtypes that networks learn in on some paths; None where that is not known, or whole."""
+    found: dict[str, set[str | None]] = defaultdict(set)
+    for trace in traces:
+        for each in trace.of(Forward):
+            if each.is_root and not each.context.no_grad and each.training is not False:
+                region = each.context.region
+                found[key_of(each.model)].add(None if region is None else region.dtype)
+    return found

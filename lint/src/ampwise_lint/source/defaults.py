@@ -34,8 +34,16 @@ def flags_on(index: Index) -> frozenset[str]:
 
 def _defaults(index: Index) -> Iterator[tuple[str, ast.expr]]:
     for call in index.of(ast.Call):
-        if getattr(call.func, "attr", getattr(call.func, "id", "")) in ("add_argument", "option"):
+        name = getattr(call.func, "attr", getattr(call.func, "id", ""))
+        if name in ("add_argument", "option"):
             yield from _of_option(call)
+        match name, call.args:
+            case ("get", [ast.Constant(value=str(key)), default]):
+                yield key, default
+            case ("getattr", [_, ast.Constant(value=str(key)), default]):
+                yield key, default
+            case _:
+                pass
     for function in (*index.of(ast.FunctionDef), *index.of(ast.AsyncFunctionDef)):
         yield from defaults_of(function.args).items()
     for field in index.of(ast.AnnAssign):

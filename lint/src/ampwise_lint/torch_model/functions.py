@@ -110,7 +110,7 @@ def _autocast(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
     return Manager("autocast", node, region)
 
 
-DEVICE = re.compile(r"(?:^|[.(\[' ])([A-Za-z_]\w*)\)?(?:\.type|\.split\(\).*)?$")
+DEVICE = re.compile(r"(?:^|[.(\[' ])([A-Za-z_]\w*)(?:'\])?\)?(?:\.type|\.split\(\).*)?$")
 """The name of a setting, in the key of what was read from it."""
 
 

@@ -260,12 +260,25 @@ def _unknown(state: State, node: ast.Call, owner: Unknown, name: str, a: Argumen
             return state.unknown(node)
         case "to" | "cuda" | "float" | "detach" | "clone" | "double" | "contiguous":
             return _passed(state, node, owner, name, a)
+        case "lower" | "upper" | "strip" if not a.count:
+            return Unknown(f"{owner.key}.{name}()", "called", loop=owner.loop, of=owner.of)
+        case "get" if (key := _setting(owner, a)) is not None:
+            return Unknown(key, "called", loop=owner.loop, of=owner.of)
         case _ if name in KNOWN_OPERATIONS:
             return tensors.apply(state, node, name, (owner, *a.positional), a.named)
         case _:
             _note_shown(state, node, name, a)
             given_away(state, node, name, a, owner)
             return _returned(state, node, owner, name, a)
+
+
+def _setting(owner: Unknown, a: Arguments) -> str | None:
+    """The key of ``cfg.get("use_amp", False)``: that of ``cfg["use_amp"]``, wherever it is read."""
+    match a.positional:
+        case [Const(value=str(key)), *_] if len(a.positional) < 3:
+            return f"{owner.key}[{key!r}]"
+        case _:
+            return None
 
 
 def _note_shown(state: State, node: ast.Call, name: str, a: Arguments) -> None:

@@ -142,6 +142,8 @@ def _getattr(state: State, node: ast.Call, name: str, a: Arguments) -> Value:
 
 def _hasattr(state: State, node: ast.Call, name: str, a: Arguments) -> Value:
     match a.positional:
+        case [Ref(path=path), *_] if path.partition(".")[0] == "torch":
+            return TRUE  # it is asked for the sake of an older torch
         case [owner, attr, *_]:
             return Unknown(f"hasattr({key_of(owner)}, {key_of(attr)})")
         case _:

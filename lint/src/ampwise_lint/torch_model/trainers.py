@@ -107,7 +107,7 @@ def prepared(state: State, node: ast.Call, trainer: Wrapper, name: str, a: Argum
         return state.unknown(node, "called", f"{trainer.path}.{name}()")
     found: list[Value] = []
     for number, each in enumerate(a.positional):
-        if isinstance(each, Model | Instance):
+        if isinstance(each, Model | Instance) and trainer.mixed:  # else its forward stays as it is
             region = region_of(state, node, trainer)
             state.prepared[key_of(each)] = replace(region, of_trainer=True)
         kept = isinstance(each, Model | Instance | Optimizer)
