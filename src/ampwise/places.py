@@ -34,7 +34,7 @@ _AUTOGRAD = str(Path(torch.__file__).parent / "autograd")
 _INTERNAL = (str(Path(torch.__file__).parent) + "/",)
 _OURS = str(Path(ampwise.__file__).parent) + "/"
 _STEPS = tuple(
-    _OURS + each for each in ("step/", "observe/replay.py", "numerics/update_of_state.py")
+    _OURS + each for each in ("step/", "observe/replay.py", "numerics/updates/of_state.py")
 )
 """Of our own files, those that run a step: what called them made none of its operations."""
 _FORWARDS = _OURS + "step/precision/"

@@ -381,7 +381,7 @@ class Degree(nn.Module):
 def test_ones_added_up_at_an_index_count():
     found = diagnose(task(Degree, square, data(1200, 8) + 1), "bf16", steps=2)
     assert (found.cause, origin_line(found)) == ("PRECISION_LOSS", line_of(Degree))
-    assert "counts to 256" in found.explanation
+    assert "added one by one stop at 256" in found.explanation
 
 
 def test_positions_are_told_their_steps():

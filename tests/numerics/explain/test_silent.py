@@ -173,14 +173,25 @@ class Wide(Decay):
         return rate.float()
 
 
-def _said(model):
+def _of(model):
     torch.manual_seed(0)
-    found = diagnose(task(model, apart, data(2, 300, 16)), "bf16", steps=2)
+    return diagnose(task(model, apart, data(2, 300, 16)), "bf16", steps=2)
+
+
+def _said(model):
+    found = _of(model)
     assert found.status == "clean"
     return [each for each in found.notes if "line" in each]
 
 
-def test_a_line_that_makes_the_gradient_worse_is_noted_with_what_helps():
+def test_a_line_that_makes_all_of_the_error_is_a_fault():
+    found = _of(Decay)
+    assert (found.status, found.cause) == ("fault", "PRECISION_LOSS")
+    assert found.origin.line == line_of(Decay)
+
+
+def test_a_line_that_makes_the_gradient_worse_is_noted_with_what_helps(monkeypatch):
+    monkeypatch.setattr(spread, "_ALL_OF_IT_DB", 1000.0)
     (note,) = _said(Decay)
     line = line_of(Decay)
     assert re.search(
@@ -197,6 +208,7 @@ def test_nothing_is_noted_of_the_same_sums_in_float32():
 
 def test_nothing_is_noted_that_float32_does_not_make_better(monkeypatch):
     monkeypatch.setattr(spread, "_GAINED_DB", 200.0)
+    monkeypatch.setattr(spread, "_ALL_OF_IT_DB", 1000.0)
     assert _said(Decay) == []
 
 
