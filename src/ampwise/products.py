@@ -19,6 +19,12 @@ _PRODUCTS = frozenset(
      "convolution", "convolution_backward", "mkldnn_rnn_layer", "mkldnn_rnn_layer_backward",
      "_cudnn_rnn", "_cudnn_rnn_backward", "miopen_rnn", "miopen_rnn_backward"]
 )  # fmt: skip
+LOWERED = frozenset(
+    ["linear", "matmul", "mm", "bmm", "addmm", "addbmm", "baddbmm", "addmv", "mv", "einsum",
+     "chain_matmul", "multi_dot", "conv1d", "conv2d", "conv3d", "conv_transpose1d",
+     "conv_transpose2d", "conv_transpose3d", "prelu", "scaled_dot_product_attention"]
+)  # fmt: skip
+"""Functions of torch's that autocast runs in 16 bits; operators and recurrent ones aside."""
 _BIAS_FIRST = ("addmm", "baddbmm", "addbmm", "addmv")
 _MOST = 12
 """Lines that are named."""

@@ -74,6 +74,10 @@ class DiagnoseConfig:
     budget_s: float = BUDGET_S
     source: TaskSource | None = None
 
+    def trained(self, task: Task, steps: int) -> Trained:
+        """A task that can be trained again up to a step, as it is here."""
+        return Trained(task, self.policy, self.settings, steps)
+
 
 def diagnose(
     task: Task,
@@ -122,7 +126,7 @@ def run_diagnosis(task: Task, config: DiagnoseConfig, progress: Progress) -> Dia
         elif found.cause == "STAGNATION":
             failing = replace(failing, updates=arm.step.steps)
         elif found.phase == "optimizer" and task.loss is not None:
-            trained = Trained(task, config.policy, config.settings, found.step)
+            trained = config.trained(task, found.step)
             failing = failing_update(trained, config.source)
         if found.phase == "optimizer" and not updates and arm.step.ranks == 1:
             failing = replace(failing, made=makers(task, config.settings))
@@ -145,7 +149,7 @@ def _wrong_updates(
     sound = found.status in ("clean", "benign")
     if not sound or arm.step.ranks > 1 or config.policy.pure:
         return 0
-    trained = Trained(task, config.policy, config.settings, arm.step.steps)
+    trained = config.trained(task, arm.step.steps)
     return trained.steps if wrong_updates(trained, arm, found, progress) else 0
 
 
@@ -172,7 +176,7 @@ def explore(task: Task, config: DiagnoseConfig, progress: Progress) -> Explored:
     # Ranks go through backward together, so none of them ends a window by itself.
     arm.step.recorder = Recorder() if is_up() else UntilBad()
     step = Replay(arm.step)
-    examiner = Examiner(step, task.name or "task", progress)
+    examiner = _examiner(step, task, progress)
     deadline = time.monotonic() + config.budget_s
     mine = _turns(task, whole=arm.iteration.makes_updates)
     looks = _Looks(config.steps)
@@ -205,7 +209,7 @@ def explore(task: Task, config: DiagnoseConfig, progress: Progress) -> Explored:
             continue
         progress.stage(f"no step failed; comparing step {arm.step.steps} with float64")
         looked = time.monotonic()
-        trained = Trained(task, config.policy, config.settings, arm.step.steps)
+        trained = config.trained(task, arm.step.steps)
         quiet, stash = _quiet(trained, arm, examiner, window, begun, weights, looks)
         looked = time.monotonic() - looked
         looks.made(made, looked)
@@ -251,7 +255,11 @@ class _Looks:
 def _in_update(task: Task, config: DiagnoseConfig, arm: Arm, steps: int, found: Diagnosis) -> None:
     """Say of a parameter that is not finite which update made it so, if one did."""
     if found.cause == "BAD_PARAMETER" and steps and arm.step.ranks == 1:
-        in_update(Trained(task, config.policy, config.settings, steps), found)
+        in_update(config.trained(task, steps), found)
+
+
+def _examiner(step: Replay, task: Task, progress: Progress) -> Examiner:
+    return Examiner(step, task.name or "task", progress)
 
 
 def _begun(step: Replay, record: StepRecord) -> StepRecord | None:
@@ -274,19 +282,20 @@ class _Buffers:
         self, step: Replay, task: Task, config: DiagnoseConfig, progress: Progress
     ) -> None:
         self._step, self._task, self._config, self._progress = step, task, config, progress
-        self._good = finite_buffers(step.models)
+        self._good = self._finite()
+
+    def _finite(self) -> list[set[str]]:
+        return [] if is_up() else finite_buffers(self._step.models)
 
     def spoilt(self, number: int) -> Explored | None:
         """What is to be said of the step that was just made."""
-        bad = poisoned(self._step.models, self._good)
-        self._good = finite_buffers(self._step.models)
-        if not bad or is_up():
+        before, self._good = self._good, self._finite()
+        if before == self._good or not poisoned(self._step.models, before):
             return None
         self._progress.stage(f"step {number} leaves a buffer that is not finite; training again")
-        config, name = self._config, self._task.name or "task"
-        arm, stash = Trained(self._task, config.policy, config.settings, number).rehearsal()
-        note_originals(self._task, arm, config.settings)
-        examiner = Examiner(Replay(arm.step), name, self._progress)
+        arm, stash = self._config.trained(self._task, number).rehearsal()
+        note_originals(self._task, arm, self._config.settings)
+        examiner = _examiner(Replay(arm.step), self._task, self._progress)
         found = examiner.spoils(stash)
         return None if found is None else Explored(arm, found, stash, examiner.wanted)
 

@@ -104,9 +104,8 @@ def of_lines(
         return []
     most = max(now.gain(kept) for _, kept in tried)
     island, best = next(each for each in tried if now.gain(each[1]) >= most - _ALIKE_DB)
-    grave = bool(damage) or _is_biased(now, found)
+    grave = bool(damage) or now.is_below(_FAULT) or _is_biased(now, found)
     worst = _origin(found, run)
-    grave = grave or now.is_below(_FAULT)
     severe = now.gain(best) >= _MENDED_DB if grave else now.is_mended_by(best) and _is_own(worst)
     if not severe and now.gain(best) < _GAINED_DB:
         return []

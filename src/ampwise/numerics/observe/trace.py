@@ -155,11 +155,12 @@ def _concluded(watcher: Watcher, replayed: Replayed, *, of_buffers: bool) -> Tra
                   spans=watcher.spans)  # fmt: skip
     if replayed.error is not None:
         trace.before_error = watcher.before_error()
-    ends = [*(("loss", each) for each in replayed.losses), *replayed.gradients.items()]
-    ends = [(name, tensor) for name, tensor in ends if bad_bits(tensor)]
     if of_buffers:
-        ends = [(f"{BUFFER}{name}", tensor) for name, tensor in replayed.poisoned.items()]
-    bad = [(name, watcher.maker_of(tensor)) for name, tensor in ends]
+        ends = [(f"{BUFFER}{name}", each) for name, each in replayed.poisoned.items()]
+    else:
+        every = [*(("loss", each) for each in replayed.losses), *replayed.gradients.items()]
+        ends = [(name, each) for name, each in every if bad_bits(each)]
+    bad = [(name, watcher.maker_of(each)) for name, each in ends]
     if bad:
         trace.target = bad[0][0]
         makers = [maker for name, maker in bad if name == "loss" or trace.target != "loss"]

@@ -13,10 +13,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampwise.formats import FLOAT16
-from ampwise.numerics.observe.operations import is_for_subclass, operation, written
+from ampwise.numerics.observe.operations import Operation, OperationMode, written
 from ampwise.places import Places, placing
 from ampwise.step.recorder import Stash
 from ampwise.step.replayable import Replayable
@@ -61,7 +60,7 @@ def _functions(file: str) -> list[ast.FunctionDef]:
     return [each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef)]
 
 
-class _Heights(TorchDispatchMode):
+class _Heights(OperationMode):
     """Looks for the largest finite result in float16 of some lines."""
 
     def __init__(self, places: Places, file: str, lines: set[int]) -> None:
@@ -69,14 +68,9 @@ class _Heights(TorchDispatchMode):
         self.largest, self.line = 0.0, 0
         self._places, self._file, self._lines = places, file, lines
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if is_for_subclass(types):
-            return NotImplemented
-        op = operation(func)
-        result = func(*args, **kwargs)
+    def operate(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation."""
+        result = op.func(*args, **kwargs)
         made = [] if op.empty else written(op, args, kwargs, result)
         narrow = [each for each in made if each.dtype == torch.float16 and each.numel()]
         place = self._places.here()

@@ -22,6 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ampwise.numerics.observe import domain
 from ampwise.numerics.observe.extent import which
 from ampwise.places import is_internal
+from ampwise.products import LOWERED
 from ampwise.step.precision import CallMode, Islands
 from ampwise.step.recorder import finite
 
@@ -97,14 +98,11 @@ _ACCESS = frozenset(["__get__", "__set__", "size", "dim", "stride", "numel", "is
 
 
 _OF_AUTOGRAD = frozenset(["grad", "backward", "requires_grad_", "retain_grad", "register_hook"])
-_LOWERED = frozenset(
-    ["linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "addbmm", "baddbmm",
-     "addmv", "mv", "einsum", "chain_matmul", "multi_dot", "conv1d", "conv2d", "conv3d",
-     "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "prelu",
-     "scaled_dot_product_attention", "multi_head_attention_forward", "lstm", "gru", "rnn_tanh",
-     "rnn_relu"]
-)  # fmt: skip
-"""Functions that autocast runs in 16 bits."""
+_LOWERED = LOWERED | {
+    "__matmul__", "__rmatmul__", "multi_head_attention_forward", "lstm", "gru", "rnn_tanh",
+    "rnn_relu",
+}  # fmt: skip
+"""Calls that autocast runs in 16 bits."""
 
 
 class Raised:

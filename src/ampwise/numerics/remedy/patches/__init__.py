@@ -267,14 +267,13 @@ def _in_caller(made: Proposal, site: Site, caller: Site) -> Proposal:
 
 
 def _of_kind(site: Site, kind: Kind, grade: Grade) -> Iterator[Proposal]:
-    layers = (kind is island.function and _calls_modules(site.function)) or (
-        kind is island.statement and _calls_modules(site.statement, _SEVERAL)
-    )
+    among: Mapping[Kind, tuple[cst.CSTNode | None, int]] = {
+        island.function: (site.function, 1),
+        island.statement: (site.statement, _SEVERAL),
+    }
+    node, least = among.get(kind, (None, 0))
+    layers = node is not None and len(island.modules_called(node)) >= least
     yield from (replace(each, has_layers=layers) for each in _made(site, kind, grade))
-
-
-def _calls_modules(node: cst.CSTNode | None, least: int = 1) -> bool:
-    return node is not None and island.calls_a_module(node, least)
 
 
 def _made(site: Site, kind: Kind, grade: Grade) -> Iterator[Proposal]:

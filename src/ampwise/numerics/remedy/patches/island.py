@@ -36,7 +36,7 @@ def elements(site: Site) -> Iterator[Edit]:
     small = line.body[0]
     value = small.value if isinstance(small, cst.Return | cst.Assign) else None
     parts = [each.value for each in value.elements] if isinstance(value, cst.Tuple) else []
-    called = [each for each in parts if calls_a_module(each)]
+    called = [each for each in parts if modules_called(each)]
     for part in called if len(called) > 1 else ():
         name = _new_name(site, part)
         made = cst.Assign([cst.AssignTarget(name)], changed(part, _in_float32(site, part)))
@@ -48,9 +48,7 @@ def elements(site: Site) -> Iterator[Edit]:
 
 def _new_name(site: Site, part: cst.CSTNode) -> cst.Name:
     """A name for what a layer gives: that of the layer, if it is free."""
-    called = next(dotted(each.func) for each in walk(part, cst.Call)
-                  if dotted(each.func).startswith("self."))  # fmt: skip
-    name = called.rpartition(".")[2]
+    name = modules_called(part)[0].rpartition(".")[2]
     attributes = [each.attr for each in walk(site.scope, cst.Attribute)]
     taken = {each.value for each in walk(site.scope, cst.Name) if each not in attributes}
     return cst.Name(f"{name}_float32" if name in taken else name)
@@ -61,20 +59,20 @@ def statement(site: Site) -> Iterator[Edit]:
     line = site.statement
     if not isinstance(line, cst.SimpleStatementLine) or calls_an_argument(line, site):
         return  # all of the model that is given would be in float32
-    if not _in_float32(site, line) and all(
-        each.op in ELEMENTWISE for each in map(site.term, _calls(line))
-    ):
+    own = {each: _in_float32(site, each) for each in (line, *_twins(site, line))}
+    if not own[line] and all(each.op in ELEMENTWISE for each in map(site.term, _calls(line))):
         return
-    changes: dict[cst.CSTNode, Change] = {}
-    for each in (line, *twins(site, line)):
-        within = [bare(changed(each, _in_float32(site, each)))]
-        changes[each] = _island(site, within, [each])
+    changes: dict[cst.CSTNode, Change] = {
+        each: _island(site, [bare(changed(each, to))], [each])
+        for each, to in own.items()
+        if to or each is line
+    }
     what = "the statement" if len(changes) == 1 else "the statement, and those like it beside it,"
     yield Edit(f"{what} in float32{_where(site, [line])}", WHY, changes)
 
 
-def twins(site: Site, line: cst.SimpleStatementLine) -> list[cst.SimpleStatementLine]:
-    """Statements beside one that say the same of other names, and have 16 bits in them, too."""
+def _twins(site: Site, line: cst.SimpleStatementLine) -> list[cst.SimpleStatementLine]:
+    """Statements beside one that say the same of other names."""
     above = site.source.parents[line]
     if not isinstance(above, cst.IndentedBlock):
         return []
@@ -85,8 +83,7 @@ def twins(site: Site, line: cst.SimpleStatementLine) -> list[cst.SimpleStatement
         for each in side:
             if not isinstance(each, cst.SimpleStatementLine) or not _are_twins(line, each):
                 break
-            if _in_float32(site, each):
-                found.append(each)
+            found.append(each)
     return found
 
 
@@ -145,14 +142,18 @@ def span(
 
 def _where(site: Site, part: Sequence[cst.BaseStatement]) -> str:
     """Whether statements have to leave autocast to be in float32, in words."""
-    return ", outside of autocast" if any(may_multiply(site, each) for each in part) else ""
+    return ", outside of autocast" if _leaves_autocast(site, part) else ""
+
+
+def _leaves_autocast(site: Site, part: Sequence[cst.BaseStatement]) -> bool:
+    return any(may_multiply(site, each) for each in part)
 
 
 def _island(
     site: Site, body: Sequence[cst.BaseStatement], part: Sequence[cst.BaseStatement]
 ) -> Change:
     """Statements in float32 in place of others; outside of autocast where that would cast."""
-    if _where(site, part):
+    if _leaves_autocast(site, part):
         return outside_autocast(site, body, part)
     leading: Sequence[cst.EmptyLine] = getattr(part[0], "leading_lines", ())
     first = bare(body[0]).with_changes(leading_lines=leading)
@@ -174,10 +175,15 @@ def _hangs_together(site: Site, part: Sequence[cst.BaseStatement]) -> bool:
     )
 
 
-def calls_a_module(node: cst.CSTNode, least: int = 1) -> bool:
-    """Whether an attribute of `self` is called, or several are."""
-    called = [each for each in walk(node, cst.Call) if dotted(each.func).startswith("self.")]
-    return len(called) >= least
+def modules_called(node: cst.CSTNode) -> list[str]:
+    """Attributes of `self` that are called, as they are written."""
+    names = (dotted(each.func) for each in walk(node, cst.Call))
+    return [each for each in names if each.startswith("self.")]
+
+
+def calls_a_module(node: cst.CSTNode) -> bool:
+    """Whether an attribute of `self` is called."""
+    return bool(modules_called(node))
 
 
 def _bound(site: Site, part: Sequence[cst.CSTNode]) -> set[str]:
@@ -303,7 +309,7 @@ def _in_float32(site: Site, statement: cst.CSTNode) -> dict[cst.CSTNode, Change]
     expressions = list(walk(statement, cst.BaseExpression))
     taken = of_half(site, taken_over(site, expressions))
     changes = {**wide(site, statement), **taken, **made_like(site, statement)}
-    names = _raised(site, [statement])
+    names = _raised(site, statement)
     within = site.source.inside
     return changes | {
         node: to
@@ -312,15 +318,14 @@ def _in_float32(site: Site, statement: cst.CSTNode) -> dict[cst.CSTNode, Change]
     }
 
 
-def _raised(site: Site, statements: Sequence[cst.CSTNode]) -> dict[cst.CSTNode, Change]:
+def _raised(site: Site, statement: cst.CSTNode) -> dict[cst.CSTNode, Change]:
     """Changes that cast 16-bit names, where they are computed with."""
-    changes: dict[cst.CSTNode, Change] = {}
-    for each in statements:
-        for kind in (cst.Attribute, cst.Name):
-            for node in walk(each, kind):
-                if dotted(node) and site.is_half(node) and is_computed_with(site, node):
-                    changes[node] = method(node, "float")
-    return changes
+    return {
+        node: method(node, "float")
+        for kind in (cst.Attribute, cst.Name)
+        for node in walk(statement, kind)
+        if dotted(node) and site.is_half(node) and is_computed_with(site, node)
+    }
 
 
 def is_computed_with(site: Site, node: cst.BaseExpression) -> bool:

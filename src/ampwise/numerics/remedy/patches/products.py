@@ -9,13 +9,9 @@ import torch
 
 from ampwise.numerics.remedy.patches.site import Site
 from ampwise.numerics.remedy.patches.source import dotted, walk
+from ampwise.products import LOWERED
 
-_PRODUCTS = frozenset(
-    ["matmul", "mm", "bmm", "mv", "dot", "addmm", "addmv", "baddbmm", "addbmm", "einsum", "linear",
-     "bilinear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d",
-     "conv_transpose3d", "cdist", "prelu", "chain_matmul", "multi_dot", "tensordot",
-     "scaled_dot_product_attention"]
-)  # fmt: skip
+_PRODUCTS = LOWERED | {"dot", "bilinear", "cdist", "tensordot"}
 
 
 def multiplies(site: Site, node: cst.CSTNode) -> bool:
