@@ -277,7 +277,7 @@ def _is_same_scaler(module: Module, name: str, step: ast.AST, load: ast.AST) -> 
 def _save_mistake(code: Analysis, save: Save) -> Mistake:
     site = _told(code, save)
     node, module = site.node, site.module
-    made = save.mapping.node if save.mapping is not None and node is save.node else None
+    made = save.made if node is save.node else None
     home = file_of(made, save, code) if made is not None else None
     if made is not node and home is not None and _is_dict(made):
         within = functions_of(home, made)[:1]
@@ -295,9 +295,7 @@ def _save_mistake(code: Analysis, save: Save) -> Mistake:
 def _told(code: Analysis, save: Save) -> Site:
     """Where a function that saves the state of what it is given is given the optimizer."""
     own = Site(save.node, save.module, save.context.functions)
-    made = save.mapping.node if save.mapping is not None else None
-    if isinstance(save.what, Parameters):
-        made = save.node
+    made = save.node if isinstance(save.what, Parameters) else save.made
     home = file_of(made, save, code) if made is not None else None
     if made is None or home is None:
         return own
@@ -324,9 +322,8 @@ def _is_handed_in(code: Analysis, save: Save, function: ast.FunctionDef) -> bool
         for each in trace.of(StateDict)
         if isinstance(each.of, Optimizer) and id(each.node) in inside
     }
-    made = save.mapping.node if save.mapping is not None else None
-    if isinstance(made, ast.Dict):  # what is a name there is given as a state
-        named |= {each.id for each in made.values if isinstance(each, ast.Name) and not named}
+    if not named and isinstance(save.made, ast.Dict):  # what is a name there is given as a state
+        named = {each.id for each in save.made.values if isinstance(each, ast.Name)}
     return bool(named & given)
 
 

@@ -97,7 +97,7 @@ def _blocking_copies(code: Analysis) -> Iterator[Mistake]:
     loaders = [e.value for e in code.of(Made) if isinstance(e.value, Loader)]
     if not any(map(_is_pinned, loaders)):
         return
-    bare = _loops_over_bare_memory(code)
+    bare = _loops_over_bare_memory(code, loaders)
     for event in _copies(code):
         if any(id(each.node) in bare for each in event.context.loops):
             continue
@@ -110,9 +110,8 @@ def _blocking_copies(code: Analysis) -> Iterator[Mistake]:
         )
 
 
-def _loops_over_bare_memory(code: Analysis) -> set[int]:
+def _loops_over_bare_memory(code: Analysis, loaders: list[Loader]) -> set[int]:
     """``id`` of loops over a loader that, by another branch, pins nothing: that one is at fault."""
-    loaders = [e.value for e in code.of(Made) if isinstance(e.value, Loader)]
     bare = {_name(e) for e in loaders if not e.opaque and _is_off(e, "pin_memory")}
     return {
         id(read.context.loops[-1].node)

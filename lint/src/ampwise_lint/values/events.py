@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from dataclasses import dataclass, field
 
 from ampwise_lint.source.nodes import Node
@@ -255,6 +256,11 @@ class Save(Event):
 
     what: Value
     mapping: DictValue | None
+
+    @property
+    def made(self) -> ast.AST | None:
+        """Where the dict of a checkpoint is written, if that is in sight."""
+        return None if self.mapping is None else self.mapping.node
 
 
 @dataclass(eq=False, slots=True)
