@@ -84,6 +84,7 @@ def lint(
         )
     report = LintReport(files=len(files))
     found: dict[tuple[object, ...], Finding] = {}
+    led_to: set[tuple[str, str]] = set()
     for count, checked in enumerate(_check_all(files, jobs, use_cache), 1):
         if checked.skipped:
             report.skipped.append(Skipped(_printable(shown(checked.path)), checked.skipped))
@@ -91,10 +92,13 @@ def lint(
             # What a file shows by itself is said so; of others, what the first one leads to.
             if each.place not in found or not each.reached_from:
                 found[each.place] = each
+        led_to |= {(each.path, each.code) for each in checked.findings if each.reached_from}
         report.cached += checked.cached
         if progress is not None:
             progress(count, len(files))
-    report.findings = [_as_shown(each) for each in found.values()]
+    rules = all_rules()
+    echoes = {e.place for e in found.values() if (e.path, rules[e.code].echo_of) in led_to}
+    report.findings = [_as_shown(each) for place, each in found.items() if place not in echoes]
     report.findings.sort(key=lambda each: (each.path, each.cell or 0, each.line, each.column))
     report.skipped.sort(key=lambda each: each.path)
     return report

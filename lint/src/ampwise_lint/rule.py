@@ -44,6 +44,9 @@ class Rule:
     """A file without any of them is not looked at."""
     check: Check
     doc: str
+    echo_of: str = ""
+    """The rule that has said all there is to say, where it finds something in the same file by way
+    of another one."""
 
     def __call__(self, code: Analysis) -> Iterator[Mistake]:
         """All its mistakes on a file's paths, also those in files it imports; each place once."""
@@ -62,6 +65,7 @@ def rule(
     *,
     triggers: tuple[Trigger, ...],
     fix: Safety = "",
+    echo_of: str = "",
 ) -> Callable[[Check], Rule]:
     """Make a rule of a function that yields the mistakes of a file.
 
@@ -78,6 +82,7 @@ def rule(
 
     def make(check: Check) -> Rule:
         module = inspect.getmodule(check)
-        return Rule(code, name, severity, fix, triggers, check, inspect.getdoc(module) or "")
+        doc = inspect.getdoc(module) or ""
+        return Rule(code, name, severity, fix, triggers, check, doc, echo_of)
 
     return make

@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
+from ampwise_lint.source.pictures import is_pictured
 from ampwise_lint.source.places import functions_of
 from ampwise_lint.source.project import Module
 from ampwise_lint.source.roles import EVALUATION
@@ -33,6 +34,8 @@ def validates(event: Forward, network: str) -> bool:
         return False
     if _is_discarded(event.module, event.node):
         return False  # a warm-up, a measurement of speed
+    if is_pictured(event.module, event.node):
+        return False
     if not event.context.no_grad and event.training is not False:
         return False
     functions = [each.rpartition(".")[2] for each in event.context.functions[-2:]]
@@ -58,7 +61,9 @@ SHOWS = re.compile(
     r"(^|_)(sampl\w*|generat\w*|gen|preview\w*|visuali\w*|plot\w*|draw\w*|demo)(_|$)",
     re.IGNORECASE,
 )
-PREDICTS = re.compile(r"(^|_)(infer\w*|predict\w*)(_|$)", re.IGNORECASE)
+PREDICTS = re.compile(
+    r"(^|_)(infer\w*|predict\w*|extract\w*|embed\w*|export\w*)(_|$)", re.IGNORECASE
+)
 FIGURE = re.compile(
     r"loss|metric|accura|correct|recall|evaluat|perplex|scores?\b"
     r"|(\b|_)(acc\d?|m?iou|dice|psnr|ssim|auc|f1|mae|r?mse|fid|[wc]er|bleu)(_|\b)",

@@ -14,7 +14,7 @@ from typing import Any
 
 from ampwise_lint.interpreter.operators import binary
 from ampwise_lint.interpreter.targets import forget_constants
-from ampwise_lint.path.conditions import decide, is_known
+from ampwise_lint.path.conditions import decide, is_known, settled
 from ampwise_lint.path.state import Flow, Frame, State
 from ampwise_lint.source.roles import dotted, leaves
 from ampwise_lint.torch_model import tensors
@@ -173,6 +173,9 @@ def _if(state: State, node: ast.If) -> Flow:
         taken = decide(state, test, default=_likely(state, node))
         with state.in_branch(node, test, taken=taken, periodic=periodic, known=known):
             return state.execute(node.body if taken else node.orelse)
+    if (way := settled(state, test)) is not None:
+        with state.in_branch(node, test, taken=way, periodic=periodic, known=False):
+            return state.execute(node.body if way else node.orelse)
     return _both(state, node, test, periodic)
 
 

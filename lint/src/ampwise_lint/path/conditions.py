@@ -33,6 +33,26 @@ def decide(state: State, value: Value, default: bool = True) -> bool:
     return _ask(state, key, default and not any(each in key for each in ("nan", "inf")))
 
 
+def settled(state: State, value: Value) -> bool | None:
+    """Which way a condition has gone on this path already; None where it was not asked for."""
+    if isinstance(value, Scaler | Optimizer | Scheduler | Model):
+        return state.oracle.decided.get(f"has {value.key}")
+    if not isinstance(value, Unknown):
+        return None
+    match value.op:
+        case "not":
+            inner = settled(state, value.operands[0])
+            return None if inner is None else not inner
+        case "and" | "or":
+            decisive = value.op == "or"
+            parts = [settled(state, each) for each in value.operands]
+            if decisive in parts:
+                return decisive
+            return None if None in parts else not decisive
+        case _:
+            return state.oracle.decided.get(value.key)
+
+
 def _decide_unknown(state: State, value: Unknown, default: bool) -> bool:
     match value.op:
         case "not":

@@ -50,12 +50,20 @@ from ampwise_lint.source.places import (
     functions_of,
     grouped,
     in_reach,
+    is_inside,
     scope_of,
 )
 from ampwise_lint.source.roles import dotted
 from ampwise_lint.triggers import MIXED
 from ampwise_lint.values.abstract import Const, Tensor, Unknown
-from ampwise_lint.values.events import Backward, Forward, GradientRead, OptimizerStep, ScalerStep
+from ampwise_lint.values.events import (
+    Backward,
+    Forward,
+    GradientRead,
+    OptimizerStep,
+    ScalerStep,
+    Site,
+)
 
 
 @rule("AMP109", "accumulation-not-averaged", "warning", fix="unsafe", triggers=MIXED)
@@ -114,16 +122,25 @@ def _is_no_whole_loss(loss: Tensor) -> bool:
 def _loops_over_terms(trace: Trace, loop: Node) -> bool:
     """Whether a loop is over the terms of one loss, and no micro-batches.
 
-    They are written out, or a network is given the same each time: over widths, over scales.
+    They are written out, or the network that runs first is given the same each time: over widths,
+    over scales.
     """
     if isinstance(loop, ast.For) and isinstance(loop.iter, ast.Tuple | ast.List):
         return True
-    bound = bound_in(loop)
-    return any(
-        each.is_root and _is_given_from_outside(each.node, bound)
+    calls = (
+        call
         for each in trace.of(Forward)
-        if [around.node for around in each.context.loops[-1:]] == [loop]
+        if each.is_root and [around.node for around in each.context.loops[-1:]] == [loop]
+        if (call := _called_in(each, loop)) is not None
     )
+    first = next(calls, None)
+    return first is not None and _is_given_from_outside(first, bound_in(loop))
+
+
+def _called_in(event: Forward, loop: Node) -> ast.AST | None:
+    """The call in a loop that runs a network, or leads to where it runs."""
+    way = [*event.context.sites, Site(event.node, event.module, event.context.functions)]
+    return next((each.node for each in way if is_inside(each.module, each.node, loop)), None)
 
 
 def _is_given_from_outside(call: ast.AST, bound: set[str]) -> bool:

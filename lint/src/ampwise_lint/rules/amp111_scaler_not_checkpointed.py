@@ -77,7 +77,14 @@ from ampwise_lint.values.contents import flatten
 from ampwise_lint.values.events import Backward, Made, Save, ScalerStep, Site, StateDict
 
 
-@rule("AMP111", "scaler-not-checkpointed", "warning", fix="unsafe", triggers=(SCALER, AUTOCAST))
+@rule(
+    "AMP111",
+    "scaler-not-checkpointed",
+    "warning",
+    fix="unsafe",
+    triggers=(SCALER, AUTOCAST),
+    echo_of="AMP110",
+)
 def check(code: Analysis) -> Iterator[Mistake]:
     # A scaler of one epoch has no state to save; that it is made anew is the mistake (AMP110).
     short = {id(each.value) for each in recreated(code)}

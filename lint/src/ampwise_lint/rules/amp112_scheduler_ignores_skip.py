@@ -4,7 +4,8 @@
 Reports a per-step `scheduler.step()` beside `scaler.step`, with no regard to skipped steps; also
 one that is given a count of epochs or steps.
 Silent for schedules per epoch, for those that are given a metric, under a condition on the
-scale, and for what is called a schedule of something else than the learning rate.
+scale or behind a check that the gradients' norm is finite, and for what is called a schedule of
+something else than the learning rate.
 
 ## Why is this bad
 A skipped step changes no parameter, but the schedule moves on. From 65536 down to a scale that
@@ -43,10 +44,18 @@ from functools import partial
 
 from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.findings import Edit
-from ampwise_lint.queries import edit, is_of_each, is_simple, receiver
+from ampwise_lint.queries import edit, is_of_each, is_simple, passed, receiver
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source import library
-from ampwise_lint.source.places import alone, block_of, names, scope_of, with_comment, wrap
+from ampwise_lint.source.places import (
+    alone,
+    assignments,
+    block_of,
+    names,
+    scope_of,
+    with_comment,
+    wrap,
+)
 from ampwise_lint.source.project import Module
 from ampwise_lint.source.roles import dotted
 from ampwise_lint.triggers import SCALER
@@ -58,7 +67,9 @@ from ampwise_lint.values.events import Condition, ScalerStep, SchedulerStep, Sit
 def check(code: Analysis) -> Iterator[Mistake]:
     for trace in code.traces:
         for event in trace.of(SchedulerStep):
-            if event.has_metric or _asks(event) or not isinstance(event.scheduler, Scheduler):
+            if event.has_metric or not isinstance(event.scheduler, Scheduler):
+                continue
+            if _asks(event) or _waits_for_finite_norm(event):
                 continue
             step = _step_beside(trace, event)
             if step is not None and _is_of_learning_rate(event):
@@ -124,6 +135,31 @@ def _asks(event: SchedulerStep) -> bool:
     return any(
         ASKED.search(each.key) or _counts_steps(each) for each in event.context.conditions[held:]
     )
+
+
+def _waits_for_finite_norm(event: SchedulerStep) -> bool:
+    """Whether it stands behind a check of the gradients' norm: what the scaler skips for, too."""
+    loop = event.context.loops[0].node if event.context.loops else None
+    inside = event.context.branches_in(event.context.loops[0]) if event.context.loops else []
+    tests = [each.node.test for each in inside if isinstance(each.node, ast.If)]
+    tests += [each.test for each in passed(event, loop)]
+    return any(_is_of_norm(event.module, each) for each in tests if event.module.holds(each))
+
+
+FINITE = re.compile(r"is_?(finite|nan|inf)")
+
+
+def _is_of_norm(module: Module, test: ast.expr) -> bool:
+    """``torch.isfinite(norm)``, also of a norm by another name and by a flag."""
+    flags = [test, *_made_of(module, test)]
+    texts = [ast.unparse(e) for each in flags for e in (each, *_made_of(module, each))]
+    return any(map(FINITE.search, texts)) and any("norm" in each for each in texts)
+
+
+def _made_of(module: Module, test: ast.expr) -> list[ast.expr]:
+    """What the names in an expression were set to."""
+    made = [e for name in names(test) for e in assignments(scope_of(module, test), name)]
+    return [each.value for each in made if each.value is not None]
 
 
 def _counts_steps(condition: Condition) -> bool:

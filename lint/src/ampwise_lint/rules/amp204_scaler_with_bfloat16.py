@@ -3,7 +3,7 @@
 ## What it does
 Reports an enabled `GradScaler(...)` that scales losses of a training whose autocast regions are
 all bfloat16, or are where an option chooses that and leaves the scaler on, and one that is enabled
-for bfloat16 only. Silent where the dtype is not known.
+for bfloat16 only. Silent where the dtype is not known, and where it is bfloat16 for want of a GPU.
 
 ## Why is this bad
 bfloat16 ends at 3.39e38, as float32 does, so gradients neither underflow nor overflow for want
@@ -34,7 +34,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 
-from ampwise_lint.analysis import Analysis
+from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.queries import edit
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.triggers import SCALER
@@ -56,7 +56,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
                 scalers[id(scaler.node)] = scaler
                 dtypes[id(scaler.node)] |= regions
                 chooses = regions == {"bfloat16"} and all(e.device != "cpu" for e in entered)
-                if chooses and _is_always_on(scaler, entered):
+                if chooses and not _is_on_cpu(trace) and _is_always_on(scaler, entered):
                     chosen.add(id(scaler.node))
     for place, scaler in scalers.items():
         if _is_off_for_bfloat16(scaler.node):
@@ -77,6 +77,18 @@ def check(code: Analysis) -> Iterator[Mistake]:
                 "range, and loss scaling only costs a check and a host sync per step; enable the "
                 "scaler for float16 only",
             )
+
+
+def _is_on_cpu(trace: Trace) -> bool:
+    """Whether a path is one without a GPU: bfloat16 is for the CPU there, a CUDA scaler is off."""
+    return any(
+        taken if key.endswith("Eq 'cpu')") else not taken
+        for key, taken in trace.decided.items()
+        if DEVICES.search(key)
+    )
+
+
+DEVICES = re.compile(r"Eq '(cpu|cuda)'\)$|cuda\.is_available\(\)$|startswith\('cuda'\)")
 
 
 def _is_always_on(scaler: Scaler, entered: list[Region]) -> bool:

@@ -2,7 +2,8 @@
 
 ## What it does
 Reports `log(softmax(x))`, `log(sigmoid(x))` and `log(exp(x).sum())`, in one expression or over
-several lines, in files that use 16-bit precision.
+several lines, in files that use 16-bit precision. Silent where logits or probabilities are clamped
+before.
 
 ## Why is this bad
 A probability that is too small is 0 first and -inf behind the logarithm: in float16
@@ -73,11 +74,21 @@ def _inner(value: Value) -> str:
     if not isinstance(value, Tensor):
         return ""
     if value.op in BETTER:
-        return value.op
+        return "" if _is_bounded(value) else value.op
     if value.op == "sum" and value.inputs:
         first = value.inputs[0]
-        return "sum" if isinstance(first, Tensor) and _is_bare_exp(first) else ""
+        is_bare = isinstance(first, Tensor) and _is_bare_exp(first) and not _is_bounded(first)
+        return "sum" if is_bare else ""
     return ""
+
+
+BOUNDS = ("clamp", "clip", "hardtanh", "tanh")
+
+
+def _is_bounded(value: Tensor) -> bool:
+    """Whether what it is computed of was clamped: nothing in it comes near 0 then."""
+    first = next(iter(value.inputs), None)
+    return isinstance(first, Tensor) and first.op in BOUNDS
 
 
 def _is_bare_exp(value: Tensor) -> bool:

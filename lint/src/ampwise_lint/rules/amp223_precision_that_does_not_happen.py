@@ -95,4 +95,13 @@ def _drops_autocast(module: Module, choice: ast.IfExp) -> bool:
         return False
     pair = module.imports.full(null.func) in NULL and module.imports.full(cast.func) in AUTOCASTS
     dtypes = [each.value for each in cast.keywords if each.arg == "dtype"]
-    return pair and any(ast.unparse(each).rpartition(".")[2] != "float16" for each in dtypes)
+    return pair and not all(map(_is_float16, dtypes)) and bool(dtypes)
+
+
+def _is_float16(dtype: ast.expr) -> bool:
+    """Whether a dtype is none that a CPU's autocast runs: of two to choose from, one may be."""
+    match dtype:
+        case ast.IfExp(body=one, orelse=other):
+            return _is_float16(one) and _is_float16(other)
+        case _:
+            return ast.unparse(dtype).rpartition(".")[2] in ("float16", "half")

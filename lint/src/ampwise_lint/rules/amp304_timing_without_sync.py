@@ -4,7 +4,7 @@
 Reports a time taken in a training loop in mixed precision, or of a network in autocast, around
 work on the device, with no synchronize, event or read value before the clock is read the second
 time. `scaler.step` of an optimizer that is not fused reads found_inf, and so waits, too; one that
-comes from elsewhere is taken for such.
+comes from elsewhere is taken for such. What is read now and then, to be logged, is no wait.
 
 ## Why is this bad
 Calls to CUDA return when work is queued. The difference is the time of queuing, not of
@@ -29,11 +29,14 @@ less.
 
 from __future__ import annotations
 
+import ast
+import re
 from collections.abc import Iterator
 
-from ampwise_lint.analysis import Analysis
+from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.queries import step_loops, uses_amp
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.source.frequency import SETTING
 from ampwise_lint.triggers import MIXED
 from ampwise_lint.values.abstract import FALSE, Const, Optimizer, Value
 from ampwise_lint.values.events import (
@@ -71,8 +74,28 @@ def check(code: Analysis) -> Iterator[Mistake]:
             )
             inside = of_step or _times_forward(event, timed)
             # Over a whole epoch, what is still queued at its end does not count.
-            if inside and begun == event.context.loops[-1:] and _ends_at_work(timed):
+            always = [each for each in timed if not _is_perhaps(each, event, trace)]
+            if inside and begun == event.context.loops[-1:] and _ends_at_work(always):
                 yield _mistake(trace.events[event.end - 1])
+
+
+def _is_perhaps(event: Event, elapsed: Elapsed, trace: Trace) -> bool:
+    """Whether the host waits there now and then only: in a branch that may not be taken."""
+    if not isinstance(event, HostSync):
+        return False
+    held = {id(each.node) for each in elapsed.context.conditions}
+    return any(
+        id(each.node) not in held
+        and each.key not in trace.decided
+        and isinstance(each.node, ast.If)
+        and (each.periodic or NOW_AND_THEN.search(ast.unparse(each.node.test)))
+        for each in event.context.conditions
+        if not each.known
+    )
+
+
+NOW_AND_THEN = re.compile(rf"{SETTING.pattern}|save|writer|(^|[^a-z])log(_|\b)")
+"""What a branch asks for that reports, or keeps, something."""
 
 
 def _times_forward(event: Elapsed, timed: list[Event]) -> bool:

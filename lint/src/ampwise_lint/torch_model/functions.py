@@ -140,6 +140,13 @@ def _apex(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
     return state.unknown(node, "called")
 
 
+def _asks_autocast(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
+    """``torch.is_autocast_enabled()``: outside of any region a caller may have opened one."""
+    if state.region is not None:
+        return TRUE
+    return FALSE if state.context.regions else state.unknown(node, "called", path)
+
+
 def _no_grad(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
     return Manager("no_grad", node)
 
@@ -292,7 +299,9 @@ def apply_layer(state: State, node: ast.Call, layer: Model, a: Arguments) -> Val
                 value = Tensor(key=f"sequential@{node.lineno}", forward=True)
         return value
     name = layer.path.rpartition(".")[2]
-    if library.LAYERS_LOW.match(layer.path):
+    if _ends_in_norm(layer):
+        operation = "layer_norm"
+    elif library.LAYERS_LOW.match(layer.path):
         operation = "linear"
     elif library.LAYERS_FLOAT32.match(layer.path):
         operation = "layer_norm" if name != "Softmax" else "softmax"
@@ -307,6 +316,27 @@ def apply_layer(state: State, node: ast.Call, layer: Model, a: Arguments) -> Val
         if name in ("LSTM", "GRU", "RNN", "MultiheadAttention")
         else result
     )
+
+
+OF_TRANSFORMERS = re.compile(r"\.Transformer(Encoder|Decoder)(Layer)?$")
+
+
+def _ends_in_norm(layer: Value | None) -> bool:
+    """Whether the last thing a part of a Transformer does is to normalize: that is in float32.
+
+    A layer does unless it is told ``norm_first=True``, a stack that is given a norm, or whose
+    layers do.
+    """
+    if not isinstance(layer, Model) or (kind := OF_TRANSFORMERS.search(layer.path)) is None:
+        return False
+    if kind.group(2):
+        first = layer.arguments.get("norm_first", FALSE)
+        return isinstance(first, Const) and not first.value
+    norm = layer.arguments.get("norm", layer.arguments.get("#2", NONE))
+    if isinstance(norm, Model):
+        return bool(library.LAYERS_FLOAT32.match(norm.path))
+    one = layer.arguments.get("#0", layer.arguments.get(f"{kind.group(1).lower()}_layer"))
+    return norm is NONE and _ends_in_norm(one)
 
 
 LAYER_TO_FUNCTION = {
@@ -531,6 +561,7 @@ NAMES: dict[str, Handler] = {
     "torch.set_grad_enabled": _set_grad_enabled,
     "torch.autograd.set_grad_enabled": _set_grad_enabled,
     "torch.autograd.grad": _grad,
+    "torch.is_autocast_enabled": _asks_autocast,
     "torch.device": _device,
     "torch.save": _save,
     "apex.amp.scale_loss": _scale_loss,

@@ -9,6 +9,7 @@ from ampwise_lint.path.state import State
 from ampwise_lint.torch_model import casts, tensors
 from ampwise_lint.values.abstract import (
     NONE,
+    Const,
     Gradient,
     Tensor,
     Unknown,
@@ -32,7 +33,18 @@ def tensor(state: State, node: ast.Call, owner: Tensor, name: str, a: Arguments)
     found = OF_TENSORS.get(name)
     if found is not None:
         return found(state, node, owner, name, a)
+    if name in OF_TEXTS and _is_by_text(a):
+        return state.unknown(node, "called")  # the key of a mapping that a network returned
     return tensors.apply(state, node, name, (owner, *a.positional), a.named)
+
+
+OF_TEXTS = ("split", "rsplit", "partition", "rpartition")
+
+
+def _is_by_text(a: Arguments) -> bool:
+    """Whether something is split as texts are: by a text, or by none."""
+    first = next(iter(a.positional), None)
+    return not a.count or (isinstance(first, Const) and isinstance(first.value, str))
 
 
 def _backward(state: State, node: ast.Call, owner: Tensor, name: str, a: Arguments) -> Value:
@@ -66,6 +78,14 @@ def _scaled_by(state: State, node: ast.Call, owner: Tensor, name: str, a: Argume
         owner.divided, owner.divisor = result.divided, result.divisor
         owner.factor = result.factor
     return result
+
+
+def _clamped(state: State, node: ast.Call, owner: Tensor, name: str, a: Arguments) -> Value:
+    """In place: whoever reads it later reads what was clamped."""
+    before = owner.but()
+    result = tensors.apply(state, node, name.rstrip("_"), (before, *a.positional), a.named)
+    owner.op, owner.inputs = result.op, result.inputs
+    return owner
 
 
 def _extent(state: State, node: ast.Call, owner: Tensor, name: str, a: Arguments) -> Value:
@@ -157,6 +177,7 @@ OF_TENSORS: dict[str, Callable[[State, ast.Call, Tensor, str, Arguments], Value]
     **dict.fromkeys(
         ("div_", "mul_", "div", "mul", "divide", "true_divide", "multiply"), _scaled_by
     ),
+    **dict.fromkeys(("clamp_", "clip_"), _clamped),
     **dict.fromkeys(EXTENTS, _extent),
     **dict.fromkeys(("values", "items", "keys"), _entries),
     "backward": _backward,
