@@ -16,7 +16,7 @@ from ampwise_lint.source.frequency import SETTING, is_for_few, is_for_most
 from ampwise_lint.source.nodes import Node, span
 from ampwise_lint.source.places import block_of, in_reach, is_inside, names, scope_of
 from ampwise_lint.source.project import Module
-from ampwise_lint.source.roles import EVALUATION, dotted, leaves
+from ampwise_lint.source.roles import EVALUATION, LOSS, dotted, leaves
 from ampwise_lint.values.abstract import (
     Const,
     DictValue,
@@ -139,9 +139,15 @@ class Steps:
     windows: set[int] = field(default_factory=set[int])
     """``id`` of the branches that hold a step, and of those before it that ``continue``: what is
     in them, or behind, happens once a step."""
+    waits: set[tuple[str, bool]] = field(default_factory=set[tuple[str, bool]])
+    """What those branches ask, and which way they go."""
     lower: set[tuple[int, int | None]] = field(default_factory=set[tuple[int, int | None]])
     """``id`` of the events of a path, with those of the loops that train in lower precision on it;
     with None for the path itself."""
+
+    def is_window(self, branch: Condition) -> bool:
+        """Whether what is in a branch happens once a step: it holds the step, or asks the same."""
+        return id(branch.node) in self.windows or (_asked(branch), branch.taken) in self.waits
 
     def is_lower(self, trace: Trace, loop: Loop | None) -> bool:
         """Whether what a loop, or a path without one, trains is in lower precision there."""
@@ -178,9 +184,15 @@ def step_loops(code: Analysis) -> Steps:
                 found.traces.add(id(trace.events))
             if not isinstance(event, Backward):
                 found.windows |= {id(each.node) for each in event.context.conditions}
+                found.waits |= {(_asked(e), e.taken) for e in event.context.conditions}
                 inner = loops[-1].node if loops else None
                 found.windows |= {id(each) for each in passed(event, inner)}
     return found
+
+
+def _asked(branch: Condition) -> str:
+    """What a branch asks, the same in each iteration."""
+    return branch.key.partition("#")[0]
 
 
 def _is_lower(event: Event) -> bool:
@@ -228,7 +240,7 @@ def is_hot(event: Event, steps: Steps, trace: Trace) -> bool:
         return False
     return not any(
         (each.periodic or SETTING.search(each.key) or _is_rare(each, loop, event.module))
-        and id(each.node) not in steps.windows
+        and not steps.is_window(each)
         for each in conditions
     )
 
@@ -329,7 +341,7 @@ def is_always(event: Event, steps: Steps) -> bool:
     """Whether something hot happens on every step, whatever branches are taken."""
     around = [each for each in event.context.loops if id(each.node) in steps.nodes]
     branches = event.context.branches_in(around[0]) if around else event.context.conditions
-    return all(each.known or id(each.node) in steps.windows for each in branches)
+    return all(each.known or steps.is_window(each) for each in branches)
 
 
 def _is_once(branch: Node) -> bool:
@@ -579,12 +591,19 @@ def losses_by_hand(trace: Trace) -> Iterator[Op]:
         and not each.context.no_grad
         and is_half_output(next(iter(each.inputs), None))
         and not _is_root(each)
+        and not _is_in_network(each)
     ]
     if not found:
         return
     losses = [each.tensor for each in trace.of(Backward)]
     parts = {id(each) for each in origins(*losses)}
     yield from (each for each in found if id(each.result) in parts)
+
+
+def _is_in_network(event: Op) -> bool:
+    """Whether a network computes it on the way to its output: the softmax of an attention."""
+    networks = [e for e in event.context.functions if e.endswith(".forward")]
+    return any(not LOSS.search(each.removesuffix(".forward")) for each in networks)
 
 
 def is_half_output(value: object) -> bool:

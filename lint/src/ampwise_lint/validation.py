@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from ampwise_lint.source.pictures import is_pictured
+from ampwise_lint.source.pictures import FIGURE, is_pictured
 from ampwise_lint.source.places import functions_of
 from ampwise_lint.source.project import Module
 from ampwise_lint.source.roles import EVALUATION
@@ -34,7 +34,7 @@ def validates(event: Forward, network: str) -> bool:
         return False
     if _is_discarded(event.module, event.node):
         return False  # a warm-up, a measurement of speed
-    if is_pictured(event.module, event.node):
+    if is_pictured(event.module, event.node) or _is_of_unit_test(event):
         return False
     if not event.context.no_grad and event.training is not False:
         return False
@@ -47,6 +47,14 @@ def validates(event: Forward, network: str) -> bool:
     asked = [each for branch in event.context.conditions for each in _asked(branch)]
     named = any(map(EVALUATION.search, [*functions, *data, *asked]))
     return (event.training is False or named) and not _is_dead(event)
+
+
+def _is_of_unit_test(event: Forward) -> bool:
+    """Whether it is run to see that it runs: by a function of a file of tests."""
+    name = event.module.path.name
+    is_of_tests = name.startswith("test_") or name.endswith("_test.py")
+    tests = [each.rpartition(".")[2] for each in event.context.functions[:1]]
+    return is_of_tests and any(each.startswith("test_") for each in tests)
 
 
 def _loops_over(event: Forward) -> list[str]:
@@ -64,12 +72,6 @@ SHOWS = re.compile(
 PREDICTS = re.compile(
     r"(^|_)(infer\w*|predict\w*|extract\w*|embed\w*|export\w*)(_|$)", re.IGNORECASE
 )
-FIGURE = re.compile(
-    r"loss|metric|accura|correct|recall|evaluat|perplex|scores?\b"
-    r"|(\b|_)(acc\d?|m?iou|dice|psnr|ssim|auc|f1|mae|r?mse|fid|[wc]er|bleu)(_|\b)",
-    re.IGNORECASE,
-)
-"""Words of what outputs are measured by."""
 
 
 def _only_shows(event: Forward) -> bool:

@@ -172,9 +172,11 @@ def _branch(state: State, node: ast.IfExp, test: Value, *, taken: bool) -> Value
 
 
 def _is_plain(node: ast.expr) -> bool:
-    """Whether it is a constant, a name in a module, or a choice of such."""
+    """Whether it is a constant, a name in a module, a device, or a choice of such."""
     if isinstance(node, ast.IfExp):
         return _is_plain(node.body) and _is_plain(node.orelse)
+    if isinstance(node, ast.Call):
+        return dotted(node.func) in ("torch.device", "device")
     return isinstance(node, ast.Constant | ast.Attribute)
 
 

@@ -172,6 +172,15 @@ CONVERT_TO_FLOAT8 = {
 SAME_NETWORK = {
     *CONVERT_TO_FLOAT8, "torch.compile", "torch.jit.script", "torch.jit.trace",
     "torch.nn.SyncBatchNorm.convert_sync_batchnorm",
+    "torch.nn.utils.spectral_norm", "torch.nn.utils.weight_norm",
+    "torch.nn.utils.parametrizations.spectral_norm",
+    "torch.nn.utils.parametrizations.weight_norm",
+    "torch.nn.utils.parametrizations.orthogonal",
+    *(
+        f"torch.{home}.{each}"
+        for home in ("quantization", "ao.quantization")
+        for each in ("prepare", "prepare_qat", "convert", "fuse_modules", "quantize_dynamic")
+    ),
 }  # fmt: skip
 """Functions that give back the network they are given, changed inside."""
 

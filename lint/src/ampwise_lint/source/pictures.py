@@ -10,7 +10,14 @@ from ampwise_lint.source.places import names
 from ampwise_lint.source.project import Module
 from ampwise_lint.source.roles import dotted
 
-BLOCKS = ast.If | ast.For | ast.AsyncFor | ast.While | ast.FunctionDef | ast.AsyncFunctionDef
+FIGURE = re.compile(
+    r"loss|(?<![a-z])metric|accura|correct|recall|evaluat|perplex|scores?\b"
+    r"|(\b|_)(acc\d?|m?iou|dice|psnr|ssim|auc|f1|mae|r?mse|fid|[wc]er|bleu)(_|\b)",
+    re.IGNORECASE,
+)
+"""Words of what outputs are measured by."""
+
+BLOCKS = ast.For | ast.AsyncFor | ast.While | ast.FunctionDef | ast.AsyncFunctionDef
 SIMPLE = ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Expr | ast.Return | ast.Delete
 PICTURES = re.compile(
     r"(^|\.)(make_grid|save_image|add_images?|imshow|imsave|imwrite|savefig|fromarray|mimsave"
@@ -30,11 +37,12 @@ def is_pictured(module: Module, output: ast.AST) -> bool:
         return False
     shown = False
     for each in _statements(module, own):
-        if each is own or names_read(each).isdisjoint(derived):
+        if names_read(each).isdisjoint(derived):
             continue
         if _is_shown(each):
             shown = True
-        elif not isinstance(each, ast.Assign) or not _bound(each) or _measures(each):
+            continue
+        if not _bound(each) or _measures(each):
             return False
         derived |= _bound(each)
     return shown
@@ -46,12 +54,13 @@ def names_read(node: ast.AST) -> set[str]:
 
 
 def _statements(module: Module, statement: ast.stmt) -> Iterator[ast.stmt]:
-    """All simple statements of the branch, the loop or the function around one, in order."""
+    """The simple statements behind one in the loop or the function around it, in order."""
     around: ast.AST | None = module.parents.get(id(statement))
     while around is not None and not isinstance(around, BLOCKS):
         around = module.parents.get(id(around))
     inside = [each for each in ast.walk(around or module.tree) if isinstance(each, SIMPLE)]
-    yield from sorted(inside, key=lambda each: each.lineno)
+    behind = [each for each in inside if each.lineno > statement.lineno]
+    yield from sorted(behind, key=lambda each: each.lineno)
 
 
 def _bound(statement: ast.AST) -> set[str]:
@@ -69,9 +78,7 @@ def _is_shown(statement: ast.stmt) -> bool:
     )
 
 
-MEASURES = re.compile(r"loss|metric|criterion|accura|==|score|psnr|ssim|dice|iou|fid\b|mse|lpips")
-
-
 def _measures(statement: ast.stmt) -> bool:
     """Whether a figure is made of something."""
-    return bool(MEASURES.search(ast.unparse(statement).lower()))
+    text = ast.unparse(statement)
+    return "criterion" in text or "==" in text or bool(FIGURE.search(text))
