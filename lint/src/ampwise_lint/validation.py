@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from ampwise_lint.source.pictures import FIGURE, is_pictured
-from ampwise_lint.source.places import functions_of
+from ampwise_lint.source.places import functions_of, loads, scope_of
 from ampwise_lint.source.project import Module
 from ampwise_lint.source.roles import EVALUATION
 from ampwise_lint.values.abstract import Const, Tensor
@@ -149,8 +149,8 @@ def _is_discarded(module: Module, node: ast.AST) -> bool:
     match module.parents.get(id(node)):
         case ast.Expr():
             return True
-        case ast.Assign(targets=[ast.Name(id="_")]):
-            return True
+        case ast.Assign(targets=[ast.Name(id=name)]):
+            return name == "_" or not loads(scope_of(module, node), name)
         case _:
             return False
 
