@@ -71,8 +71,10 @@ STEP = Trigger(
 """Part of a training step. It is no rule's: without it a file is not searched for steps."""
 
 WHOLE_STEP = (re.compile(r"\.backward\s*\("), re.compile(r"\.step\s*\("))
+BY_WRAPPER = re.compile(r"scaler\s*\(\s*[\w.]+( / [\w.]+)?\s*,\s*[\w.]*opt")
+"""``loss_scaler(loss, optimizer, ...)``, which is a whole step."""
 
 
 def has_whole_step(text: str) -> bool:
     """Whether a file may make whole training steps, not only a part."""
-    return all(each.search(text) for each in WHOLE_STEP)
+    return all(each.search(text) for each in WHOLE_STEP) or bool(BY_WRAPPER.search(text))

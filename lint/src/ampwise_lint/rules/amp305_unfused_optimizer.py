@@ -1,8 +1,8 @@
 """# unfused-optimizer
 
 ## What it does
-Reports Adam, AdamW, SGD or Adagrad of `torch.optim` without `fused`, when a scaler steps it. An
-explicit `fused` or `foreach` is a choice, and not reported.
+Reports Adam, AdamW, SGD or Adagrad of `torch.optim` without `fused`, when a scaler steps it, or a
+wrapper that holds one, as timm's `NativeScaler` does. An explicit `fused` or `foreach` is a choice, and not reported.
 
 ## Why is this bad
 For an optimizer that is not fused, `scaler.step` unscales in a pass of its own and reads
@@ -33,7 +33,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ampwise_lint.analysis import Analysis
-from ampwise_lint.queries import edit
+from ampwise_lint.queries import edit, steps_by_scaler
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.triggers import MIXED
 from ampwise_lint.values.abstract import Optimizer
@@ -45,10 +45,11 @@ FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
 @rule("AMP305", "unfused-optimizer", "info", fix="unsafe", triggers=MIXED)
 def check(code: Analysis) -> Iterator[Mistake]:
     for trace in code.traces:
-        for event in trace.of(ScalerStep):
+        for event in steps_by_scaler(trace):
             optimizer = event.optimizer
             # The sharded scaler skips the all-reduce of found_inf for fused optimizers.
-            if isinstance(optimizer, Optimizer) and "Sharded" not in event.scaler.path:
+            sharded = isinstance(event, ScalerStep) and "Sharded" in event.scaler.path
+            if isinstance(optimizer, Optimizer) and not sharded:
                 for each in (optimizer, *optimizer.others):
                     if _could_be_fused(each):
                         yield _mistake(each)

@@ -96,6 +96,11 @@ def _held(value: Value | None) -> Value | None:
     return held[0] if len(held) == 1 else value
 
 
+def stepped(a: Arguments) -> Optimizer | None:
+    """The optimizer of ``loss_scaler(loss, optimizer, ...)``."""
+    return next((each for each in map(_held, a.values) if isinstance(each, Optimizer)), None)
+
+
 def _scaled(state: State, scaler: Scaler, value: Value | None, node: Node) -> Value:
     match value:
         case Tensor():
@@ -187,7 +192,7 @@ def wrapper(state: State, node: ast.Call, owner: Wrapper, name: str, a: Argument
             state.emit(Managed, node, owner.path, trainer=owner)
             trainers.fit(state, node, owner, a)
         case _ if name in RUNS_STEP:
-            state.emit(Managed, node, owner.path)
+            state.emit(Managed, node, owner.path, optimizer=stepped(a) if owner.skips else None)
         case _ if name in trainers.UNSCALES:
             state.emit(Managed, node, owner.path, unscales=True, plain=True)
         case _ if name in trainers.PREPARES:

@@ -72,6 +72,7 @@ def make(path: str, a: Arguments) -> Wrapper:
         weights=weights,
         divides=a.open or any(each in a.named for each in DIVIDES),
         network=a.named.get("model") if _last(path).endswith("Trainer") else None,
+        skips=path.endswith(".NativeScaler"),
     )
 
 
