@@ -11,6 +11,7 @@ from functools import lru_cache
 from ampwise_lint.path.conditions import decide
 from ampwise_lint.path.state import State
 from ampwise_lint.source import library
+from ampwise_lint.source.defaults import setting_in
 from ampwise_lint.source.nodes import Node
 from ampwise_lint.source.roles import HANDLES, LOSS
 from ampwise_lint.torch_model import casts, methods, networks, python_functions, tensors, trainers
@@ -110,19 +111,14 @@ def _autocast(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
     return Manager("autocast", node, region)
 
 
-DEVICE = re.compile(r"(?:^|[.(\[' ])([A-Za-z_]\w*)(?:'\])?\)?(?:\.type|\.split\(\).*)?$")
-"""The name of a setting, in the key of what was read from it."""
-
-
 def _device_named(state: State, value: Value | None) -> str | None:
     """A device by its text, or by what the setting it was read from is by default."""
     if isinstance(value, Const):
         return value.value if isinstance(value.value, str) else None
-    name = DEVICE.search(value.key) if isinstance(value, Unknown) else None
-    if name is None:
+    if not isinstance(value, Unknown):
         return None
-    here, judged = state.here.device_defaults, state.module.device_defaults
-    return here.get(name[1]) or judged.get(name[1])
+    name = setting_in(value.key)
+    return state.here.device_defaults.get(name) or state.module.device_defaults.get(name)
 
 
 def _scale_loss(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
