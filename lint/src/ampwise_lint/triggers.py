@@ -37,8 +37,10 @@ SCALER = Trigger(
 )
 """Something scales losses: a gradient scaler, apex, or a factor written by hand."""
 
-AUTOCAST = Trigger(("autocast",), (re.compile(r"precision\s*="),))
-"""A region of autocast, or a trainer that is told to open one."""
+AUTOCAST = Trigger(
+    ("autocast",), (re.compile(r"precision\s*="), re.compile(r"Accelerator\s*\(\s*[\w)]"))
+)
+"""A region of autocast, or a trainer that is told to open one, here or as it is launched."""
 
 HALF = Trigger(
     ("HalfTensor", "float16", "bf16", "fp16", "half_precision", "torch.half", "import half"),
@@ -57,12 +59,13 @@ OLD_PACKAGES = Trigger(
 FLOAT8 = Trigger(("convert_to_float8_training",), anywhere=True)
 """Layers are converted to float8 by torchao, wherever that is."""
 
+TRAINERS = ("Trainer", "TrainingArguments", "Fabric", "Accelerator")
 STEP = Trigger(
     ("autocast", "GradScaler", "unscale_", "scale_loss"),
     (
         re.compile(r"backward(?<!\wbackward)(?<!def backward)\s*\("),
         *(re.compile(rf"\.{each}\s*\(") for each in ("step", "half", "scale")),
-        *(re.compile(rf"{e}\s*\(") for e in ("Trainer", "TrainingArguments", "Fabric")),
+        *(re.compile(rf"{e}\s*\(") for e in TRAINERS),
         re.compile(
             r"torch\.(zeros|tensor|full)\([\s\S]{0,200}?dtype *= *torch\.(b?float16|half)\b"
         ),

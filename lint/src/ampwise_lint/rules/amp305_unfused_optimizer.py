@@ -2,7 +2,8 @@
 
 ## What it does
 Reports Adam, AdamW, SGD or Adagrad of `torch.optim` without `fused`, when a scaler steps it, or a
-wrapper that holds one, as timm's `NativeScaler` does. An explicit `fused` or `foreach` is a choice, and not reported.
+wrapper that holds one, as timm's `NativeScaler` does. An explicit `fused` or `foreach` is a
+choice, and not reported.
 
 ## Why is this bad
 For an optimizer that is not fused, `scaler.step` unscales in a pass of its own and reads

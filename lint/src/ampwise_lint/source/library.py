@@ -178,6 +178,7 @@ SAME_NETWORK = {
 DDP = re.compile(r"(^|\.)(DistributedDataParallel|DDP)$")
 DP = re.compile(r"(^|\.)DataParallel$")
 FSDP = re.compile(r"(^|\.)(FullyShardedDataParallel|FSDP)$")
+FSDP_POLICY = re.compile(r"torch\.distributed\.[\w.]*\.MixedPrecision(Policy)?$")
 
 
 @lru_cache(maxsize=4096)

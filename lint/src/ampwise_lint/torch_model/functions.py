@@ -362,6 +362,16 @@ def _distribution(state: State, node: ast.Call, path: str, a: Arguments) -> Valu
     return made
 
 
+def _policy(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
+    """The dtypes in which FSDP gathers parameters: those of its forward and backward."""
+    dtype = a.first("param_dtype")
+    named = None if dtype is None else casts.dtype_named(dtype)
+    is_full = dtype is None or named == "float32" or (isinstance(dtype, Const) and named is None)
+    policy = Wrapper(path, lower=a.open or not is_full)
+    state.emit(Made, node, policy)
+    return policy
+
+
 def _compiled(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
     return a.first("model", "module") or state.unknown(node, "called")
 
@@ -551,6 +561,7 @@ FAMILIES: list[tuple[Callable[[str], bool], Handler]] = [
     (library.is_optimizer, make_optimizer),
     (lambda p: _last(p) in ("DataLoader", "FastDataLoader", "DataLoaderX"), _loader),
     (lambda p: bool(library.FSDP.search(p)), _wrap("fsdp")),
+    (lambda p: bool(library.FSDP_POLICY.match(p)), _policy),
     (lambda p: bool(library.DDP.search(p)), _wrap("ddp")),
     (lambda p: bool(library.DP.search(p)), _wrap("dp")),
     (lambda p: p.startswith("torch.distributions."), _distribution),

@@ -64,16 +64,23 @@ def make(path: str, a: Arguments) -> Wrapper:
     else:
         mixed, weights = MIXED.get(told or "", ""), TRUE.get(told or "", "")
         lower = told is not None and told not in OFF
+        if told is None and _last(path) == "Accelerator":
+            # `accelerate launch` may tell it: nothing is known of what, only of how fast it is.
+            return Wrapper(path, lower=True, divides=_divides(a))
     return Wrapper(
         path,
         lower,
         has_state=path.endswith(".NativeScaler"),
         mixed=mixed or ("any" if lower and not weights else ""),
         weights=weights,
-        divides=a.open or any(each in a.named for each in DIVIDES),
+        divides=_divides(a),
         network=a.named.get("model") if _last(path).endswith("Trainer") else None,
         skips=path.endswith(".NativeScaler"),
     )
+
+
+def _divides(a: Arguments) -> bool:
+    return a.open or any(each in a.named for each in DIVIDES)
 
 
 def _told(a: Arguments) -> str | None:
