@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-from typing import TypeGuard
 
 from ampwise_lint.path.state import Frame, State
 from ampwise_lint.source import library
@@ -162,7 +161,8 @@ def _walk(state: State, function: Function, arguments: Arguments, node: Node) ->
 
 def _walk_handed_on(state: State, around: ast.AST, scope: Scope) -> None:
     """Walk steps that a function defines, and leaves to whom it hands them, or returns them to."""
-    steps = [each for each in scope.names.values() if _is_step_defined_in(state, around, each)]
+    named = [each for each in scope.names.values() if isinstance(each, Function)]
+    steps = [each for each in named if _is_step_defined_in(state, around, each)]
     if not steps:
         return
     called = {
@@ -172,17 +172,14 @@ def _walk_handed_on(state: State, around: ast.AST, scope: Scope) -> None:
     }
     for each in steps:
         # Where another branch calls it, it is not called here.
-        if id(each.node) not in state.walked and each.name not in called:
+        if id(each.node) not in state.walked and getattr(each.node, "name", "") not in called:
             state.call(each, Arguments(open=True), each.node)
 
 
-def _is_step_defined_in(state: State, around: ast.AST, value: Value) -> TypeGuard[Function]:
-    """Whether something is a function that another one defines, with part of a step in it."""
-    return (
-        isinstance(value, Function)
-        and id(value.node) in value.module.roles.core
-        and scope_of(state.here, value.node) is around
-    )
+def _is_step_defined_in(state: State, around: ast.AST, function: Function) -> bool:
+    """Whether a function is one that another defines, with part of a step in it."""
+    is_step = id(function.node) in function.module.roles.core
+    return is_step and scope_of(state.here, function.node) is around
 
 
 def _is_in_lambda(state: State, node: ast.AST, around: ast.AST) -> bool:
