@@ -178,6 +178,11 @@ SAME_NETWORK = {
 DDP = re.compile(r"(^|\.)(DistributedDataParallel|DDP)$")
 DP = re.compile(r"(^|\.)DataParallel$")
 FSDP = re.compile(r"(^|\.)(FullyShardedDataParallel|FSDP)$")
+FULLY_SHARD = {
+    "torch.distributed.fsdp.fully_shard",
+    "torch.distributed._composable.fsdp.fully_shard",
+    "torch.distributed._composable.fsdp.fully_shard.fully_shard",
+}
 FSDP_POLICY = re.compile(r"torch\.distributed\.[\w.]*\.MixedPrecision(Policy)?$")
 
 

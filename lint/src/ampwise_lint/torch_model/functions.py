@@ -186,6 +186,7 @@ def _loader(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
 
 def _wrap(kind: str) -> Callable[[State, ast.Call, str, Arguments], Value]:
     def wrap(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
+        _note_policy(state, node, a)
         inner = a.first("module", "model")
         if isinstance(inner, Instance):
             inner.wrapped = kind
@@ -360,6 +361,24 @@ def _distribution(state: State, node: ast.Call, path: str, a: Arguments) -> Valu
     made = tensors.apply(state, node, library.operation(path), a.values, a.named)
     made.host = made.host or not any(isinstance(e, Tensor) for e in flatten(a.values))
     return made
+
+
+def _fully_sharded(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
+    """``fully_shard(model, mp_policy=...)``, which gives the network back."""
+    _note_policy(state, node, a)
+    return a.first("module") or state.unknown(node, "called")
+
+
+POLICIES = ("mixed_precision", "mp_policy")
+
+
+def _note_policy(state: State, node: ast.Call, a: Arguments) -> None:
+    """Note a policy that FSDP is handed; one that is not in sight is made for lower precision."""
+    policy = next((a.named[each] for each in POLICIES if each in a.named), NONE)
+    if isinstance(policy, Unknown):
+        policy = Wrapper(policy.key, lower=True)
+    if isinstance(policy, Wrapper):
+        state.emit(Made, node, policy)
 
 
 def _policy(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
@@ -540,6 +559,7 @@ NAMES: dict[str, Handler] = {
     "torch.device": _device,
     "torch.save": _save,
     "apex.amp.scale_loss": _scale_loss,
+    **dict.fromkeys(library.FULLY_SHARD, _fully_sharded),
     "deepspeed.initialize": _wrapper,
     **dict.fromkeys(("copy.copy", "copy.deepcopy"), _copied),
     "functools.partial": _partial,

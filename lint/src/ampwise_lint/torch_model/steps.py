@@ -114,9 +114,20 @@ def _scaled(state: State, scaler: Scaler, value: Value | None, node: Node) -> Va
 
 
 def state_dict(state: State, node: ast.Call, owner: Value, name: str) -> Parameters:
-    """``state_dict`` and ``load_state_dict``."""
+    """``state_dict`` and ``load_state_dict``; a scaler's is read back from the device."""
+    if isinstance(owner, Scaler | Wrapper) and _reads_scale(state, node):
+        state.emit(HostSync, node, owner, "state_dict")
     state.emit(StateDict, node, owner, name == "load_state_dict")
     return Parameters(owner, f"{key_of(owner)}.state_dict")
+
+
+def _reads_scale(state: State, node: ast.Call) -> bool:
+    """``loss_scaler.state_dict()["scale"]``, which is for a report, and no checkpoint."""
+    match state.here.parents.get(id(node)):
+        case ast.Subscript(slice=ast.Constant(value="scale")):
+            return True
+        case _:
+            return False
 
 
 def optimizer(state: State, node: ast.Call, owner: Optimizer, name: str, a: Arguments) -> Value:
