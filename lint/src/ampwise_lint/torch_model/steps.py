@@ -8,6 +8,7 @@ import re
 from ampwise_lint.path.conditions import exists
 from ampwise_lint.path.state import State
 from ampwise_lint.source.nodes import Node
+from ampwise_lint.source.roles import SCALER
 from ampwise_lint.torch_model import tensors, trainers
 from ampwise_lint.values.abstract import (
     NONE,
@@ -115,7 +116,8 @@ def _scaled(state: State, scaler: Scaler, value: Value | None, node: Node) -> Va
 
 def state_dict(state: State, node: ast.Call, owner: Value, name: str) -> Parameters:
     """``state_dict`` and ``load_state_dict``; a scaler's is read back from the device."""
-    if isinstance(owner, Scaler | Wrapper) and _reads_scale(state, node):
+    is_scaler = isinstance(owner, Scaler | Wrapper) or bool(SCALER.search(key_of(owner)))
+    if is_scaler and _reads_scale(state, node):
         state.emit(HostSync, node, owner, "state_dict")
     state.emit(StateDict, node, owner, name == "load_state_dict")
     return Parameters(owner, f"{key_of(owner)}.state_dict")
