@@ -233,7 +233,7 @@ def _is_aside(name: str) -> bool:
 
 
 PICTURES = re.compile(
-    r"(^|_)(vis|viz|visual\w*|plot\w*|render\w*|demo|bench(mark)?)(_|$)", re.IGNORECASE
+    r"(^|_)(vis|viz|visual\w*|plot\w*|render\w*|demo|dummy|bench(mark)?)(_|$)", re.IGNORECASE
 )
 
 
