@@ -50,9 +50,9 @@ from ampwise_lint.queries import (
     zeroed_with,
 )
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.source.library import ACCUMULATES
 from ampwise_lint.source.project import Module
 from ampwise_lint.source.roles import dotted
-from ampwise_lint.torch_model import trainers
 from ampwise_lint.triggers import AUTOCAST, SCALER
 from ampwise_lint.values.abstract import Instance, Model, Optimizer, Parameter, Tensor, key_of
 from ampwise_lint.values.contents import origins
@@ -134,7 +134,7 @@ def _zeroed_in_window(module: Module) -> Iterator[Mistake]:
 def _windows(call: ast.AST) -> Iterator[ast.expr]:
     """How many micro-batches a call says that a window has."""
     for each in call.keywords if isinstance(call, ast.Call) else []:
-        if each.arg in trainers.DIVIDES:
+        if each.arg in ACCUMULATES:
             yield each.value
 
 

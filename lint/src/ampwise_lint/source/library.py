@@ -62,6 +62,8 @@ WRAPPERS = re.compile(
     r"transformers\.(Trainer|Seq2SeqTrainer|TrainingArguments)|mmengine\.|mmcv\.|fastai\.|"
     r"detectron2\.engine|trl\.)"
 )
+ACCUMULATES = ("gradient_accumulation_steps", "gradient_accumulation_plugin")
+"""Parameters of Accelerator that tell a window; with them it divides the loss itself."""
 LIGHTNING = re.compile(r"^(lightning|pytorch_lightning|lightning_fabric)\.")
 SIDE_BY_SIDE = {
     "cat",

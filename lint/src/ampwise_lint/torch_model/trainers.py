@@ -45,9 +45,6 @@ OFF = ("no", "32", "32-true", "64", "64-true", "False", "None")
 SETTINGS = ("precision", "mixed_precision", "fp16", "bf16")
 """Parameters that tell the precision."""
 
-DIVIDES = ("gradient_accumulation_steps", "gradient_accumulation_plugin")
-"""Parameters of Accelerator with which it divides the loss itself."""
-
 PREPARES = {
     "prepare", "prepare_model", "prepare_optimizer", "setup", "setup_module", "setup_optimizers",
 }  # fmt: skip
@@ -80,7 +77,7 @@ def make(path: str, a: Arguments) -> Wrapper:
 
 
 def _divides(a: Arguments) -> bool:
-    return a.open or any(each in a.named for each in DIVIDES)
+    return a.open or any(each in a.named for each in library.ACCUMULATES)
 
 
 def _told(a: Arguments) -> str | None:
