@@ -117,9 +117,10 @@ def analyse(module: Module, prefilter: Prefilter) -> Analysis:
                 if id(root.node) not in seen:
                     _explore(analysis, budget, seen, imported, root, FUNCTION_PATHS)
             walked |= seen
+        runs_loop = not analysis.traces and _only_runs_loop(module, prefilter)
         for root in _roots(module):
             trains = root.is_core or analysis.any(Enter) or analysis.any(Backward)
-            if id(root.node) not in walked and trains:
+            if id(root.node) not in walked and (trains or runs_loop):
                 _explore(analysis, budget, walked, imported, root, FUNCTION_PATHS)
         for root in _steps_in_parts(analysis):
             _explore(analysis, budget, walked, imported, root, FUNCTION_PATHS)
@@ -191,6 +192,12 @@ def _explore(
 
 
 FOREIGN = {"paddle", "mindspore", "mxnet", "tensorflow", "oneflow"}
+
+
+def _only_runs_loop(module: Module, prefilter: Prefilter) -> bool:
+    """Whether a file makes no step itself, but hands what it has made to a loop of another one."""
+    text = module.source.text
+    return not module.roles.core and prefilter.runs_loop(module.path, text, module.used)
 
 
 def _is_foreign(module: Module) -> bool:

@@ -359,6 +359,13 @@ def _is_once(branch: Node) -> bool:
     )
 
 
+def steps_by_scaler(trace: Trace) -> Iterator[ScalerStep | Managed]:
+    """Each step that a scaler makes, or skips: by itself, or inside a wrapper that holds one."""
+    for event in trace.events:
+        if isinstance(event, ScalerStep) or (isinstance(event, Managed) and event.optimizer):
+            yield event
+
+
 def steps_behind(trace: Trace, event: Event) -> Iterator[ScalerStep | OptimizerStep]:
     """Steps that come after something, also the next time round a loop that both stand in."""
     around = {each.node for each in event.context.loops}

@@ -37,8 +37,10 @@ SCALER = Trigger(
 )
 """Something scales losses: a gradient scaler, apex, or a factor written by hand."""
 
-AUTOCAST = Trigger(("autocast",), (re.compile(r"precision\s*="),))
-"""A region of autocast, or a trainer that is told to open one."""
+AUTOCAST = Trigger(
+    ("autocast",), (re.compile(r"precision\s*="), re.compile(r"Accelerator\s*\(\s*[\w)]"))
+)
+"""A region of autocast, or a trainer that is told to open one, here or as it is launched."""
 
 HALF = Trigger(
     ("HalfTensor", "float16", "bf16", "fp16", "half_precision", "torch.half", "import half"),
@@ -57,12 +59,13 @@ OLD_PACKAGES = Trigger(
 FLOAT8 = Trigger(("convert_to_float8_training",), anywhere=True)
 """Layers are converted to float8 by torchao, wherever that is."""
 
+TRAINERS = ("Trainer", "TrainingArguments", "Fabric", "Accelerator")
 STEP = Trigger(
     ("autocast", "GradScaler", "unscale_", "scale_loss"),
     (
         re.compile(r"backward(?<!\wbackward)(?<!def backward)\s*\("),
         *(re.compile(rf"\.{each}\s*\(") for each in ("step", "half", "scale")),
-        *(re.compile(rf"{e}\s*\(") for e in ("Trainer", "TrainingArguments", "Fabric")),
+        *(re.compile(rf"{e}\s*\(") for e in TRAINERS),
         re.compile(
             r"torch\.(zeros|tensor|full)\([\s\S]{0,200}?dtype *= *torch\.(b?float16|half)\b"
         ),
@@ -71,8 +74,10 @@ STEP = Trigger(
 """Part of a training step. It is no rule's: without it a file is not searched for steps."""
 
 WHOLE_STEP = (re.compile(r"\.backward\s*\("), re.compile(r"\.step\s*\("))
+BY_WRAPPER = re.compile(r"scaler\s*\(\s*[\w.]+( / [\w.]+)?\s*,\s*[\w.]*opt")
+"""``loss_scaler(loss, optimizer, ...)``, which is a whole step."""
 
 
 def has_whole_step(text: str) -> bool:
     """Whether a file may make whole training steps, not only a part."""
-    return all(each.search(text) for each in WHOLE_STEP)
+    return all(each.search(text) for each in WHOLE_STEP) or bool(BY_WRAPPER.search(text))

@@ -25,6 +25,7 @@ from ampwise_lint.values.abstract import (
     Model,
     Partial,
     Ref,
+    Scaler,
     Scheduler,
     Super,
     Tensor,
@@ -33,6 +34,7 @@ from ampwise_lint.values.abstract import (
     Wrapper,
     is_low,
     key_of,
+    truth,
 )
 from ampwise_lint.values.arguments import Arguments
 from ampwise_lint.values.classes import is_network, is_schedule, is_step_wrapper
@@ -98,7 +100,8 @@ def invoke(
         case Model():
             return _model(state, node, function, a)
         case Wrapper(path=path):
-            state.emit(Managed, node, path, _loss_given(a))
+            stepped = steps.stepped(a) if function.skips else None
+            state.emit(Managed, node, path, _loss_given(a), optimizer=stepped)
             return state.unknown(node, "called", path)
         case Unknown() if isinstance(owner, Unknown):
             return _method_of_unknown(state, node, owner, a)
@@ -241,7 +244,8 @@ def _construct(state: State, node: ast.Call, class_: Class, a: Arguments) -> Val
     wraps = is_step_wrapper(class_) or any(library.WRAPPERS.match(e) for e in ancestors[1:])
     if wraps and not any("Module" in each for each in ancestors):
         has_state = "__call__" in class_.attributes and "state_dict" in class_.attributes
-        wrapper = Wrapper(class_.node.name, has_state=has_state)
+        skips = is_step_wrapper(class_) and _holds_scaler(state, node, class_, a)
+        wrapper = Wrapper(class_.node.name, has_state=has_state, skips=skips)
         state.emit(Made, node, wrapper)
         return wrapper
     if any(library.is_optimizer(each) or each == "torch.optim.Optimizer" for each in ancestors[1:]):
@@ -253,6 +257,18 @@ def _construct(state: State, node: ast.Call, class_: Class, a: Arguments) -> Val
     made = Instance(class_, key=state.nth_made(node, class_.node.name))
     initialise(state, made, a, node)
     return made
+
+
+def _holds_scaler(state: State, node: ast.Call, class_: Class, a: Arguments) -> bool:
+    """Whether an object of a class that runs the step makes a scaler for it, and one that is on."""
+    made, walked = Instance(class_), set(state.walked)
+    with state.silent():
+        initialise(state, made, a, node)
+    state.walked = walked
+    return any(
+        isinstance(each, Scaler) and truth(each.enabled) is not False
+        for each in made.attributes.values()
+    )
 
 
 def _construct_scaler(
@@ -420,7 +436,7 @@ def _unknown(state: State, node: ast.Call, function: Value, a: Arguments) -> Val
     if library.CLIP_NAME.match(name):
         return functions.call(state, node, "torch.nn.utils.clip_grad_norm_", a)
     if SCALER.search(name) and a.count >= 2:
-        state.emit(Managed, node, name, _loss_given(a))
+        state.emit(Managed, node, name, _loss_given(a), optimizer=steps.stepped(a))
         return state.unknown(node)
     if methods.SHOWS.match(name):
         tensors.shown_all(state, node, a.values, waits=False)

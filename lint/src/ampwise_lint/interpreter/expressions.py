@@ -17,6 +17,7 @@ from ampwise_lint.path.state import State
 from ampwise_lint.source import library
 from ampwise_lint.source.roles import SCHEDULER, dotted
 from ampwise_lint.torch_model import tensors
+from ampwise_lint.torch_model.python_functions import CHOSEN_OF, class_chosen
 from ampwise_lint.torch_model.tables import choices_in
 from ampwise_lint.values.abstract import (
     NONE,
@@ -92,6 +93,8 @@ def _subscript(state: State, node: ast.Subscript) -> Value:
             return items[0]
     if isinstance(owner, DictValue) and (choices := choices_in(owner)):
         return chosen(state, choices, index)
+    if isinstance(owner, Ref) and (home := owner.path.removesuffix(".__dict__")) in CHOSEN_OF:
+        return class_chosen(state, home, index)
     container = dotted(node.value)
     if isinstance(owner, DictValue) and SCHEDULER.search(container.rpartition(".")[2]):
         return Unknown(f"{container}[{key_of(index)}]", "given")
@@ -107,9 +110,14 @@ def _any_of(optimizers: list[Optimizer]) -> Optimizer:
 
 
 def _makes_optimizer(value: Value) -> bool:
-    """A class of optimizers, also with some of its arguments."""
-    made = value.function if isinstance(value, Partial) else value
-    return isinstance(made, Ref) and library.is_optimizer(made.path)
+    """A class of optimizers, also with some of its arguments, or a lambda that makes one."""
+    match value:
+        case Ref(path=path) | Partial(function=Ref(path=path)):
+            return library.is_optimizer(path)
+        case Function(node=ast.Lambda(body=ast.Call(func=made)), module=module):
+            return library.is_optimizer(module.imports.full(made))
+        case _:
+            return False
 
 
 def _sequence(state: State, node: ast.Tuple | ast.List | ast.Set) -> Value:

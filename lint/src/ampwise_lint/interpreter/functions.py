@@ -8,6 +8,7 @@ import re
 from ampwise_lint.path.state import Frame, State
 from ampwise_lint.source import library
 from ampwise_lint.source.nodes import Node, defaults_of
+from ampwise_lint.source.places import scope_of
 from ampwise_lint.source.roles import dotted
 from ampwise_lint.torch_model import functions
 from ampwise_lint.values.abstract import (
@@ -151,10 +152,39 @@ def _walk(state: State, function: Function, arguments: Arguments, node: Node) ->
         managers, waits = _decorators(state, function)
         with state.inside(managers):
             state.execute(function.node.body)
+        _walk_handed_on(state, function.node, scope)
         if waits:
             state.emit(Synchronize, function.node, "")
     state.unsure = unsure
     return _returned(state, frame, node)
+
+
+def _walk_handed_on(state: State, around: ast.AST, scope: Scope) -> None:
+    """Walk steps that a function defines, and leaves to whom it hands them, or returns them to."""
+    named = [each for each in scope.names.values() if isinstance(each, Function)]
+    steps = [each for each in named if _is_step_defined_in(state, around, each)]
+    if not steps:
+        return
+    called = {
+        dotted(each.func)
+        for each in ast.walk(around)
+        if isinstance(each, ast.Call) and not _is_in_lambda(state, each, around)
+    }
+    for each in steps:
+        # Where another branch calls it, it is not called here.
+        if id(each.node) not in state.walked and getattr(each.node, "name", "") not in called:
+            state.call(each, Arguments(open=True), each.node)
+
+
+def _is_step_defined_in(state: State, around: ast.AST, function: Function) -> bool:
+    """Whether a function is one that another defines, with part of a step in it."""
+    is_step = id(function.node) in function.module.roles.core
+    return is_step and scope_of(state.here, function.node) is around
+
+
+def _is_in_lambda(state: State, node: ast.AST, around: ast.AST) -> bool:
+    inner = scope_of(state.here, node)
+    return isinstance(inner, ast.Lambda) and inner is not around
 
 
 def _returned(state: State, frame: Frame, node: Node) -> Value:

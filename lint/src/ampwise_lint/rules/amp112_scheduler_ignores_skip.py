@@ -2,7 +2,8 @@
 
 ## What it does
 Reports a per-step `scheduler.step()` beside `scaler.step`, with no regard to skipped steps; also
-one that is given a count of epochs or steps.
+one that is given a count of epochs or steps, and beside `loss_scaler(loss, optimizer)` of a
+wrapper that holds the scaler, as timm's is.
 Silent for schedules per epoch, for those that are given a metric, under a condition on the
 scale or behind a check that the gradients' norm is finite, and for what is called a schedule of
 something else than the learning rate.
@@ -44,7 +45,7 @@ from functools import partial
 
 from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.findings import Edit
-from ampwise_lint.queries import edit, is_of_each, is_simple, passed, receiver
+from ampwise_lint.queries import edit, is_of_each, is_simple, passed, receiver, steps_by_scaler
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source import library
 from ampwise_lint.source.places import (
@@ -60,7 +61,7 @@ from ampwise_lint.source.project import Module
 from ampwise_lint.source.roles import dotted
 from ampwise_lint.triggers import SCALER
 from ampwise_lint.values.abstract import Scheduler
-from ampwise_lint.values.events import Condition, ScalerStep, SchedulerStep, Site, Update
+from ampwise_lint.values.events import Condition, Managed, ScalerStep, SchedulerStep, Site, Update
 
 
 @rule("AMP112", "scheduler-ignores-skip", "info", fix="unsafe", triggers=(SCALER,))
@@ -100,12 +101,12 @@ def _is_of_learning_rate(event: SchedulerStep) -> bool:
     return known or "lr" in name or not OTHER.search(name)
 
 
-def _step_beside(trace: Trace, event: SchedulerStep) -> ScalerStep | None:
+def _step_beside(trace: Trace, event: SchedulerStep) -> ScalerStep | Managed | None:
     """A scaler's step that runs as often: in one loop, or in a function that makes one."""
-    return next((each for each in trace.of(ScalerStep) if _is_as_often(event, each)), None)
+    return next((each for each in steps_by_scaler(trace) if _is_as_often(event, each)), None)
 
 
-def _site(event: SchedulerStep, step: ScalerStep) -> Site:
+def _site(event: SchedulerStep, step: ScalerStep | Managed) -> Site:
     """Where a class in another file, which steps all its schedulers, is told to; else the step."""
     own = {id(each.node) for each in step.context.sites}
     apart = next((each for each in event.context.sites if id(each.node) not in own), None)
@@ -114,7 +115,7 @@ def _site(event: SchedulerStep, step: ScalerStep) -> Site:
     return Site(event.node, event.module, event.context.functions)
 
 
-def _is_as_often(event: SchedulerStep, step: ScalerStep) -> bool:
+def _is_as_often(event: SchedulerStep, step: ScalerStep | Managed) -> bool:
     mine, around = event.context.loops, step.context.loops
     if is_of_each(step):
         around = around[:-1]

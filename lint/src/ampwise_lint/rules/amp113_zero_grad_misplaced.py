@@ -50,6 +50,7 @@ from ampwise_lint.queries import (
     zeroed_with,
 )
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.source.library import ACCUMULATES
 from ampwise_lint.source.project import Module
 from ampwise_lint.source.roles import dotted
 from ampwise_lint.triggers import AUTOCAST, SCALER
@@ -70,7 +71,7 @@ from ampwise_lint.values.events import (
 def check(code: Analysis) -> Iterator[Mistake]:
     if not uses_amp(code):
         return
-    yield from _before_accumulated(code.module)
+    yield from _before_accumulated(code)
     never: dict[int, ScalerStep | OptimizerStep] = {}
     zeroed: set[int] = set()
     for trace in code.traces:
@@ -97,15 +98,22 @@ def check(code: Analysis) -> Iterator[Mistake]:
             )
 
 
-def _before_accumulated(module: Module) -> Iterator[Mistake]:
+def _before_accumulated(code: Analysis) -> Iterator[Mistake]:
     """Zeroed before backward in ``with accelerator.accumulate(model):``.
 
     Inside of it Accelerate's optimizer zeroes only in the last micro-batch of a window, as it steps
     only there.
     """
-    windows = [each for call in module.index.of(ast.Call) for each in _windows(call)]
-    if not any(not isinstance(each, ast.Constant) or each.value != 1 for each in windows):
-        return
+    walked = [each.module for trace in code.traces for each in trace.events]
+    modules = {id(each): each for each in (code.module, *walked)}.values()
+    calls = [call for module in modules for call in module.index.of(ast.Call)]
+    windows = [each for call in calls for each in _windows(call)]
+    if any(not isinstance(each, ast.Constant) or each.value != 1 for each in windows):
+        for module in modules:
+            yield from _zeroed_in_window(module)
+
+
+def _zeroed_in_window(module: Module) -> Iterator[Mistake]:
     for block in module.index.of(ast.With):
         if not isinstance(block, ast.With) or not any(_accumulates(e) for e in block.items):
             continue
@@ -126,7 +134,7 @@ def _before_accumulated(module: Module) -> Iterator[Mistake]:
 def _windows(call: ast.AST) -> Iterator[ast.expr]:
     """How many micro-batches a call says that a window has."""
     for each in call.keywords if isinstance(call, ast.Call) else []:
-        if each.arg == "gradient_accumulation_steps":
+        if each.arg in ACCUMULATES:
             yield each.value
 
 

@@ -3,7 +3,8 @@
 ## What it does
 Reports an enabled `GradScaler(...)` that scales losses of a training whose autocast regions are
 all bfloat16, or are where an option chooses that and leaves the scaler on, and one that is enabled
-for bfloat16 only. Silent where the dtype is not known, and where it is bfloat16 for want of a GPU.
+for bfloat16 only; of a wrapper that holds a scaler, as timm's does, where the wrapper is made.
+Silent where the dtype is not known, and where it is bfloat16 for want of a GPU.
 
 ## Why is this bad
 bfloat16 ends at 3.39e38, as float32 does, so gradients neither underflow nor overflow for want
@@ -38,12 +39,13 @@ from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.queries import edit
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.triggers import SCALER
-from ampwise_lint.values.abstract import Region, Scaler
-from ampwise_lint.values.events import Backward, Enter
+from ampwise_lint.values.abstract import Region, Scaler, Wrapper
+from ampwise_lint.values.events import Backward, Enter, Made, Managed
 
 
 @rule("AMP204", "scaler-with-bfloat16", "info", fix="unsafe", triggers=(SCALER,))
 def check(code: Analysis) -> Iterator[Mistake]:
+    yield from _in_wrappers(code)
     scalers: dict[int, Scaler] = {}
     dtypes: dict[int, set[str | None]] = defaultdict(set)
     chosen: set[int] = set()
@@ -89,6 +91,29 @@ def _is_on_cpu(trace: Trace) -> bool:
 
 
 DEVICES = re.compile(r"Eq '(cpu|cuda)'\)$|cuda\.is_available\(\)$|startswith\('cuda'\)")
+
+
+def _in_wrappers(code: Analysis) -> Iterator[Mistake]:
+    """A wrapper that holds a scaler: where it is made, for others may use it for float16."""
+    made: dict[int, Made] = {}
+    dtypes: dict[int, set[str | None]] = defaultdict(set)
+    for trace in code.traces:
+        stepping = {each.path for each in trace.of(Managed) if each.optimizer is not None}
+        regions = {e.region.dtype for e in trace.of(Enter) if not e.context.no_grad}
+        for event in trace.of(Made):
+            wrapper = event.value
+            if isinstance(wrapper, Wrapper) and wrapper.skips and wrapper.path in stepping:
+                made[id(event.node)] = event
+                dtypes[id(event.node)] |= regions
+    for place, event in made.items():
+        if dtypes[place] == {"bfloat16"}:
+            yield Mistake(
+                event.node,
+                event.module,
+                "autocast runs in bfloat16, which has float32's range: the loss scaling of this "
+                "wrapper only costs a check and a host sync per step; run backward and the step "
+                "without it",
+            )
 
 
 def _is_always_on(scaler: Scaler, entered: list[Region]) -> bool:

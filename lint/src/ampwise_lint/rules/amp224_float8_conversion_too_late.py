@@ -32,16 +32,10 @@ from collections.abc import Iterator
 
 from ampwise_lint.analysis import Analysis
 from ampwise_lint.rule import Mistake, rule
-from ampwise_lint.source.library import CONVERT_TO_FLOAT8, is_optimizer
+from ampwise_lint.source.library import CONVERT_TO_FLOAT8, FULLY_SHARD, is_optimizer
 from ampwise_lint.source.places import block_of, scope_of
 from ampwise_lint.source.project import Module
 from ampwise_lint.triggers import FLOAT8
-
-SHARDS = (
-    "torch.distributed.fsdp.fully_shard",
-    "torch.distributed._composable.fsdp.fully_shard",
-    "torch.distributed._composable.fsdp.fully_shard.fully_shard",
-)
 
 
 @rule("AMP224", "float8-conversion-too-late", "error", triggers=(FLOAT8,))
@@ -58,7 +52,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
 def _too_late(module: Module, call: ast.Call, before: ast.Call) -> str:
     """What is wrong about a conversion after another call; empty if nothing is."""
     model, path = module.unparsed(call.args[0]), module.imports.full(before.func)
-    if path in SHARDS:
+    if path in FULLY_SHARD:
         if [module.unparsed(each) for each in before.args[:1]] == [model]:
             return (
                 f"{model} is sharded already: FSDP2 knows the layers that this replaces, and the "

@@ -6,7 +6,8 @@ Reports what copies a value to the host on every step of a mixed-precision train
 `math.isfinite(loss)`; one finding for each loop and kind, with all lines. Silent under a condition
 such as `step % 100 == 0`, `step == 0` or `step in shown`, in branches that leave the loop, and in
 those for a step that went wrong or gave a warning; in functions that such a condition leaves early;
-and on paths that train in float32.
+and on paths that train in float32. An `Accelerator` that is told no precision counts: its launch
+tells it one.
 
 ## Why is this bad
 The host waits until the device has done all that is queued, and the device then waits until the
@@ -55,7 +56,7 @@ from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.places import block_of, functions_of, loads, stores
 from ampwise_lint.source.roles import dotted
 from ampwise_lint.triggers import MIXED
-from ampwise_lint.values.abstract import Tensor, Unknown
+from ampwise_lint.values.abstract import Scaler, Tensor, Unknown, Wrapper
 from ampwise_lint.values.events import HostSync, SchedulerStep
 
 
@@ -74,7 +75,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
             if event.how == "get_scale" and event.context.functions in waits:
                 continue  # the price of a schedule that waits for skipped steps: AMP112
             # Of what another file is given more has to be known.
-            sure = event.module is code.module or isinstance(event.tensor, Tensor)
+            sure = event.module is code.module or isinstance(event.tensor, KNOWN)
             if not sure or _is_on_host(event) or _is_no_tensor(event):
                 continue
             if is_hot(event, loops, trace):
@@ -86,6 +87,10 @@ def check(code: Analysis) -> Iterator[Mistake]:
                     found.setdefault(key, {}).setdefault(id(event.node), place)
     for places in found.values():
         yield _mistake(sorted(places.values(), key=lambda each: each.line))
+
+
+KNOWN = Tensor | Scaler | Wrapper
+"""What is read from the device, and surely so."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,8 @@ train in mixed precision, and, where a loader pins memory, by default or where t
 copies of batches without `non_blocking=True`. Silent for validation, by name or where nothing
 trains in mixed precision on what it yields, for loaders of which a batch at most is taken or whose
 data set or collate function puts data on the device, and where arguments come from a variable.
+Mixed precision is also FSDP's `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`, and what
+`accelerate launch` may tell an `Accelerator()`.
 
 ## Why is this bad
 With `num_workers=0`, the default, the training process makes each batch itself, between steps.
@@ -231,7 +233,7 @@ def _is_aside(name: str) -> bool:
 
 
 PICTURES = re.compile(
-    r"(^|_)(vis|viz|visual\w*|plot\w*|render\w*|demo|bench(mark)?)(_|$)", re.IGNORECASE
+    r"(^|_)(vis|viz|visual\w*|plot\w*|render\w*|demo|dummy|bench(mark)?)(_|$)", re.IGNORECASE
 )
 
 

@@ -1,8 +1,9 @@
 """# unfused-optimizer
 
 ## What it does
-Reports Adam, AdamW, SGD or Adagrad of `torch.optim` without `fused`, when a scaler steps it. An
-explicit `fused` or `foreach` is a choice, and not reported.
+Reports Adam, AdamW, SGD or Adagrad of `torch.optim` without `fused`, when a scaler steps it, or a
+wrapper that holds one, as timm's `NativeScaler` does. An explicit `fused` or `foreach` is a
+choice, and not reported.
 
 ## Why is this bad
 For an optimizer that is not fused, `scaler.step` unscales in a pass of its own and reads
@@ -25,15 +26,16 @@ parameters took 82 ms, fused 27 ms.
 ## Fix safety
 Unsafe: `--unsafe-fixes` adds `fused=True`. Results differ in rounding; a skipped step still
 calls Python's `optimizer.step()`; and with ShardedGradScaler a fused optimizer skips the
-all-reduce of found_inf.
+all-reduce of found_inf. Where an option names the class, nothing is added: not each is fused.
 """
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 
 from ampwise_lint.analysis import Analysis
-from ampwise_lint.queries import edit
+from ampwise_lint.queries import edit, steps_by_scaler
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.triggers import MIXED
 from ampwise_lint.values.abstract import Optimizer
@@ -45,10 +47,11 @@ FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
 @rule("AMP305", "unfused-optimizer", "info", fix="unsafe", triggers=MIXED)
 def check(code: Analysis) -> Iterator[Mistake]:
     for trace in code.traces:
-        for event in trace.of(ScalerStep):
+        for event in steps_by_scaler(trace):
             optimizer = event.optimizer
             # The sharded scaler skips the all-reduce of found_inf for fused optimizers.
-            if isinstance(optimizer, Optimizer) and "Sharded" not in event.scaler.path:
+            sharded = isinstance(event, ScalerStep) and "Sharded" in event.scaler.path
+            if isinstance(optimizer, Optimizer) and not sharded:
                 for each in (optimizer, *optimizer.others):
                     if _could_be_fused(each):
                         yield _mistake(each)
@@ -68,5 +71,11 @@ def _mistake(optimizer: Optimizer) -> Mistake:
         optimizer.module,
         "the optimizer is not fused: under a scaler each step copies found_inf to the host and "
         "passes over the gradients several times; add fused=True",
-        (edit("argument", optimizer.node, "fused=True"),),
+        (edit("argument", optimizer.node, "fused=True"),) if _is_named(optimizer) else (),
     )
+
+
+def _is_named(optimizer: Optimizer) -> bool:
+    """Whether its class stands in the file: of all that an option may name, some are not fused."""
+    made = ast.unparse(getattr(optimizer.node, "func", optimizer.node))
+    return not made.startswith("getattr(") and "__dict__" not in made and "vars(" not in made

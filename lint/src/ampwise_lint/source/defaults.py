@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -16,6 +17,24 @@ def device_defaults(index: Index) -> dict[str, str]:
         if device := _device(default):
             found[name].add(device)
     return {name: devices.pop() for name, devices in found.items() if len(devices) == 1}
+
+
+def text_defaults(index: Index) -> dict[str, str]:
+    """Texts by the names of options and parameters; none where the file has several for one."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for name, default in _defaults(index):
+        if isinstance(default, ast.Constant) and isinstance(default.value, str):
+            found[name].add(default.value)
+    return {name: texts.pop() for name, texts in found.items() if len(texts) == 1}
+
+
+NAME = re.compile(r"(?:^|[.(\[' ])([A-Za-z_]\w*)(?:'\])?\)?(?:\.type|\.split\(\).*)?$")
+
+
+def setting_in(key: str) -> str:
+    """The name of a setting, in the key of what was read from it; empty where there is none."""
+    found = NAME.search(key)
+    return found[1] if found else ""
 
 
 def flags_on(index: Index) -> frozenset[str]:

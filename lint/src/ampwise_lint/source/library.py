@@ -62,6 +62,8 @@ WRAPPERS = re.compile(
     r"transformers\.(Trainer|Seq2SeqTrainer|TrainingArguments)|mmengine\.|mmcv\.|fastai\.|"
     r"detectron2\.engine|trl\.)"
 )
+ACCUMULATES = ("gradient_accumulation_steps", "gradient_accumulation_plugin")
+"""Parameters of Accelerator that tell a window; with them it divides the loss itself."""
 LIGHTNING = re.compile(r"^(lightning|pytorch_lightning|lightning_fabric)\.")
 SIDE_BY_SIDE = {
     "cat",
@@ -187,6 +189,12 @@ SAME_NETWORK = {
 DDP = re.compile(r"(^|\.)(DistributedDataParallel|DDP)$")
 DP = re.compile(r"(^|\.)DataParallel$")
 FSDP = re.compile(r"(^|\.)(FullyShardedDataParallel|FSDP)$")
+FULLY_SHARD = {
+    "torch.distributed.fsdp.fully_shard",
+    "torch.distributed._composable.fsdp.fully_shard",
+    "torch.distributed._composable.fsdp.fully_shard.fully_shard",
+}
+FSDP_POLICY = re.compile(r"torch\.distributed\.[\w.]*\.MixedPrecision(Policy)?$")
 
 
 @lru_cache(maxsize=4096)

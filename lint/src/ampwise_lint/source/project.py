@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 
 from ampwise_lint.source.attributes import Assigned, assigned
-from ampwise_lint.source.defaults import device_defaults, flags_on
+from ampwise_lint.source.defaults import device_defaults, flags_on, text_defaults
 from ampwise_lint.source.imports import Imports, imports
 from ampwise_lint.source.nodes import Index, Node, span
 from ampwise_lint.source.outline import Outline
@@ -60,6 +60,11 @@ class Module:
     def device_defaults(self) -> dict[str, str]:
         """Devices that its options and parameters are by default."""
         return device_defaults(self.index)
+
+    @cached_property
+    def text_defaults(self) -> dict[str, str]:
+        """Texts that its options and parameters are by default."""
+        return text_defaults(self.index)
 
     @cached_property
     def flags_on(self) -> frozenset[str]:

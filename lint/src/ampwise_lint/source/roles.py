@@ -70,7 +70,10 @@ STEP_NAMES = {
 
 TRAINERS = ("Trainer", "TrainingArguments", "Fabric", "Accelerator")
 PRECISIONS = {"precision", "mixed_precision", "fp16", "bf16"}
-"""Classes that run steps themselves, and how they are told in which precision."""
+"""Classes that run steps themselves, and how they are told in which precision.
+
+An Accelerator need not be told: its launch does that, too.
+"""
 
 Role = Literal["scaler", "wrapper", "optimizer", "scheduler", "network", ""]
 
@@ -273,7 +276,9 @@ class Roles:
             case ast.Attribute(attr="half"):
                 return not call.args
             case ast.Attribute(attr=name) | ast.Name(id=name) if name.endswith(TRAINERS):
-                return any(each.arg in PRECISIONS for each in call.keywords)
+                return name == "Accelerator" or any(
+                    each.arg in PRECISIONS for each in call.keywords
+                )
             case ast.Attribute(value=receiver, attr="scale"):
                 return self.is_scaler(dotted(receiver))
             case ast.Attribute(value=receiver, attr="step"):

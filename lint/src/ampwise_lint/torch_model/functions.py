@@ -11,6 +11,7 @@ from functools import lru_cache
 from ampwise_lint.path.conditions import decide
 from ampwise_lint.path.state import State
 from ampwise_lint.source import library
+from ampwise_lint.source.defaults import setting_in
 from ampwise_lint.source.nodes import Node
 from ampwise_lint.source.roles import HANDLES, LOSS
 from ampwise_lint.torch_model import casts, methods, networks, python_functions, tensors, trainers
@@ -110,19 +111,14 @@ def _autocast(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
     return Manager("autocast", node, region)
 
 
-DEVICE = re.compile(r"(?:^|[.(\[' ])([A-Za-z_]\w*)(?:'\])?\)?(?:\.type|\.split\(\).*)?$")
-"""The name of a setting, in the key of what was read from it."""
-
-
 def _device_named(state: State, value: Value | None) -> str | None:
     """A device by its text, or by what the setting it was read from is by default."""
     if isinstance(value, Const):
         return value.value if isinstance(value.value, str) else None
-    name = DEVICE.search(value.key) if isinstance(value, Unknown) else None
-    if name is None:
+    if not isinstance(value, Unknown):
         return None
-    here, judged = state.here.device_defaults, state.module.device_defaults
-    return here.get(name[1]) or judged.get(name[1])
+    name = setting_in(value.key)
+    return state.here.device_defaults.get(name) or state.module.device_defaults.get(name)
 
 
 def _scale_loss(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
@@ -197,6 +193,7 @@ def _loader(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
 
 def _wrap(kind: str) -> Callable[[State, ast.Call, str, Arguments], Value]:
     def wrap(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
+        _note_policy(state, node, a)
         inner = a.first("module", "model")
         if isinstance(inner, Instance):
             inner.wrapped = kind
@@ -396,6 +393,34 @@ def _distribution(state: State, node: ast.Call, path: str, a: Arguments) -> Valu
     return made
 
 
+def _fully_sharded(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
+    """``fully_shard(model, mp_policy=...)``, which gives the network back."""
+    _note_policy(state, node, a)
+    return a.first("module") or state.unknown(node, "called")
+
+
+POLICIES = ("mixed_precision", "mp_policy")
+
+
+def _note_policy(state: State, node: ast.Call, a: Arguments) -> None:
+    """Note a policy that FSDP is handed; one that is not in sight is made for lower precision."""
+    policy = next((a.named[each] for each in POLICIES if each in a.named), NONE)
+    if isinstance(policy, Unknown):
+        policy = Wrapper(policy.key, lower=True)
+    if isinstance(policy, Wrapper):
+        state.emit(Made, node, policy)
+
+
+def _policy(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
+    """The dtypes in which FSDP gathers parameters: those of its forward and backward."""
+    dtype = a.first("param_dtype")
+    named = None if dtype is None else casts.dtype_named(dtype)
+    is_full = dtype is None or named == "float32" or (isinstance(dtype, Const) and named is None)
+    policy = Wrapper(path, lower=a.open or not is_full)
+    state.emit(Made, node, policy)
+    return policy
+
+
 def _compiled(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
     return a.first("model", "module") or state.unknown(node, "called")
 
@@ -565,6 +590,7 @@ NAMES: dict[str, Handler] = {
     "torch.device": _device,
     "torch.save": _save,
     "apex.amp.scale_loss": _scale_loss,
+    **dict.fromkeys(library.FULLY_SHARD, _fully_sharded),
     "deepspeed.initialize": _wrapper,
     **dict.fromkeys(("copy.copy", "copy.deepcopy"), _copied),
     "functools.partial": _partial,
@@ -586,6 +612,7 @@ FAMILIES: list[tuple[Callable[[str], bool], Handler]] = [
     (library.is_optimizer, make_optimizer),
     (lambda p: _last(p) in ("DataLoader", "FastDataLoader", "DataLoaderX"), _loader),
     (lambda p: bool(library.FSDP.search(p)), _wrap("fsdp")),
+    (lambda p: bool(library.FSDP_POLICY.match(p)), _policy),
     (lambda p: bool(library.DDP.search(p)), _wrap("ddp")),
     (lambda p: bool(library.DP.search(p)), _wrap("dp")),
     (lambda p: p.startswith("torch.distributions."), _distribution),

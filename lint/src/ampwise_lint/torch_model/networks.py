@@ -158,8 +158,11 @@ def _network_zeroed(
 
 def _network_clipped(
     state: State, node: ast.Call, owner: Model | Instance, name: str, a: Arguments
-) -> None:
+) -> Value:
+    """FSDP's own, which returns the norm."""
     state.emit(Clip, node, owner)
+    key = state.unknown(node, label="norm").key
+    return Tensor(key=key, op="grad_norm", dtype="float32")
 
 
 def _network_steps(

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from ampwise_lint.path.conditions import chosen
 from ampwise_lint.path.state import State
 from ampwise_lint.source import library
+from ampwise_lint.source.defaults import setting_in
 from ampwise_lint.source.roles import LOADER
 from ampwise_lint.torch_model import tensors
 from ampwise_lint.values.abstract import (
@@ -116,6 +117,21 @@ CHOSEN_OF = {
 """What an option names of a module: one of the classes derived from this one."""
 
 
+def class_chosen(state: State, home: str, option: Value) -> Ref:
+    """The class that an option names of a module: what it is by default, or any."""
+    name = setting_in(option.key) if isinstance(option, Unknown) else ""
+    default = state.here.text_defaults.get(name) or state.module.text_defaults.get(name, "")
+    path = f"{home}.{default}"
+    return Ref(path if library.is_optimizer(path) else CHOSEN_OF[home])
+
+
+def _vars(state: State, node: ast.Call, name: str, a: Arguments) -> Value:
+    first = _first(a)
+    if isinstance(first, Ref):
+        return Ref(f"{first.path}.__dict__")
+    return _other(state, node, name, a)
+
+
 def _is_named(state: State, dtype: str) -> bool:
     """Whether the text of the files at hand has a dtype: what an option chooses from."""
     word = re.compile(rf"torch\.{dtype}\b|['\"]{dtype}['\"]")
@@ -132,8 +148,8 @@ def _getattr(state: State, node: ast.Call, name: str, a: Arguments) -> Value:
             named = {name: each for name, each in FLOATS.items() if _is_named(state, name)}
             # A default is one of several.
             return chosen(state, (named if a.count == 2 else None) or FLOATS, option)
-        case [Ref(path=path), *_] if path in CHOSEN_OF:
-            return Ref(CHOSEN_OF[path])
+        case [Ref(path=path), option, *_] if path in CHOSEN_OF:
+            return class_chosen(state, path, option)
         case [owner, Const(value=attr), *_]:
             return Unknown(f"{key_of(owner)}.{attr}", "given")
         case _:
@@ -238,4 +254,5 @@ FUNCTIONS: dict[str, Callable[[State, ast.Call, str, Arguments], Value]] = {
     "len": _len,
     "range": _range,
     "bool": _bool,
+    "vars": _vars,
 }

@@ -8,6 +8,7 @@ import re
 from ampwise_lint.path.conditions import exists
 from ampwise_lint.path.state import State
 from ampwise_lint.source.nodes import Node
+from ampwise_lint.source.roles import SCALER
 from ampwise_lint.torch_model import tensors, trainers
 from ampwise_lint.values.abstract import (
     NONE,
@@ -96,6 +97,11 @@ def _held(value: Value | None) -> Value | None:
     return held[0] if len(held) == 1 else value
 
 
+def stepped(a: Arguments) -> Optimizer | None:
+    """The optimizer of ``loss_scaler(loss, optimizer, ...)``."""
+    return next((each for each in map(_held, a.values) if isinstance(each, Optimizer)), None)
+
+
 def _scaled(state: State, scaler: Scaler, value: Value | None, node: Node) -> Value:
     match value:
         case Tensor():
@@ -109,9 +115,21 @@ def _scaled(state: State, scaler: Scaler, value: Value | None, node: Node) -> Va
 
 
 def state_dict(state: State, node: ast.Call, owner: Value, name: str) -> Parameters:
-    """``state_dict`` and ``load_state_dict``."""
+    """``state_dict`` and ``load_state_dict``; a scaler's is read back from the device."""
+    is_scaler = isinstance(owner, Scaler | Wrapper) or bool(SCALER.search(key_of(owner)))
+    if is_scaler and _reads_scale(state, node):
+        state.emit(HostSync, node, owner, "state_dict")
     state.emit(StateDict, node, owner, name == "load_state_dict")
     return Parameters(owner, f"{key_of(owner)}.state_dict")
+
+
+def _reads_scale(state: State, node: ast.Call) -> bool:
+    """``loss_scaler.state_dict()["scale"]``, which is for a report, and no checkpoint."""
+    match state.here.parents.get(id(node)):
+        case ast.Subscript(slice=ast.Constant(value="scale")):
+            return True
+        case _:
+            return False
 
 
 def optimizer(state: State, node: ast.Call, owner: Optimizer, name: str, a: Arguments) -> Value:
@@ -187,7 +205,7 @@ def wrapper(state: State, node: ast.Call, owner: Wrapper, name: str, a: Argument
             state.emit(Managed, node, owner.path, trainer=owner)
             trainers.fit(state, node, owner, a)
         case _ if name in RUNS_STEP:
-            state.emit(Managed, node, owner.path)
+            state.emit(Managed, node, owner.path, optimizer=stepped(a) if owner.skips else None)
         case _ if name in trainers.UNSCALES:
             state.emit(Managed, node, owner.path, unscales=True, plain=True)
         case _ if name in trainers.PREPARES:

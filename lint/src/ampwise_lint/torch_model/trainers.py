@@ -45,9 +45,6 @@ OFF = ("no", "32", "32-true", "64", "64-true", "False", "None")
 SETTINGS = ("precision", "mixed_precision", "fp16", "bf16")
 """Parameters that tell the precision."""
 
-DIVIDES = ("gradient_accumulation_steps", "gradient_accumulation_plugin")
-"""Parameters of Accelerator with which it divides the loss itself."""
-
 PREPARES = {
     "prepare", "prepare_model", "prepare_optimizer", "setup", "setup_module", "setup_optimizers",
 }  # fmt: skip
@@ -64,15 +61,23 @@ def make(path: str, a: Arguments) -> Wrapper:
     else:
         mixed, weights = MIXED.get(told or "", ""), TRUE.get(told or "", "")
         lower = told is not None and told not in OFF
+        if told is None and _last(path) == "Accelerator":
+            # `accelerate launch` may tell it: nothing is known of what, only of how fast it is.
+            return Wrapper(path, lower=True, divides=_divides(a))
     return Wrapper(
         path,
         lower,
         has_state=path.endswith(".NativeScaler"),
         mixed=mixed or ("any" if lower and not weights else ""),
         weights=weights,
-        divides=a.open or any(each in a.named for each in DIVIDES),
+        divides=_divides(a),
         network=a.named.get("model") if _last(path).endswith("Trainer") else None,
+        skips=path.endswith(".NativeScaler"),
     )
+
+
+def _divides(a: Arguments) -> bool:
+    return a.open or any(each in a.named for each in library.ACCUMULATES)
 
 
 def _told(a: Arguments) -> str | None:

@@ -260,6 +260,8 @@ class Wrapper(Value):
     """It may divide losses by the number of micro-batches itself."""
     network: Value | None = None
     """What it was made to train."""
+    skips: bool = False
+    """It steps optimizers by a gradient scaler of its own, which may skip that."""
 
     @property
     def scales(self) -> bool:

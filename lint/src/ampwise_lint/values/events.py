@@ -355,3 +355,5 @@ class Managed(Event):
     """Of steps it does nothing but what is in sight: it neither divides losses nor steps."""
     trainer: Wrapper | None = None
     """The trainer that runs the whole training."""
+    optimizer: Optimizer | None = None
+    """What it steps by a scaler of its own, which may skip that."""
