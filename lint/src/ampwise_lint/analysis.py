@@ -269,7 +269,7 @@ def _run_networks(analysis: Analysis, prefilter: Prefilter, walked: set[int]) ->
     if region is None:
         return
     budget = Budget(NETWORK_NODES)
-    for path in sorted(prefilter.reached(module.path, module.source.text, module.used)):
+    for path in sorted(prefilter.run_with(module.path, module.source.text, module.used)):
         imported: dict[int, Scope] = {}
         for other, root in _networks(module.project, path, region):
             walk = partial(_run, other, root, budget, imported)

@@ -492,11 +492,13 @@ def is_handed_in(loss: Value) -> bool:
 
 FAULT = re.compile(r"is_?nan|is_?inf(?!erence)|found_inf|has_nan", re.IGNORECASE)
 """Conditions that hold when a step went wrong."""
+SOUND = re.compile(r"is_?finite|all_?finite", re.IGNORECASE)
+"""Conditions that hold when it did not."""
 
 
 def accumulates(trace: Trace) -> Iterator[tuple[Backward, ScalerStep | OptimizerStep]]:
     """Each backward that runs more often than the step behind it, with that step."""
-    if any(taken and FAULT.search(key) for key, taken in trace.decided.items()):
+    if any((FAULT if taken else SOUND).search(key) for key, taken in trace.decided.items()):
         return  # a step that went wrong is left out, which makes no window
     for index, event in enumerate(trace.events):
         if not isinstance(event, Backward) or not (event.context.loops or trace.root):

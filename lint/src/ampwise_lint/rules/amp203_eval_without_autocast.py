@@ -82,6 +82,8 @@ def check(code: Analysis) -> Iterator[Mistake]:
         for event in trace.of(Forward):
             if _is_teacher(event, trace) or _network(event) in whole:
                 continue
+            if whole and _runs_only(event, trace, whole):
+                continue
             same = _network(event) in models or _holds(event.model, parts)
             same = (same and _is_reached(trace, event)) or (
                 _name(event) in trained and not _is_another(event, trained, plain)
@@ -213,6 +215,16 @@ def _covered(code: Analysis) -> Calls:
                 calls = {id(site.node) for site in each.context.sites}
                 found.setdefault(id(each.node), set()).update(calls)
     return found
+
+
+def _runs_only(event: Forward, trace: Trace, plain: set[str]) -> bool:
+    """Whether a method of a network runs nothing but parts that train outside autocast, too."""
+    inside = [
+        each
+        for each in trace.of(Forward)
+        if each.is_root and any(site.node is event.node for site in each.context.sites)
+    ]
+    return bool(inside) and all(_network(each) in plain for each in inside)
 
 
 def _place(event: Forward, covered: Calls) -> Forward | Site | None:
