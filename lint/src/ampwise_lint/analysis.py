@@ -117,8 +117,10 @@ def analyse(module: Module, prefilter: Prefilter) -> Analysis:
                 if id(root.node) not in seen:
                     _explore(analysis, budget, seen, imported, root, FUNCTION_PATHS)
             walked |= seen
+        # Without part of a step in it, a file is here since another one that it runs makes steps.
+        by_others = not module.roles.core
         for root in _roots(module):
-            trains = root.is_core or analysis.any(Enter) or analysis.any(Backward)
+            trains = root.is_core or by_others or analysis.any(Enter) or analysis.any(Backward)
             if id(root.node) not in walked and trains:
                 _explore(analysis, budget, walked, imported, root, FUNCTION_PATHS)
         for root in _steps_in_parts(analysis):

@@ -51,7 +51,17 @@ from ampwise_lint.source.project import Module
 from ampwise_lint.source.roles import dotted
 from ampwise_lint.triggers import SCALER
 from ampwise_lint.values.abstract import Scheduler
-from ampwise_lint.values.events import Condition, ScalerStep, SchedulerStep, Site, Update
+from ampwise_lint.values.events import (
+    Condition,
+    Managed,
+    ScalerStep,
+    SchedulerStep,
+    Site,
+    Update,
+)
+
+Step = ScalerStep | Managed
+"""A scaler's step, or that of a wrapper which is handed the loss."""
 
 
 @rule("AMP112", "scheduler-ignores-skip", "info", fix="unsafe", triggers=(SCALER,))
@@ -89,12 +99,14 @@ def _is_of_learning_rate(event: SchedulerStep) -> bool:
     return known or "lr" in name or not OTHER.search(name)
 
 
-def _step_beside(trace: Trace, event: SchedulerStep) -> ScalerStep | None:
+def _step_beside(trace: Trace, event: SchedulerStep) -> Step | None:
     """A scaler's step that runs as often: in one loop, or in a function that makes one."""
-    return next((each for each in trace.of(ScalerStep) if _is_as_often(event, each)), None)
+    by_wrapper = [each for each in trace.of(Managed) if each.loss is not None]
+    steps: list[Step] = [*trace.of(ScalerStep), *by_wrapper]
+    return next((each for each in steps if _is_as_often(event, each)), None)
 
 
-def _site(event: SchedulerStep, step: ScalerStep) -> Site:
+def _site(event: SchedulerStep, step: Step) -> Site:
     """Where a class in another file, which steps all its schedulers, is told to; else the step."""
     own = {id(each.node) for each in step.context.sites}
     apart = next((each for each in event.context.sites if id(each.node) not in own), None)
@@ -103,7 +115,7 @@ def _site(event: SchedulerStep, step: ScalerStep) -> Site:
     return Site(event.node, event.module, event.context.functions)
 
 
-def _is_as_often(event: SchedulerStep, step: ScalerStep) -> bool:
+def _is_as_often(event: SchedulerStep, step: Step) -> bool:
     mine, around = event.context.loops, step.context.loops
     if is_of_each(step):
         around = around[:-1]

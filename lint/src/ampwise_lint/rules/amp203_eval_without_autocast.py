@@ -75,7 +75,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
     beside = _beside(code)
     halved = {each.context.functions for e in code.traces for each in _halved(e) if not _asks(each)}
     for trace in code.traces:
-        models = {_network(each) for each in _trained(trace)}
+        models = {_network(each) for each in _trained(trace)} | _trained_inside(trace)
         parts = {id(each.model) for each in _trained(trace)}
         whole = {_network(each) for each in _trained_without(trace)} - models
         here = halved | {each.context.functions for each in _halved(trace)}
@@ -243,6 +243,26 @@ def _place(event: Forward, covered: Calls) -> Forward | Site | None:
 def _network(event: Forward) -> str:
     """Tells networks apart: a wrapper of torch and a copy are the one they hold or come from."""
     return key_of(_original(event.model))
+
+
+def _trained_inside(trace: Trace) -> set[str]:
+    """The networks that a loss in one class runs: ``self.student(x)`` in ``self.forward(x, y)``."""
+    outer = {key_of(value) for each in _trained(trace) for value in _parts(each.model)}
+    return {
+        _network(each)
+        for each in trace.of(Forward)
+        if not each.is_root
+        and each.context.region is not None
+        and not each.context.no_grad
+        and each.training is not False
+        and _network(each) in outer
+    }
+
+
+def _parts(network: Value) -> list[Value]:
+    """The networks that a network in sight, whose method makes the steps, was handed."""
+    made = network.attributes.values() if isinstance(network, Instance) else ()
+    return [_original(each) for each in made if isinstance(each, Model | Instance)]
 
 
 def _holds(network: Value, parts: set[int]) -> bool:
