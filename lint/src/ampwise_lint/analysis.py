@@ -117,10 +117,11 @@ def analyse(module: Module, prefilter: Prefilter) -> Analysis:
                 if id(root.node) not in seen:
                     _explore(analysis, budget, seen, imported, root, FUNCTION_PATHS)
             walked |= seen
-        runs_loop = not analysis.traces and _only_runs_loop(module, prefilter)
+        # Without part of a step in it, a file is here since another one that it runs makes steps.
+        by_others = not module.roles.core
         for root in _roots(module):
-            trains = root.is_core or analysis.any(Enter) or analysis.any(Backward)
-            if id(root.node) not in walked and (trains or runs_loop):
+            trains = root.is_core or by_others or analysis.any(Enter) or analysis.any(Backward)
+            if id(root.node) not in walked and trains:
                 _explore(analysis, budget, walked, imported, root, FUNCTION_PATHS)
         for root in _steps_in_parts(analysis):
             _explore(analysis, budget, walked, imported, root, FUNCTION_PATHS)
@@ -192,12 +193,6 @@ def _explore(
 
 
 FOREIGN = {"paddle", "mindspore", "mxnet", "tensorflow", "oneflow"}
-
-
-def _only_runs_loop(module: Module, prefilter: Prefilter) -> bool:
-    """Whether a file makes no step itself, but hands what it has made to a loop of another one."""
-    text = module.source.text
-    return not module.roles.core and prefilter.runs_loop(module.path, text, module.used)
 
 
 def _is_foreign(module: Module) -> bool:
@@ -276,7 +271,7 @@ def _run_networks(analysis: Analysis, prefilter: Prefilter, walked: set[int]) ->
     if region is None:
         return
     budget = Budget(NETWORK_NODES)
-    for path in sorted(prefilter.reached(module.path, module.source.text, module.used)):
+    for path in sorted(prefilter.run_with(module.path, module.source.text, module.used)):
         imported: dict[int, Scope] = {}
         for other, root in _networks(module.project, path, region):
             walk = partial(_run, other, root, budget, imported)

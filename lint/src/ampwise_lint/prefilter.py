@@ -61,6 +61,24 @@ class Prefilter:
                 yield each
                 waiting += self._of(each).imports
 
+    def run_with(self, path: Path, text: str, read: set[Path]) -> set[Path]:
+        """All files that run where a file does: what it imports, and the packages around those.
+
+        ``from models.registry import build`` runs ``models/__init__.py``, which fills the registry.
+        """
+        waiting, found = list(self._of(path, text).imports), set[Path]()
+        while waiting:
+            each = waiting.pop()
+            if each in found or each == path:
+                continue
+            found.add(each)
+            read.add(each)
+            waiting += self._of(each).imports
+            package = each.parent / "__init__.py"
+            if package in self._project.files and package.parent not in path.parents:
+                waiting.append(package)
+        return found
+
     def _of(self, path: Path, text: str | None = None) -> Outline:
         seen = self._project.outlines
         if path not in seen:

@@ -511,11 +511,13 @@ def is_handed_in(loss: Value) -> bool:
 
 FAULT = re.compile(r"is_?nan|is_?inf(?!erence)|found_inf|has_nan", re.IGNORECASE)
 """Conditions that hold when a step went wrong."""
+SOUND = re.compile(r"is_?finite|all_?finite", re.IGNORECASE)
+"""Conditions that hold when it did not."""
 
 
 def accumulates(trace: Trace) -> Iterator[tuple[Backward, ScalerStep | OptimizerStep]]:
     """Each backward that runs more often than the step behind it, with that step."""
-    if any(_is_fault_found(key, taken) for key, taken in trace.decided.items()):
+    if any((FAULT if taken else SOUND).search(key) for key, taken in trace.decided.items()):
         return  # a step that went wrong is left out, which makes no window
     for index, event in enumerate(trace.events):
         if not isinstance(event, Backward) or not (event.context.loops or trace.root):
@@ -525,11 +527,6 @@ def accumulates(trace: Trace) -> Iterator[tuple[Backward, ScalerStep | Optimizer
         )
         if step is not None and (_is_deeper(event, step) or _is_rarer(event, step)):
             yield event, step
-
-
-def _is_fault_found(key: str, taken: bool) -> bool:
-    """Whether a condition went the way it goes when a step went wrong."""
-    return bool(FAULT.search(key)) if taken else "finite" in key
 
 
 def zeroed_with(trace: Trace, backward: Backward) -> Iterator[ZeroGrad]:

@@ -38,7 +38,7 @@ from ampwise_lint.values.abstract import (
 )
 from ampwise_lint.values.arguments import Arguments
 from ampwise_lint.values.classes import is_network, is_schedule, is_step_wrapper
-from ampwise_lint.values.contents import flatten
+from ampwise_lint.values.contents import flatten, modules_in
 from ampwise_lint.values.events import (
     Forward,
     Loss,
@@ -418,6 +418,8 @@ def _model(state: State, node: ast.Call, model: Model, a: Arguments) -> Value:
     inner = model.inner
     if model.wrapped and isinstance(inner, Instance):
         return _instance(state, node, inner, a)
+    if model.path.endswith(".Sequential") and _has_own(model):
+        return _sequential(state, node, model, a)
     if model.path.startswith("torch.nn.") and not model.wrapped:
         if state.in_forward or library.LOSS_LAYERS.match(model.path):
             return functions.apply_layer(state, node, model, a)
@@ -426,6 +428,20 @@ def _model(state: State, node: ast.Call, model: Model, a: Arguments) -> Value:
     with _prepared(state, model):
         networks.run(state, node, model, a)
     return _as_returned(state, model, _output(state, node, state.unknown(node)))
+
+
+def _has_own(model: Model) -> bool:
+    return any(isinstance(each, Instance) for each in modules_in(model))
+
+
+def _sequential(state: State, node: ast.Call, model: Model, a: Arguments) -> Value:
+    """``nn.Sequential`` of networks in sight, among others: one after the other runs."""
+    networks.run(state, node, model, a)
+    value: Value = a.positional[0] if a.positional else NONE
+    with state.in_network(model):
+        for each in modules_in(model):
+            value = invoke(state, node, each, None, Arguments([value]))
+    return _output(state, node, value)
 
 
 # ---------------------------------------------------------------------- what nobody showed us

@@ -2,8 +2,9 @@
 
 ## What it does
 Reports backward of a loss that is not divided (or weighted), when gradients of several
-micro-batches add up before the step. Dividing the gradients instead of the loss counts as well, and
-so does an Accelerator that knows the number (`gradient_accumulation_steps`).
+micro-batches add up before the step. A scaler's wrapper that is told when a window ends
+(`need_update=`) counts as a step. Dividing the gradients instead of the loss counts as well, and so
+does an Accelerator that knows the number (`gradient_accumulation_steps`).
 
 ## Why is this bad
 With mean losses, N micro-batches give N times the gradient of the global batch: the step is N
@@ -37,6 +38,7 @@ divided by their number instead. No fix where the number is not in sight.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from ampwise_lint.analysis import Analysis, Trace
@@ -60,6 +62,7 @@ from ampwise_lint.values.events import (
     Backward,
     Forward,
     GradientRead,
+    Managed,
     OptimizerStep,
     ScalerStep,
     Site,
@@ -85,6 +88,26 @@ def check(code: Analysis) -> Iterator[Mistake]:
     for each in scaled or plain:
         edits = _edits([each, *plain] if scaled else [each])
         yield _mistake(each[0], edits)
+    for event in code.of(Managed):
+        if event.loss is not None and not event.loss.divided and _ends_window(event):
+            yield _mistake(event, ())
+
+
+ENDS_WINDOW = re.compile(r"^(need_)?update(_grad)?$")
+"""What a scaler's wrapper is told by: timm's, and that of MAE."""
+
+
+def _ends_window(event: Managed) -> bool:
+    """``loss_scaler(loss, optimizer, need_update=(i + 1) % n == 0)``: a step once a window."""
+    loops = event.context.loops
+    if not loops or event.loss is None or _is_no_whole_loss(event.loss):
+        return False
+    loop = loops[-1].node
+    given = event.node.keywords if isinstance(event.node, ast.Call) else []
+    ends = [each.value for each in given if each.arg and ENDS_WINDOW.match(each.arg)]
+    return any(_remainders(each, loop) for each in ends) and not _sees_whole_batch(
+        loop, _target(loop)
+    )
 
 
 def _is_plain_sum(trace: Trace, backward: Backward, step: ScalerStep | OptimizerStep) -> bool:
@@ -338,7 +361,7 @@ def _is_list(value: ast.expr | None) -> bool:
             return False
 
 
-def _mistake(backward: Backward, edits: tuple[Edit, ...]) -> Mistake:
+def _mistake(backward: Backward | Managed, edits: tuple[Edit, ...]) -> Mistake:
     return Mistake(
         backward.node,
         backward.module,

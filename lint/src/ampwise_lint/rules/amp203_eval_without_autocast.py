@@ -75,12 +75,14 @@ def check(code: Analysis) -> Iterator[Mistake]:
     beside = _beside(code)
     halved = {each.context.functions for e in code.traces for each in _halved(e) if not _asks(each)}
     for trace in code.traces:
-        models = {_network(each) for each in _trained(trace)}
+        models = {_network(each) for each in _trained(trace)} | _trained_inside(trace)
         parts = {id(each.model) for each in _trained(trace)}
         whole = {_network(each) for each in _trained_without(trace)} - models
         here = halved | {each.context.functions for each in _halved(trace)}
         for event in trace.of(Forward):
             if _is_teacher(event, trace) or _network(event) in whole:
+                continue
+            if whole and _runs_only(event, trace, whole):
                 continue
             same = _network(event) in models or _holds(event.model, parts)
             same = (same and _is_reached(trace, event)) or (
@@ -215,6 +217,16 @@ def _covered(code: Analysis) -> Calls:
     return found
 
 
+def _runs_only(event: Forward, trace: Trace, plain: set[str]) -> bool:
+    """Whether a method of a network runs nothing but parts that train outside autocast, too."""
+    inside = [
+        each
+        for each in trace.of(Forward)
+        if each.is_root and any(site.node is event.node for site in each.context.sites)
+    ]
+    return bool(inside) and all(_network(each) in plain for each in inside)
+
+
 def _place(event: Forward, covered: Calls) -> Forward | Site | None:
     """Where autocast is missing: at a forward, or where a helper is called that runs it.
 
@@ -231,6 +243,26 @@ def _place(event: Forward, covered: Calls) -> Forward | Site | None:
 def _network(event: Forward) -> str:
     """Tells networks apart: a wrapper of torch and a copy are the one they hold or come from."""
     return key_of(_original(event.model))
+
+
+def _trained_inside(trace: Trace) -> set[str]:
+    """The networks that a loss in one class runs: ``self.student(x)`` in ``self.forward(x, y)``."""
+    outer = {key_of(value) for each in _trained(trace) for value in _parts(each.model)}
+    return {
+        _network(each)
+        for each in trace.of(Forward)
+        if not each.is_root
+        and each.context.region is not None
+        and not each.context.no_grad
+        and each.training is not False
+        and _network(each) in outer
+    }
+
+
+def _parts(network: Value) -> list[Value]:
+    """The networks that a network in sight, whose method makes the steps, was handed."""
+    made = network.attributes.values() if isinstance(network, Instance) else ()
+    return [_original(each) for each in made if isinstance(each, Model | Instance)]
 
 
 def _holds(network: Value, parts: set[int]) -> bool:

@@ -49,6 +49,7 @@ from ampwise_lint.source.places import grouped
 from ampwise_lint.source.project import Module
 from ampwise_lint.triggers import AUTOCAST, HALF
 from ampwise_lint.values.abstract import Const, Tensor, Value
+from ampwise_lint.values.contents import origins
 from ampwise_lint.values.events import Op
 
 ZERO_BELOW = {"float16": 2.0**-25, "bfloat16": 2.0**-134}
@@ -86,11 +87,26 @@ def _zero(event: Op) -> str:
 
 
 def _dtype(event: Op) -> str | None:
-    """The 16-bit dtype of the tensor an operation is of, if it is one."""
+    """The 16-bit dtype of the tensor an operation is of, if it is one.
+
+    What a network that is not in sight returns may be a softmax, which is float32; what a sigmoid
+    is taken of are logits, which layers return.
+    """
     first = next((each for each in event.inputs if isinstance(each, Tensor)), None)
-    if first is None or first.guessed or first.dtype not in ZERO_BELOW:
+    if first is None:
         return None
-    return first.dtype
+    if first.dtype in ZERO_BELOW:
+        return first.dtype if not first.guessed or _is_of_logits(first) else None
+    region = first.region
+    open_dtype = first.dtype is None and region is not None and region.device != "cpu"
+    low = region.dtype if region is not None and region.enabled else None
+    return low if open_dtype and low in ZERO_BELOW and _is_of_logits(first) else None
+
+
+def _is_of_logits(tensor: Tensor) -> bool:
+    """Whether a tensor was computed of the sigmoid of what a network returned."""
+    of_sigmoid = [each for each in origins(tensor) if each.op == "sigmoid"]
+    return bool(of_sigmoid) and not any(each.data for each in origins(*of_sigmoid))
 
 
 def _number(value: Value | None) -> float | None:

@@ -2,7 +2,8 @@
 
 ## What it does
 Reports a constant beyond 65504, such as -1e9, that is filled into a float16 tensor: by
-`masked_fill`, `where`, `full_like`, assignment to a mask, or `+=` of a mask times the constant.
+`masked_fill`, `where`, `full_like`, assignment to a mask, `+=` of a mask times the constant, or a
+float16 mask times it.
 A warning in networks that a float16 training imports and nothing in sight runs, as those that a
 registry or a name chooses.
 
@@ -53,7 +54,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
             if event.path in FILLS and (value := _constant(event.inputs, event.arguments)):
                 filled = _is_half(event)
             else:
-                value = _added(event)
+                value = _added(event) or _multiplied(event)
                 filled = value is not None
             if filled and value is not None:
                 yield Mistake(
@@ -109,6 +110,16 @@ def _added(event: Op) -> float | None:
             return _constant(factors, {})
         case _:
             return None
+
+
+def _multiplied(event: Op) -> float | None:
+    """The constant in ``(1 - mask) * -1e9``, where the mask is float16."""
+    if event.path != "mul" or not _is_half(event):
+        return None
+    inside = isinstance(event.module.statement_of(event.node), ast.AugAssign)
+    if inside or "mask" not in event.module.unparsed(event.node).lower():
+        return None
+    return _constant(event.inputs, {})
 
 
 def _constant(inputs: Sequence[Value], arguments: Mapping[str, Value]) -> float | None:

@@ -58,7 +58,9 @@ HELPED = re.compile(
     re.IGNORECASE,
 )
 """Words for what keeps small updates; the process that is called master is none of it."""
-OTHER = re.compile(r"^(self\.)?_?(ref|teacher|target|old|frozen|reward|critic|ema|vae|text_enc)")
+OTHER = re.compile(
+    r"^(self\.)?_?(ref|teacher|target|old|frozen|reward|critic|ema|vae|text_enc|t5|clip|vgg|lpips)"
+)
 """Networks that are frozen beside the one that trains, by their names."""
 
 
@@ -85,8 +87,14 @@ def check(code: Analysis) -> Iterator[Mistake]:
 
 def _freezes_part(module: Module) -> bool:
     """Whether part of the network that trains may be frozen, as under adapters."""
-    found = [each for each in module.index.of(ast.Attribute) if each.attr.startswith("requires_gr")]
+    found = [each for each in module.index.of(ast.Attribute) if _sets(each)]
     return any(not OTHER.search(_frozen(module, each)) for each in found)
+
+
+def _sets(node: ast.Attribute) -> bool:
+    """``p.requires_grad = False``, ``p.requires_grad_(False)``: no question what trains."""
+    stored = node.attr == "requires_grad" and isinstance(node.ctx, ast.Store)
+    return stored or node.attr == "requires_grad_"
 
 
 def _frozen(module: Module, node: ast.Attribute) -> str:

@@ -138,6 +138,11 @@ def _is_named(state: State, dtype: str) -> bool:
     return any(word.search(each.source.text) for each in (state.here, state.module))
 
 
+def _is_not(state: State, option: Unknown, name: str) -> bool:
+    """Whether an option was found to name something else on this path."""
+    return state.oracle.decided.get(f"({key_of(option)} Eq {name!r})") is False
+
+
 def _getattr(state: State, node: ast.Call, name: str, a: Arguments) -> Value:
     match a.positional:
         case [Ref(path=path), Const(value=str(attr)), *_]:
@@ -146,6 +151,11 @@ def _getattr(state: State, node: ast.Call, name: str, a: Arguments) -> Value:
             return known[attr]
         case [Ref(path="torch"), Unknown() as option, *_] if PRECISION.search(option.key):
             named = {name: each for name, each in FLOATS.items() if _is_named(state, name)}
+            other = {
+                name: each for name, each in FLOATS.items() if not _is_not(state, option, name)
+            }
+            if len(other) < len(FLOATS):
+                named = other  # the file names the one to tell the other from it
             # A default is one of several.
             return chosen(state, (named if a.count == 2 else None) or FLOATS, option)
         case [Ref(path=path), option, *_] if path in CHOSEN_OF:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ampwise_lint.source import library
-from ampwise_lint.values.abstract import LOW, Class, DictValue, Ref, Value
+from ampwise_lint.values.abstract import LOW, Class, DictValue, Model, Ref, Value
 from ampwise_lint.values.classes import is_network
 
 DTYPES = library.DTYPES.keys() | {f"torch.{each}" for each in library.TYPES}
@@ -17,7 +17,7 @@ def choices_in(table: DictValue) -> dict[Any, Value]:
     """Dtypes or classes of networks, by the keys that choose them; empty for other tables."""
     if table.open or not table.items:
         return {}
-    return _dtypes_in(table) or _networks_in(table)
+    return _dtypes_in(table) or _networks_in(table) or _losses_in(table)
 
 
 def _dtypes_in(table: DictValue) -> dict[Any, Value]:
@@ -30,6 +30,18 @@ def _dtypes_in(table: DictValue) -> dict[Any, Value]:
     # Next to the first those of 16 bits: what a path may choose is asked in this order.
     order = sorted(paths, key=lambda k: k != first and library.DTYPES[paths[k]] not in LOW)
     return {key: items[key] for key in order}
+
+
+def _losses_in(table: DictValue) -> dict[Any, Value]:
+    """``{"ce": nn.CrossEntropyLoss, "bce": nn.BCELoss()}``."""
+    items = table.items
+    are_losses = all(map(_is_loss, items.values()))
+    return dict(items) if are_losses and len(items) <= MOST_NETWORKS else {}
+
+
+def _is_loss(value: Value) -> bool:
+    is_layer = isinstance(value, Ref | Model)
+    return is_layer and bool(library.LOSS_LAYERS.match(value.path))
 
 
 def _networks_in(table: DictValue) -> dict[Any, Value]:

@@ -1,0 +1,5 @@
+from matcher import Matcher
+
+from .registry import MATCHERS
+
+MATCHERS["hungarian"] = Matcher
