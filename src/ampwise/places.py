@@ -2,8 +2,9 @@
 
 Forward operations are placed by a stack of module hooks and a walk up the Python frames. A backward
 operation runs under an autograd node, and the node was made by a forward operation: inside dispatch
-its sequence number is one less than the thread's counter, if that has moved. Gradients of gradients
-follow by the same rule, as their nodes are made in backward. Recomputed forwards (activation
+its sequence number is one less than the thread's counter, if that has moved. A gradient that
+forward asks for (`torch.autograd.grad`) is a part of forward, on the line that asks; gradients of it
+follow by the same rule, as their nodes are made there. Recomputed forwards (activation
 checkpointing) run inside a backward node with gradients enabled, and have frames of their own.
 """
 
@@ -68,6 +69,8 @@ class Place:
         ``file:line`` inside a library, where the innermost frame is one.
     function
         First line of the function that the line is in.
+    inner
+        Whether it is a part of a gradient that forward asks for.
     """
 
     phase: Phase
@@ -77,6 +80,7 @@ class Place:
     line: int
     library: str = ""
     function: int = 0
+    inner: bool = False
 
     @property
     def source(self) -> str:
@@ -174,6 +178,8 @@ class Places:
     def _in_backward(self, node: Any) -> Place:
         if torch.is_grad_enabled() and (found := self._of_frames("forward")) is not None:
             return found  # a recomputed forward, or a user's backward that is differentiated again
+        if (asks := _asking()) is not None and (found := self._of_frames("forward", asks)):
+            return replace(found, inner=True)
         made_by = self._of_node.get(_number(node), NOWHERE)
         own = self._of_frames("backward")  # Python code of a custom Function's backward
         if own is not None:
@@ -181,10 +187,10 @@ class Places:
             return replace(own, module=module, call=call)
         return replace(made_by, phase="backward")
 
-    def _of_frames(self, phase: Phase) -> Place | None:
+    def _of_frames(self, phase: Phase, frame: FrameType | None = None) -> Place | None:
         """Place of the innermost user's frame; None if the autograd engine is met first."""
         module, call = self._modules.top
-        frame: FrameType | None = sys._getframe(2)
+        frame = frame or sys._getframe(2)
         library = ""
         while frame is not None:
             code = frame.f_code
@@ -203,6 +209,18 @@ class Places:
             file, _, line = library.rpartition(":")
             return Place(phase, module, call, file, int(line), library)
         return None
+
+
+def _asking() -> FrameType | None:
+    """The call of `torch.autograd.grad` that the autograd engine runs for; None for a backward."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and kind_of(frame.f_code.co_filename) != "engine":
+        frame = frame.f_back
+    while frame is not None and kind_of(frame.f_code.co_filename) == "engine":
+        if frame.f_code.co_name == "grad":
+            return frame.f_back
+        frame = frame.f_back
+    return None
 
 
 def _number(node: Any) -> int:

@@ -15,6 +15,7 @@ signal is gone.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ampwise import formats
@@ -25,6 +26,7 @@ from ampwise.numerics.explain.lost import Lost, note
 from ampwise.numerics.explain.miscounted import rounded_integers
 from ampwise.numerics.explain.single import single_operations
 from ampwise.numerics.observe.gradient_errors import GRADIENT_DB, GradientErrors, in_words
+from ampwise.numerics.observe.operation_errors import RIGHT_DB
 from ampwise.numerics.observe.shadow import ShadowRun, shadow
 from ampwise.numerics.observe.trace import Trace
 from ampwise.numerics.observe.values import which_loss
@@ -68,14 +70,25 @@ def silent_faults(
         found.append(note(f"{loss}; the gradient, which training follows, is right."))
     if damage:
         found += single_operations(step, stash, trace, run, damage)
-    if not any(each.severe for each in found):  # else they follow from it
+    if damage and not _severe(found) and _is_inner(run):
+        found += spread.of_lines(step, stash, run, errors, damage)
+    if not _severe(found):  # else they follow from it
         found += flushed_gradients(step, stash, run, errors)
     found = rounded_integers(run, damage) + found
-    if not floor and not any(each.severe for each in found):
+    if not floor and not _severe(found):
         found += spread.of_lines(step, stash, run, errors, damage)
-    if errors.sqnr_db < 0 and not any(each.severe for each in found):
+    if errors.sqnr_db < 0 and not _severe(found):
         found.append(_unexplained(run, damage))
     return sorted(found, key=lambda each: not each.severe), run, errors
+
+
+def _severe(found: Sequence[Lost]) -> bool:
+    return any(each.severe for each in found)
+
+
+def _is_inner(run: ShadowRun) -> bool:
+    """Whether a gradient that forward asks for loses its digits, where no loss scale lifts it."""
+    return any(each.place.inner and each.local_db < RIGHT_DB for each in run.errors)
 
 
 def is_sound(step: Replayable, stash: Stash) -> bool:

@@ -22,6 +22,9 @@ from ampwise_lint.base.words import joined
 
 T = TypeVar("T")
 
+INNER_SCALE = 4096
+"""What a value is multiplied by whose gradient forward asks for, where no loss scale reaches it."""
+
 _SCALED = {
     "rowwise": "a scale for each row",
     "rowwise_with_gw_hp": "a scale for each row, and weight gradients in bfloat16",
@@ -63,6 +66,8 @@ def in_float32(step: Replayable, place: Place, spans: Sequence[Place]) -> list[C
         Where operations of the step were, in order: what lies beside the place.
     """
     found: list[Candidate] = []
+    if place.inner:
+        found.append(_scaled_inside(place))
     if place.file:
         found.append(_raised(step, f"line {place.line}", Scope(place.file, place.line)))
         around = Scope(place.file, place.line, function=True)
@@ -81,6 +86,14 @@ def in_float32(step: Replayable, place: Place, spans: Sequence[Place]) -> list[C
         names = [each.module for each in several]
         found.append(replace(_islands(step, modules, names), otherwise=True))
     return found
+
+
+def _scaled_inside(place: Place) -> Candidate:
+    return Candidate(
+        f"the gradient that line {place.line} asks for, of {INNER_SCALE} times the value",
+        f"torch.autograd.grad({INNER_SCALE} * value, ...), and what it gives divided by that",
+        on(Scope(place.file, place.line), change.scaled_inside(INNER_SCALE)),
+    )
 
 
 def lines_in_float32(step: Replayable, places: Sequence[Place]) -> list[Candidate]:

@@ -95,8 +95,9 @@ def _uncast(site: Site) -> Iterator[Edit]:
     if site.statement is None:
         return
     here = {**wide(site, site.statement)}
-    if site.op in _MAKES and site.dtype in HALF:
-        here |= taken_over(site, site.expressions)
+    if site.dtype in HALF:
+        taken = taken_over(site, site.expressions)
+        here |= taken if site.op in _MAKES else _given(taken)
     behind = {node: each for term in terms(site) for node, each in wide(site, term.node).items()}
     for name, value in assigned(site):
         if site.is_half(name):
@@ -113,6 +114,11 @@ def _uncast(site: Site) -> Iterator[Edit]:
         asked = [code_of(each) for each in followed if isinstance(each, cst.Attribute)]
         what = joined(dict.fromkeys(asked)) or "another format"
         yield Edit(f"float32 in place of {what}", FLOAT32, followed, separable=True)
+
+
+def _given(changes: Mapping[cst.CSTNode, Change]) -> dict[cst.CSTNode, Change]:
+    """Those of changes of a format that stands there as a name: what it is, is not seen."""
+    return {node: to for node, to in changes.items() if isinstance(node, cst.Name)}
 
 
 def in_part(site: Site) -> Iterator[Edit]:
