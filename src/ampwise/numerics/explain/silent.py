@@ -15,6 +15,7 @@ signal is gone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -25,8 +26,9 @@ from ampwise.numerics.explain.flushed import flushed_gradients
 from ampwise.numerics.explain.lost import Lost, note
 from ampwise.numerics.explain.miscounted import rounded_integers
 from ampwise.numerics.explain.single import single_operations
+from ampwise.numerics.observe.budget import makes_loss
 from ampwise.numerics.observe.gradient_errors import GRADIENT_DB, GradientErrors, in_words
-from ampwise.numerics.observe.operation_errors import RIGHT_DB
+from ampwise.numerics.observe.operation_errors import FROM_NUMBERS, RIGHT_DB
 from ampwise.numerics.observe.shadow import ShadowRun, shadow
 from ampwise.numerics.observe.trace import Trace
 from ampwise.numerics.observe.values import which_loss
@@ -39,6 +41,9 @@ LOSS_WITHIN = 0.02
 
 SOUND_DB = 20.0
 """SQNR of the whole gradient above which a wrong loss does no harm."""
+
+_NUMBERS = 4
+"""Numbers of the code that are looked at where a loss is wrong."""
 
 _FLOOR_LOSS, _FLOOR_NOISE = 0.01, 0.1
 """Training is at its end when the loss is this small beside the first one, and the noise of the
@@ -67,7 +72,9 @@ def silent_faults(
         fmt = formats.lookup(step.policy.compute_dtype)
         return [note(f"Training has converged to the floor of {fmt}: {floor}.")], run, errors
     if not damage and (loss := _wrong_loss(run)):
-        found.append(note(f"{loss}; the gradient, which training follows, is right."))
+        number = _wrong_number(step, stash, run, loss)
+        words = f"{loss}; the gradient, which training follows, is right."
+        found.append(number or note(words))
     if damage:
         found += single_operations(step, stash, trace, run, damage)
     if damage and not _severe(found) and _is_inner(run):
@@ -130,6 +137,23 @@ def _wrong_loss(run: ShadowRun) -> str:
             which = which_loss(index, len(run.losses))
             return f"{which} is {float(loss):.4g} and should be {float(ideal):.4g}"
     return ""
+
+
+def _wrong_number(step: Replayable, stash: Stash, run: ShadowRun, loss: str) -> Lost | None:
+    """A number of the code whose rounding makes most of a loss's error; None where none does.
+
+    It is the same in every step, so training ends elsewhere, however right one gradient is.
+    """
+    numbers = [e for e in run.errors if e.name in (*FROM_NUMBERS, "tensor") and e.place.file]
+    rounded = {(e.place.file, e.place.line): e for e in numbers if e.local_db < math.inf}
+    for each in list(rounded.values())[:_NUMBERS]:
+        if makes_loss(step, stash, run, each.place):
+            words = (
+                f"A number on line {each.place.line} rounds in {each.dtype}, in every step alike, "
+                f"and what it is used for is wrong: {loss}."
+            )
+            return Lost("PRECISION_LOSS", words, each.place, each.name, each.dtype, severe=True)
+    return None
 
 
 def _floor(run: ShadowRun, errors: GradientErrors, stash: Stash, begun: StepRecord) -> str:

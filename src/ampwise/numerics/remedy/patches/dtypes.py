@@ -324,6 +324,8 @@ def may_be_half(site: Site, term: Term) -> bool:
     node = term.node
     if kinds := site.kinds(node):
         return bool(kinds & set(HALF))
+    if isinstance(node, cst.Attribute) and node.attr.value in _ASKED:
+        return False
     if isinstance(node, cst.Call):
         full = site.source.full(node.func) or dotted(node.func)
         return full.partition(".")[0] not in _NO_TENSORS and term.op not in _KNOWN
