@@ -3,8 +3,8 @@
 Forward operations are placed by a stack of module hooks and a walk up the Python frames. A backward
 operation runs under an autograd node, and the node was made by a forward operation: inside dispatch
 its sequence number is one less than the thread's counter, if that has moved. A gradient that
-forward asks for (`torch.autograd.grad`) is a part of forward, on the line that asks; gradients of it
-follow by the same rule, as their nodes are made there. Recomputed forwards (activation
+forward asks for (`torch.autograd.grad`) is a part of forward, on the line that asks; its own
+gradients follow by the same rule, as their nodes are made there. Recomputed forwards (activation
 checkpointing) run inside a backward node with gradients enabled, and have frames of their own.
 """
 

@@ -15,15 +15,13 @@ from torch import nn
 from ampwise.numerics.remedy import interventions as change
 from ampwise.numerics.remedy.candidate import Candidate
 from ampwise.numerics.remedy.interventions import Scope, on
+from ampwise.numerics.result import INNER_SCALE
 from ampwise.places import Place
 from ampwise.policy import PRESETS, RECIPES
 from ampwise.step.replayable import Replayable
 from ampwise_lint.base.words import joined
 
 T = TypeVar("T")
-
-INNER_SCALE = 4096
-"""What a value is multiplied by whose gradient forward asks for, where no loss scale reaches it."""
 
 _SCALED = {
     "rowwise": "a scale for each row",

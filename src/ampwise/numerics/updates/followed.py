@@ -7,8 +7,8 @@ the shadow has the same updates without rounding, added up without rounding. Com
 an average of weights may be right to three digits, and yet never have moved.
 
 Only what feeds on itself from one update to the next is compared, as only there an error grows. A
-copy of float32 master weights in 16 bits is none of it. Where an iteration is the task's own, or the
-model has buffers that code of its own may write to, forward and backward are shadowed, too, as
+copy of float32 master weights in 16 bits is none of it. Where an iteration is the task's own, or
+the model has buffers that code of its own may write to, forward and backward are shadowed, too, as
 averages may be made there.
 
 Cost: the steps once more; where their updates compute in 16 bits, and only there, an update in

@@ -43,7 +43,7 @@ _ATEN: Mapping[str, tuple[str, ...]] = {
 """Aten's names of operations, where they are others."""
 _MAKES = ("_to_copy", "arange", "full", "zeros", "ones", "empty", "linspace", "scalar_tensor")
 """Operations that give a tensor its format."""
-_NEW = ("new_zeros", "new_ones", "new_full", "new_empty")
+_NEW = ("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor")
 _LIKE = ("torch.zeros_like", "torch.ones_like", "torch.full_like", "torch.empty_like")
 _TIGHT = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
 _ASKED = ("dtype", "device", "shape", "ndim", "dim", "size", "numel")

@@ -10,7 +10,7 @@ from ampwise.numerics.remedy.patches.edit import Edit, enclosed, method, replace
 from ampwise.numerics.remedy.patches.island import names_bound, names_read, span
 from ampwise.numerics.remedy.patches.site import Site
 from ampwise.numerics.remedy.patches.source import Change, changed, code_of, dotted, walk
-from ampwise.numerics.remedy.precision import INNER_SCALE
+from ampwise.numerics.result import INNER_SCALE
 
 _ASKS = "torch.autograd.grad"
 _WHY = "No loss scale reaches a gradient that forward asks for: its small numbers end as 0."
@@ -71,10 +71,11 @@ def _value(call: cst.Call) -> cst.BaseExpression | None:
 
 
 def _may_be_half(site: Site, value: cst.BaseExpression) -> bool:
-    """Whether it may be in 16 bits: a name of it is, or it calls what is no operation of torch's."""
+    """Whether it may be in 16 bits: a name in it is, or it calls what is none of torch's."""
     if any(not site.term(each).op for each in walk(value, cst.Call)):
         return True
-    return any(site.is_half(each) for kind in (cst.Attribute, cst.Name) for each in walk(value, kind))
+    names = [each for kind in (cst.Attribute, cst.Name) for each in walk(value, kind)]
+    return any(map(site.is_half, names))
 
 
 def _divided(site: Site, call: cst.Call) -> tuple[cst.CSTNode, cst.BaseStatement | None] | None:

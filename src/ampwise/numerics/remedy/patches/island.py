@@ -290,7 +290,7 @@ def _device(site: Site, within: Sequence[cst.BaseStatement]) -> str:
     tensors = {name: kinds - {OTHER} for name, kinds in here.items() if kinds - {OTHER}}
     # What is assigned here may be there only from the second time on that a loop comes by.
     made = {name.value for each in within for name in walk(each, cst.Name) if _is_set(site, name)}
-    one = len(within) == 1
+    one = len(within) == 1 and isinstance(within[0], cst.SimpleStatementLine)
     read = [
         each.value for each in names if each.value in tensors and (one or each.value not in made)
     ]
@@ -339,18 +339,24 @@ def is_computed_with(site: Site, node: cst.BaseExpression) -> bool:
     """Whether the numbers of a name are used, and not its shape or format."""
     match site.source.parents[node]:
         case cst.Attribute(value=value, attr=cst.Name(value=asked)) if value is node:
-            return asked not in _SHAPES
+            return asked not in _SHAPES and not writes(asked)
         case cst.AssignTarget() | cst.Attribute():
             return False
         case cst.Arg(keyword=label) as given:
             call = site.source.parents[given]
-            counts = isinstance(call, cst.Call) and dotted(call.func) == "len"
-            return label is not node and not counts
+            assert isinstance(call, cst.Call)
+            asked = dotted(call.func).endswith("autograd.grad") and given is not call.args[0]
+            return label is not node and not asked and dotted(call.func) != "len"
         case cst.Subscript() as above:
             target = site.source.parents[above]
             return not isinstance(target, cst.AssignTarget)
         case _:
             return True
+
+
+def writes(method: str) -> bool:
+    """Whether a method writes into its tensor."""
+    return method.endswith("_") and not method.endswith("__")
 
 
 def _calls(node: cst.CSTNode) -> list[cst.BaseExpression]:
