@@ -2,10 +2,11 @@
 
 Forward operations are placed by a stack of module hooks and a walk up the Python frames. A backward
 operation runs under an autograd node, and the node was made by a forward operation: inside dispatch
-its sequence number is one less than the thread's counter, if that has moved. A gradient that
-forward asks for (`torch.autograd.grad`) is a part of forward, on the line that asks; its own
-gradients follow by the same rule, as their nodes are made there. Recomputed forwards (activation
+its sequence number is one less than the thread's counter, if that has moved. Gradients of gradients
+follow by the same rule, as their nodes are made in backward. Recomputed forwards (activation
 checkpointing) run inside a backward node with gradients enabled, and have frames of their own.
+A gradient that forward asks for (`torch.autograd.grad`) is a part of forward where that is wanted,
+on the line that asks.
 """
 
 from __future__ import annotations
@@ -152,10 +153,17 @@ def _next_node() -> int:
 
 
 class Places:
-    """Finds the place of the operation that is being dispatched."""
+    """Finds the place of the operation that is being dispatched.
 
-    def __init__(self, modules: Running) -> None:
-        self._modules = modules
+    Parameters
+    ----------
+    inner
+        Whether gradients that forward asks for stand on the line that asks, not where forward made
+        what they are of.
+    """
+
+    def __init__(self, modules: Running, *, inner: bool = False) -> None:
+        self._modules, self._inner = modules, inner
         self._of_node: dict[int, Place] = {}
         self._next_node = _next_node()
         self._last = NOWHERE
@@ -173,13 +181,14 @@ class Places:
         for made in range(self._next_node, number):
             self._of_node[made] = place
         self._next_node = max(self._next_node, number)
+        if node is not None and self._inner and (asks := _asking()) is not None:
+            found = self._of_frames("forward", asks)
+            return place if found is None else replace(found, inner=True)
         return place
 
     def _in_backward(self, node: Any) -> Place:
         if torch.is_grad_enabled() and (found := self._of_frames("forward")) is not None:
             return found  # a recomputed forward, or a user's backward that is differentiated again
-        if (asks := _asking()) is not None and (found := self._of_frames("forward", asks)):
-            return replace(found, inner=True)
         made_by = self._of_node.get(_number(node), NOWHERE)
         own = self._of_frames("backward")  # Python code of a custom Function's backward
         if own is not None:
@@ -245,14 +254,20 @@ def kind_of(file: str) -> Literal["user", "library", "internal", "engine", "step
 
 
 @contextmanager
-def placing(models: Sequence[nn.Module]) -> Generator[Places]:
-    """Context in which operations can be placed: eager, and backward runs in this thread."""
+def placing(models: Sequence[nn.Module], *, inner: bool = False) -> Generator[Places]:
+    """Context in which operations can be placed: eager, and backward runs in this thread.
+
+    Parameters
+    ----------
+    inner
+        As for `Places`.
+    """
     with (
         eager(models),
         ModuleStack(models) as modules,
         torch.autograd.set_multithreading_enabled(mode=False),
     ):
-        yield Places(modules)
+        yield Places(modules, inner=inner)
 
 
 def parts(place: Place) -> Mapping[str, Any]:
