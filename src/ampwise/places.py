@@ -5,6 +5,8 @@ operation runs under an autograd node, and the node was made by a forward operat
 its sequence number is one less than the thread's counter, if that has moved. Gradients of gradients
 follow by the same rule, as their nodes are made in backward. Recomputed forwards (activation
 checkpointing) run inside a backward node with gradients enabled, and have frames of their own.
+A gradient that forward asks for (`torch.autograd.grad`) is a part of forward where that is wanted,
+on the line that asks.
 """
 
 from __future__ import annotations
@@ -68,6 +70,8 @@ class Place:
         ``file:line`` inside a library, where the innermost frame is one.
     function
         First line of the function that the line is in.
+    inner
+        Whether it is a part of a gradient that forward asks for.
     """
 
     phase: Phase
@@ -77,6 +81,7 @@ class Place:
     line: int
     library: str = ""
     function: int = 0
+    inner: bool = False
 
     @property
     def source(self) -> str:
@@ -148,10 +153,17 @@ def _next_node() -> int:
 
 
 class Places:
-    """Finds the place of the operation that is being dispatched."""
+    """Finds the place of the operation that is being dispatched.
 
-    def __init__(self, modules: Running) -> None:
-        self._modules = modules
+    Parameters
+    ----------
+    inner
+        Whether gradients that forward asks for stand on the line that asks, not where forward made
+        what they are of.
+    """
+
+    def __init__(self, modules: Running, *, inner: bool = False) -> None:
+        self._modules, self._inner = modules, inner
         self._of_node: dict[int, Place] = {}
         self._next_node = _next_node()
         self._last = NOWHERE
@@ -169,6 +181,9 @@ class Places:
         for made in range(self._next_node, number):
             self._of_node[made] = place
         self._next_node = max(self._next_node, number)
+        if node is not None and self._inner and (asks := _asking()) is not None:
+            found = self._of_frames("forward", asks)
+            return place if found is None else replace(found, inner=True)
         return place
 
     def _in_backward(self, node: Any) -> Place:
@@ -181,10 +196,10 @@ class Places:
             return replace(own, module=module, call=call)
         return replace(made_by, phase="backward")
 
-    def _of_frames(self, phase: Phase) -> Place | None:
+    def _of_frames(self, phase: Phase, frame: FrameType | None = None) -> Place | None:
         """Place of the innermost user's frame; None if the autograd engine is met first."""
         module, call = self._modules.top
-        frame: FrameType | None = sys._getframe(2)
+        frame = frame or sys._getframe(2)
         library = ""
         while frame is not None:
             code = frame.f_code
@@ -203,6 +218,18 @@ class Places:
             file, _, line = library.rpartition(":")
             return Place(phase, module, call, file, int(line), library)
         return None
+
+
+def _asking() -> FrameType | None:
+    """The call of `torch.autograd.grad` that the autograd engine runs for; None for a backward."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and kind_of(frame.f_code.co_filename) != "engine":
+        frame = frame.f_back
+    while frame is not None and kind_of(frame.f_code.co_filename) == "engine":
+        if frame.f_code.co_name == "grad":
+            return frame.f_back
+        frame = frame.f_back
+    return None
 
 
 def _number(node: Any) -> int:
@@ -227,14 +254,20 @@ def kind_of(file: str) -> Literal["user", "library", "internal", "engine", "step
 
 
 @contextmanager
-def placing(models: Sequence[nn.Module]) -> Generator[Places]:
-    """Context in which operations can be placed: eager, and backward runs in this thread."""
+def placing(models: Sequence[nn.Module], *, inner: bool = False) -> Generator[Places]:
+    """Context in which operations can be placed: eager, and backward runs in this thread.
+
+    Parameters
+    ----------
+    inner
+        As for `Places`.
+    """
     with (
         eager(models),
         ModuleStack(models) as modules,
         torch.autograd.set_multithreading_enabled(mode=False),
     ):
-        yield Places(modules)
+        yield Places(modules, inner=inner)
 
 
 def parts(place: Place) -> Mapping[str, Any]:

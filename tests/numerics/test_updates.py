@@ -200,6 +200,49 @@ def test_an_average_of_weights_that_an_iteration_makes_is_followed(dtype, status
         assert found.origin.line == line_of(distil)
 
 
+class Prototypes(nn.Module):
+    """Averages in float32, whose update is computed in the format of what is averaged."""
+
+    def __init__(self):
+        super().__init__()
+        self.encode = nn.Linear(8, 8)
+        self.register_buffer("mean", torch.linspace(0.5, 1.5, 8))
+
+    def forward(self, x):
+        z = self.encode(x)
+        with torch.no_grad():
+            self.mean.copy_(self.followed(z))
+        return z - self.mean
+
+    def followed(self, z):
+        return torch.lerp(self.mean.to(z.dtype), z.mean(0), 0.002)  # <- here
+
+
+class WidePrototypes(Prototypes):
+    """What is added is in 16 bits, the average is not."""
+
+    def followed(self, z):
+        return 0.998 * self.mean + 0.002 * z.mean(0)
+
+
+class Queue(Prototypes):
+    """What it keeps moves on, and is rounded once."""
+
+    def followed(self, z):
+        return torch.cat((self.mean[1:].to(z.dtype), z.mean().view(1)))
+
+
+@pytest.mark.parametrize("model", [Prototypes, WidePrototypes, Queue])
+def test_a_float32_buffer_whose_update_is_rounded_is_followed(model):
+    torch.manual_seed(0)
+    found = diagnose(task(lambda m: torch.optim.Adam(m.parameters()), model), "bf16", steps=8)
+    if model is not Prototypes:
+        assert found.status == "clean", found.explanation
+        return
+    assert (found.status, found.phase) == ("fault", "optimizer"), found.notes
+    assert found.origin.line == line_of(model)
+
+
 def test_optimizers_of_torch_are_not_trained_again(monkeypatch):
     monkeypatch.setattr("ampwise.numerics.updates.followed.follow", None)  # would raise
     for kind in (torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad):

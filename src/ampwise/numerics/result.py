@@ -144,6 +144,8 @@ class Origin:
     outputs: list[Values] = field(default_factory=list[Values])
 
 
+INNER_SCALE = 4096
+"""What a value is multiplied by whose gradient forward asks for, where no loss scale reaches it."""
 HOLDS_TOO = "holds, too"
 """What came of a patch that was shown to hold as the one that is taken was."""
 

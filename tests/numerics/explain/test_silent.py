@@ -259,3 +259,44 @@ def test_a_step_that_cannot_be_compared_says_so():
     said = "The step was not compared with float64: ValueError: somebody looks"
     assert any(each.startswith(said) for each in found.notes), found.notes
     assert not any("SQNR" in each for each in found.notes)
+
+
+class Quantiles(nn.Module):
+    """0.998 is 1 in bfloat16, and what lies below that quantile costs nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(12, 48), nn.SiLU(), nn.Linear(48, 3))
+
+    def forward(self, x):
+        return self.net(x)
+
+    def levels(self, predicted):
+        return predicted.new_tensor([0.5, 0.99, 0.998])  # <- here
+
+
+class WideQuantiles(Quantiles):
+    def levels(self, predicted):
+        return torch.tensor([0.5, 0.99, 0.998])
+
+
+def pinball(model, batch):
+    predicted = model(batch)
+    level = model.levels(predicted)
+    miss = batch.sum(1, keepdim=True).to(predicted.dtype) * 0.3 - predicted
+    return torch.where(miss > 0, level * miss, (level - 1) * miss).float().mean()
+
+
+@pytest.mark.parametrize(("model", "status"), [(Quantiles, "fault"), (WideQuantiles, "clean")])
+def test_a_number_whose_rounding_makes_a_loss_wrong_is_a_fault(model, status):
+    torch.manual_seed(0)
+    made = Task(
+        model=model,
+        batches=lambda: [data(256, 12)] * 12,
+        loss=pinball,
+        optimizer=lambda m: torch.optim.Adam(m.parameters(), 3e-2),
+    )
+    found = diagnose(made, "bf16", steps=12)
+    assert found.status == status, (found.notes, found.explanation)
+    if status == "fault":
+        assert found.origin.line == line_of(Quantiles)

@@ -115,3 +115,56 @@ def test_an_error_that_float32_on_no_line_mends_is_no_fault(monkeypatch):
     monkeypatch.setattr(spread, "_GAINED_DB", 200.0)
     found = diagnose(trained(Averaged, averaged, data(32, 64, 8)), "bf16-pure", steps=3)
     assert (found.status, found.findings) == ("clean", []), found.explanation
+
+
+class Biased(nn.Module):
+    """Scores with a bias that grows with the position: a product, and no layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = 4
+        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, x):
+        b, t, w = x.shape
+        q, k, v = self.qkv(x).view(b, t, 3, 4, 8).permute(2, 0, 3, 1, 4).reshape(3, 4 * b, t, 8)
+        slopes = 2.0 ** -(torch.arange(4) / 2)
+        bias = (slopes[:, None, None] * torch.arange(t)).repeat(b, 1, 1).expand(-1, t, -1)
+        scores = torch.baddbmm(bias, q, k.transpose(1, 2), alpha=0.35)  # <- here
+        hidden = torch.ones(t, t, dtype=torch.bool).triu(1)
+        weights = scores.float().masked_fill(hidden, float("-inf")).softmax(-1)
+        mixed = (weights.to(v.dtype) @ v).view(b, 4, t, 8)
+        return self.out(mixed.transpose(1, 2).reshape(b, t, w))
+
+
+def test_a_product_that_is_no_layer_counts_as_a_formula():
+    batch = 6 * data(4, 200, 32)
+    loss = lambda m, b: F.mse_loss(m(b).float(), b.flip(-1))  # noqa: E731
+    found = diagnose(trained(Biased, loss, batch), "bf16", steps=4)
+    assert found.status == "fault", found.notes
+    assert found.origin is not None
+    assert found.origin.line == line_of(Biased)
+
+
+class Waves(nn.Module):
+    """A layer whose coordinates are multiplied until its last digits count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.warp = nn.Linear(2, 2)
+        self.net = nn.Sequential(nn.Linear(28, 48), nn.ReLU(), nn.Linear(48, 3))
+
+    def forward(self, xy):
+        place = torch.sigmoid(self.warp(xy))  # <- here
+        rates = 3.14 * 2 ** torch.arange(7, dtype=place.dtype)
+        phase = (place[:, :, None] * rates).flatten(1)
+        return self.net(torch.cat((phase.sin(), phase.cos()), dim=-1))
+
+
+def test_a_formula_on_another_line_that_makes_as_much_makes_it_a_fault():
+    xy = torch.rand(256, 2, generator=torch.Generator().manual_seed(0))
+    loss = lambda m, b: F.mse_loss(m(b).float(), b[:, :1].expand(-1, 3))  # noqa: E731
+    found = diagnose(trained(Waves, loss, xy), "bf16", steps=4)
+    assert found.status == "fault", found.notes
+    assert found.origin is not None
+    assert found.origin.line == line_of(Waves)

@@ -150,3 +150,16 @@ def test_numbers_that_become_tensors_are_exact_in_the_shadow():
         again, stash, errors=False, rounds=lambda place: place.line == made[0].place.line
     )
     assert float(rounded.losses[0]) != pytest.approx(float(exact.detach()), rel=1e-5)
+
+
+def test_an_index_that_is_out_of_range_without_rounding_ends_no_replay():
+    model = nn.Linear(4, 4)
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), policy="bf16")
+
+    def loss(model, batch):
+        seats = (torch.tensor([257.0]).bfloat16() - 256).long()  # 0, and 1 without rounding
+        return model(batch)[seats].float().sum()
+
+    again = Replay(step)
+    stash = again.rehearsal(lambda step, x: step.micro_batch(loss, x), [data(1, 4)])
+    assert shadow(again, stash, decides=True).replayed.error is None

@@ -556,3 +556,61 @@ def test_what_says_the_same_of_another_name_is_in_float32_too():
     one = RUNNING.replace("x.mean(0)", "x.mean(0) + 1")
     found = texts(one, "x", cause="STAGNATION", op="lerp")
     assert any("x.float().var(0)" in e and "x.float().mean(0)" not in e for e in found)
+
+
+INNER = """def f(net, x):
+    energy = net(x).sum()
+    {}  # <-
+    return force.square().mean()
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("force = -torch.autograd.grad(energy, x, create_graph=True)[0]",
+         "force = -torch.autograd.grad(energy.float() * 4096, x, create_graph=True)[0] / 4096"),
+        ("force = torch.autograd.grad(energy, x)[0].norm(dim=1)",
+         "force = (torch.autograd.grad(energy.float() * 4096, x)[0] / 4096).norm(dim=1)"),
+        ("(force,) = torch.autograd.grad(outputs=energy, inputs=x)",
+         "(force,) = torch.autograd.grad(outputs=energy.float() * 4096, inputs=x)\n"
+         "    force = force / 4096"),
+        ("force, more = torch.autograd.grad(wide.mean(), (x, y))",
+         "force, more = torch.autograd.grad(wide.mean() * 4096, (x, y))\n"
+         "    force, more = force / 4096, more / 4096"),
+    ],
+)  # fmt: skip
+def test_a_gradient_that_forward_asks_for_is_scaled(before, after):
+    found = texts(INNER.format(before), "energy", cause="UNDERFLOW")
+    assert found[0].replace("  # <-", "") == INNER.format(after).replace("  # <-", "")
+
+
+def test_or_is_in_float32_with_what_it_is_of():
+    code = INNER.format("force = torch.autograd.grad(energy, x)[0]")
+    found = "\n".join(texts(code, "energy x", cause="UNDERFLOW"))
+    assert (
+        "enabled=False):\n"
+        "        energy = net(x.float()).sum()\n"
+        "        force = torch.autograd.grad(energy, x)[0]  # <-"
+    ) in found
+
+
+def test_a_format_that_is_an_argument_is_written_out():
+    code = (
+        "def f(slow, dtype):\n    slow.copy_(torch.lerp(slow.to(dtype), x.to(dtype), 0.1))  # <-\n"
+    )
+    found = texts(code, op="lerp", cause="PRECISION_LOSS")
+    assert any("lerp(slow.to(torch.float32), x.to(torch.float32), 0.1)" in each for each in found)
+
+
+def test_what_is_only_counted_is_not_cast():
+    code = "def f(z, s):\n    s.copy_(torch.addmm(s, z.t(), z, alpha=1 / len(z)))  # <-\n"
+    found = "\n".join(texts(code, "z", op="addmm", cause="PRECISION_LOSS"))
+    assert "z.float().t(), z.float(), alpha=1 / len(z)" in found
+
+
+def test_the_device_is_not_asked_of_what_a_loop_makes():
+    code = "def f(pairs, z):\n    for slow in pairs:\n        slow.copy_(slow @ z)  # <-\n"
+    found = "\n".join(texts(code, "slow z", op="mm", cause="PRECISION_LOSS"))
+    assert "    with torch.autocast(z.device.type, enabled=False):\n        z = z.float()" in found
+    assert "slow.copy_(slow.float() @ z.float())" in found

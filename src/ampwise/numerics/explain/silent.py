@@ -15,6 +15,8 @@ signal is gone.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ampwise import formats
@@ -24,7 +26,9 @@ from ampwise.numerics.explain.flushed import flushed_gradients
 from ampwise.numerics.explain.lost import Lost, note
 from ampwise.numerics.explain.miscounted import rounded_integers
 from ampwise.numerics.explain.single import single_operations
+from ampwise.numerics.observe.budget import makes_loss
 from ampwise.numerics.observe.gradient_errors import GRADIENT_DB, GradientErrors, in_words
+from ampwise.numerics.observe.operation_errors import FROM_NUMBERS, RIGHT_DB
 from ampwise.numerics.observe.shadow import ShadowRun, shadow
 from ampwise.numerics.observe.trace import Trace
 from ampwise.numerics.observe.values import which_loss
@@ -37,6 +41,9 @@ LOSS_WITHIN = 0.02
 
 SOUND_DB = 20.0
 """SQNR of the whole gradient above which a wrong loss does no harm."""
+
+_NUMBERS = 4
+"""Numbers of the code that are looked at where a loss is wrong."""
 
 _FLOOR_LOSS, _FLOOR_NOISE = 0.01, 0.1
 """Training is at its end when the loss is this small beside the first one, and the noise of the
@@ -65,17 +72,30 @@ def silent_faults(
         fmt = formats.lookup(step.policy.compute_dtype)
         return [note(f"Training has converged to the floor of {fmt}: {floor}.")], run, errors
     if not damage and (loss := _wrong_loss(run)):
-        found.append(note(f"{loss}; the gradient, which training follows, is right."))
+        number = _wrong_number(step, stash, run, loss)
+        words = f"{loss}; the gradient, which training follows, is right."
+        found.append(number or note(words))
     if damage:
         found += single_operations(step, stash, trace, run, damage)
-    if not any(each.severe for each in found):  # else they follow from it
+    if damage and not _severe(found) and _is_inner(run):
+        found += spread.of_lines(step, stash, run, errors, damage)
+    if not _severe(found):  # else they follow from it
         found += flushed_gradients(step, stash, run, errors)
     found = rounded_integers(run, damage) + found
-    if not floor and not any(each.severe for each in found):
+    if not floor and not _severe(found):
         found += spread.of_lines(step, stash, run, errors, damage)
-    if errors.sqnr_db < 0 and not any(each.severe for each in found):
+    if errors.sqnr_db < 0 and not _severe(found):
         found.append(_unexplained(run, damage))
     return sorted(found, key=lambda each: not each.severe), run, errors
+
+
+def _severe(found: Sequence[Lost]) -> bool:
+    return any(each.severe for each in found)
+
+
+def _is_inner(run: ShadowRun) -> bool:
+    """Whether a gradient that forward asks for loses its digits, where no loss scale lifts it."""
+    return any(each.place.inner and each.local_db < RIGHT_DB for each in run.errors)
 
 
 def is_sound(step: Replayable, stash: Stash) -> bool:
@@ -117,6 +137,23 @@ def _wrong_loss(run: ShadowRun) -> str:
             which = which_loss(index, len(run.losses))
             return f"{which} is {float(loss):.4g} and should be {float(ideal):.4g}"
     return ""
+
+
+def _wrong_number(step: Replayable, stash: Stash, run: ShadowRun, loss: str) -> Lost | None:
+    """A number of the code whose rounding makes most of a loss's error; None where none does.
+
+    It is the same in every step, so training ends elsewhere, however right one gradient is.
+    """
+    numbers = [e for e in run.errors if e.name in (*FROM_NUMBERS, "tensor") and e.place.file]
+    rounded = {(e.place.file, e.place.line): e for e in numbers if e.local_db < math.inf}
+    for each in list(rounded.values())[:_NUMBERS]:
+        if makes_loss(step, stash, run, each.place):
+            words = (
+                f"A number on line {each.place.line} rounds in {each.dtype}, in every step alike, "
+                f"and what it is used for is wrong: {loss}."
+            )
+            return Lost("PRECISION_LOSS", words, each.place, each.name, each.dtype, severe=True)
+    return None
 
 
 def _floor(run: ShadowRun, errors: GradientErrors, stash: Stash, begun: StepRecord) -> str:

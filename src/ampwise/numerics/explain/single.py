@@ -250,6 +250,8 @@ def _subtracts(name: str) -> bool:
 def _lost_at(error: OperationError, damage: str, made_by: Ancestor | None) -> Lost:
     fmt = formats.lookup(error.dtype)
     own = error.local_db < RIGHT_DB
+    if error.place.inner:
+        damage = f"{damage}. It is in a gradient that forward asks for, which no loss scale lifts"
     if own and error.flushed > 0.5:
         cause = "UNDERFLOW"
         words = (

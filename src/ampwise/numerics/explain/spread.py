@@ -106,7 +106,11 @@ def of_lines(
     island, best = next(each for each in tried if now.gain(each[1]) >= most - _ALIKE_DB)
     grave = bool(damage) or now.is_below(_FAULT) or _is_biased(now, found)
     worst = _origin(found, run)
-    severe = now.gain(best) >= _MENDED_DB if grave else now.is_mended_by(best) and _is_own(worst)
+    severe = (
+        now.gain(best) >= _MENDED_DB
+        if grave
+        else now.is_mended_by(best) and _is_formula(step, worst, found)
+    )
     if not severe and now.gain(best) < _GAINED_DB:
         return []
     words = f"{_lines(found)}: {_quality(now, errors)}"
@@ -125,9 +129,19 @@ def _is_biased(now: _Gradient, found: Sequence[Carrier]) -> bool:
     return now.whole < RIGHT_DB and constant and found[0].share > _MOST
 
 
-def _is_own(worst: OperationError) -> bool:
-    """Whether an error is that of a formula: layers round as much as the precision is meant to."""
-    return worst.enlarges or not (is_product(worst.name) or worst.name == "_to_copy")
+def _is_formula(step: Replayable, worst: OperationError, found: Sequence[Carrier]) -> bool:
+    """Whether an error is that of a formula: layers round as much as the precision is meant to.
+
+    A formula may be on another line that makes as much of it alone.
+    """
+    most = (each.worst for each in found if each.share >= _MOST * found[0].share)
+    return worst.enlarges or any(_is_own(step, each) for each in (worst, *most))
+
+
+def _is_own(step: Replayable, each: OperationError) -> bool:
+    modules = dict(named for model in step.models for named in model.named_modules())
+    of_layer = type(modules.get(each.place.module)).__module__.startswith("torch.nn.")
+    return each.name != "_to_copy" and not (of_layer and is_product(each.name))
 
 
 def _candidates(step: Replayable, found: Sequence[Carrier]) -> Iterator[Candidate]:

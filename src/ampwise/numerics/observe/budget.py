@@ -25,6 +25,8 @@ from ampwise.step.replayable import Replayable
 
 _LEAST = 0.1
 """Share of the error below which a line is not looked for."""
+_MOST = 0.5
+"""The same, from which on a line makes most of it."""
 _MOST_RUNS, _MOST_S = 48, 60.0
 """Shadows that are run, and seconds after which none is begun: lines are left out then."""
 
@@ -114,11 +116,21 @@ def is_harmless(step: Replayable, stash: Stash, run: ShadowRun, place: Place) ->
     )
     if not here < _LEAST * whole:  # NaN is not
         return False
-    losses = zip(alone.losses, run.losses, run.replayed.losses, strict=True)
-    return all(
-        abs(float(rounded) - float(ideal)) ** 2 <= _LEAST * abs(float(actual) - float(ideal)) ** 2
-        for rounded, ideal, actual in losses
-    )
+    return all(share <= _LEAST for share in _of_losses(alone, run))
+
+
+def makes_loss(step: Replayable, stash: Stash, run: ShadowRun, place: Place) -> bool:
+    """Whether rounding on one line makes most of the error of a loss."""
+    alone = _rounded_at(step, stash, run, {(place.file, place.line)})
+    return any(share >= _MOST for share in _of_losses(alone, run))
+
+
+def _of_losses(alone: ShadowRun, run: ShadowRun) -> Iterator[float]:
+    """Of the square of each loss's error, the share that a run makes of it."""
+    for rounded, ideal, actual in zip(alone.losses, run.losses, run.replayed.losses, strict=True):
+        whole = abs(float(actual) - float(ideal)) ** 2
+        here = abs(float(rounded) - float(ideal)) ** 2
+        yield here / whole if whole else (math.inf if here else 0.0)
 
 
 def _rounded_at(

@@ -58,7 +58,7 @@ def exact(
         args = (*args[:2], False)
     try:
         made = func(*args, **kwargs)
-    except (RuntimeError, TypeError, NotImplementedError) as error:
+    except (RuntimeError, TypeError, IndexError) as error:  # an index that is another there
         raise UnsupportedError(name) from error
     return written(operation(func), args, kwargs, made, discrete=discrete)
 

@@ -127,7 +127,7 @@ def shadow(
     policy, scale
         As for `Replayable.replay`.
     """
-    with placing(step.models) as places:
+    with placing(step.models, inner=True) as places:
         mode = Shadow(places, errors=errors, at=at, shares=shares, decides=decides, rounds=rounds)
         for _, tensor, _ in sources(step.models, stash):
             mode.source(tensor)

@@ -295,6 +295,19 @@ def clamped(names: Collection[str], least: float | None, most: float) -> Change:
     return change
 
 
+def scaled_inside(scale: float) -> Change:
+    """Ask for gradients of so many times a value, and divide what comes by it."""
+
+    def change(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if getattr(func, "__name__", "") != "grad" or not args:
+            return func(*args, **kwargs)
+        values = [args[0]] if isinstance(args[0], Tensor) else args[0]
+        found = func([each.float() * scale for each in values], *args[1:], **kwargs)
+        return tuple(None if each is None else each.float() / scale for each in found)
+
+    return change
+
+
 def uncorrected(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Make a variance divide by the number of values, not by one less."""
     if getattr(func, "__name__", "") not in ("var", "std", "var_mean", "std_mean"):

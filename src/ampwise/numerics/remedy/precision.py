@@ -15,6 +15,7 @@ from torch import nn
 from ampwise.numerics.remedy import interventions as change
 from ampwise.numerics.remedy.candidate import Candidate
 from ampwise.numerics.remedy.interventions import Scope, on
+from ampwise.numerics.result import INNER_SCALE
 from ampwise.places import Place
 from ampwise.policy import PRESETS, RECIPES
 from ampwise.step.replayable import Replayable
@@ -63,6 +64,8 @@ def in_float32(step: Replayable, place: Place, spans: Sequence[Place]) -> list[C
         Where operations of the step were, in order: what lies beside the place.
     """
     found: list[Candidate] = []
+    if place.inner:
+        found.append(_scaled_inside(place))
     if place.file:
         found.append(_raised(step, f"line {place.line}", Scope(place.file, place.line)))
         around = Scope(place.file, place.line, function=True)
@@ -81,6 +84,14 @@ def in_float32(step: Replayable, place: Place, spans: Sequence[Place]) -> list[C
         names = [each.module for each in several]
         found.append(replace(_islands(step, modules, names), otherwise=True))
     return found
+
+
+def _scaled_inside(place: Place) -> Candidate:
+    return Candidate(
+        f"the gradient that line {place.line} asks for, of {INNER_SCALE} times the value",
+        f"torch.autograd.grad({INNER_SCALE} * value, ...), and what it gives divided by that",
+        on(Scope(place.file, place.line), change.scaled_inside(INNER_SCALE)),
+    )
 
 
 def lines_in_float32(step: Replayable, places: Sequence[Place]) -> list[Candidate]:

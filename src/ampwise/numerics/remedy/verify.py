@@ -203,7 +203,7 @@ class Trials:
     def cost_of(self, number: int) -> Cost | None:
         """What a patch costs that was tried; None where that was not measured."""
         if self._unmended is not None and self._unmended.updates:
-            return Cost("2 more bytes for each number that is kept; its time is in the update")
+            return Cost("2 more bytes for each number kept in 16 bits; its time is in the update")
         return self._run(f"{COST}-{number}").cost
 
     def _run(self, name: str) -> Outcome:

@@ -8,7 +8,8 @@ an average of weights may be right to three digits, and yet never have moved.
 
 Only what feeds on itself from one update to the next is compared, as only there an error grows. A
 copy of float32 master weights in 16 bits is none of it. Where an iteration is the task's own, or
-buffers are in 16 bits, forward and backward are shadowed, too, as averages may be made there.
+the model has buffers that code of its own may write to, forward and backward are shadowed, too, as
+averages may be made there.
 
 Cost: the steps once more; where their updates compute in 16 bits, and only there, an update in
 float64 beside each.
@@ -39,7 +40,15 @@ from ampwise.data import to_device
 from ampwise.numerics.observe.exact import HALF
 from ampwise.numerics.observe.gradient_errors import NOISE_DB, GradientErrors
 from ampwise.numerics.observe.shadow import Shadow
-from ampwise.numerics.updates.kept import PARAMETERS, Change, Feedback, Rounding, Values, kept
+from ampwise.numerics.updates.kept import (
+    PARAMETERS,
+    Change,
+    Feedback,
+    Rounding,
+    Values,
+    kept,
+    own_buffers,
+)
 from ampwise.numerics.updates.of_task import Trained, each_update
 from ampwise.numerics.updates.update import one_by_one
 from ampwise.places import Place, placing
@@ -135,11 +144,11 @@ def rounds_updates(trained: Trained, arm: Arm) -> bool:
     arm
         What was trained.
     """
-    plain = are_torchs(arm)
-    kept = [*arm.model.parameters(), *arm.model.buffers()]
-    if plain and not any(each.dtype in HALF for each in kept):
+    buffers = own_buffers(arm.model)
+    kept = [*arm.model.parameters(), *buffers.values()]
+    if are_torchs(arm) and not buffers and not any(each.dtype in HALF for each in kept):
         return False
-    if any(each.dtype in HALF for each in arm.model.buffers()):
+    if any(each.dtype in HALF for each in buffers.values()):
         return True
     return bool(follow(trained, _GATE, shadowed=False).roundings)
 
@@ -263,7 +272,7 @@ def _step(
         with feeds.inside(mode):
             each_update(arm, window[0], update)
         return
-    forward_too = any(each.dtype in HALF for each in arm.model.buffers())
+    forward_too = bool(own_buffers(arm.model))
     with feeds.inside(mode) if forward_too else nullcontext():
         for batch in window:
             arm.iteration.again(arm.step, batch)

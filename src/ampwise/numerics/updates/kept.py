@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ampwise.bench.arm import Arm
 from ampwise.formats import dtype_name
@@ -75,7 +75,7 @@ class Kept:
 
 
 def kept(arm: Arm, feeds: Feedback) -> list[Kept]:
-    """All that is looked at: parameters, and what is in 16 bits of state, buffers and others.
+    """All that is looked at: parameters, buffers, and what is in 16 bits of state and others.
 
     Parameters in 16 bits that an optimizer updates are left to `observe.stagnation`, unless they
     are asked for.
@@ -97,11 +97,24 @@ def kept(arm: Arm, feeds: Feedback) -> list[Kept]:
                 for key, each in _tensors_in(state)
                 if each.dtype in HALF or f"{key} of {of}" in feeds.also
             ]
-    found += [Kept("buffers", name, each) for name, each in arm.model.named_buffers()
-              if each.dtype in HALF]  # fmt: skip
+    found += [Kept("buffers", name, each) for name, each in own_buffers(arm.model).items()]
     known = {memory(each.tensor) for each in found} | {memory(each) for each in named.values()}
     found += [each for each in feeds.others() if memory(each.tensor) not in known]
     return [each for each in found if each.tensor.is_floating_point() and each.tensor.numel()]
+
+
+def own_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Buffers in floating point that code of the user's own may write to.
+
+    Those of torch's layers in float32 are left out: their kernels average in float32.
+    """
+    found = dict[str, Tensor]()
+    for path, module in model.named_modules():
+        torchs = type(module).__module__.startswith("torch.nn.")
+        for name, each in module.named_buffers(path, recurse=False):
+            if each.is_floating_point() and (each.dtype in HALF or not torchs):
+                found[name] = each
+    return found
 
 
 def _tensors_in(state: Any) -> Iterator[tuple[str, Tensor]]:

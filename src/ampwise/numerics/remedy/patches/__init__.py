@@ -8,8 +8,10 @@ primitives      a function of torch's in place of a formula (`log_softmax`, `rms
 attention       scores scaled before the product, masks after it, the fused kernel
 constants       a mask that the format holds
 domain          a second `where`, a clamp into the domain
+inner           a gradient that forward asks for, of a multiple of the value
 dtypes          float32 for an operand; a cast that is left out, or put in
 constants       an eps that the format holds
+inner           what such a gradient is of, and itself, outside of autocast
 island          one of several layers in a statement, or all of it, outside of autocast; then
                 the function, by its arguments; then the statements beside it, or the function
                 outside of autocast
@@ -41,6 +43,7 @@ from ampwise.numerics.remedy.patches import (
     constants,
     domain,
     dtypes,
+    inner,
     island,
     parameters,
     primitives,
@@ -71,8 +74,10 @@ KINDS: tuple[tuple[Kind, Grade], ...] = (
     (attention.edits, Grade.FORMULA),
     (constants.masks, Grade.FORMULA),
     (domain.edits, Grade.FORMULA),
+    (inner.scaled, Grade.FORMULA),
     (dtypes.edits, Grade.FLOAT32),
     (constants.guards, Grade.CONSTANT),
+    (inner.islands, Grade.STATEMENTS),
     (island.elements, Grade.STATEMENTS),
     (island.statement, Grade.STATEMENTS),
     (island.arguments, Grade.STATEMENTS),

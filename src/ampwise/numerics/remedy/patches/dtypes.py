@@ -43,7 +43,7 @@ _ATEN: Mapping[str, tuple[str, ...]] = {
 """Aten's names of operations, where they are others."""
 _MAKES = ("_to_copy", "arange", "full", "zeros", "ones", "empty", "linspace", "scalar_tensor")
 """Operations that give a tensor its format."""
-_NEW = ("new_zeros", "new_ones", "new_full", "new_empty")
+_NEW = ("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor")
 _LIKE = ("torch.zeros_like", "torch.ones_like", "torch.full_like", "torch.empty_like")
 _TIGHT = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
 _ASKED = ("dtype", "device", "shape", "ndim", "dim", "size", "numel")
@@ -95,8 +95,9 @@ def _uncast(site: Site) -> Iterator[Edit]:
     if site.statement is None:
         return
     here = {**wide(site, site.statement)}
-    if site.op in _MAKES and site.dtype in HALF:
-        here |= taken_over(site, site.expressions)
+    if site.dtype in HALF:
+        taken = taken_over(site, site.expressions)
+        here |= taken if site.op in _MAKES else _given(taken)
     behind = {node: each for term in terms(site) for node, each in wide(site, term.node).items()}
     for name, value in assigned(site):
         if site.is_half(name):
@@ -113,6 +114,11 @@ def _uncast(site: Site) -> Iterator[Edit]:
         asked = [code_of(each) for each in followed if isinstance(each, cst.Attribute)]
         what = joined(dict.fromkeys(asked)) or "another format"
         yield Edit(f"float32 in place of {what}", FLOAT32, followed, separable=True)
+
+
+def _given(changes: Mapping[cst.CSTNode, Change]) -> dict[cst.CSTNode, Change]:
+    """Those of changes of a format that stands there as a name: what it is, is not seen."""
+    return {node: to for node, to in changes.items() if isinstance(node, cst.Name)}
 
 
 def in_part(site: Site) -> Iterator[Edit]:
@@ -318,6 +324,8 @@ def may_be_half(site: Site, term: Term) -> bool:
     node = term.node
     if kinds := site.kinds(node):
         return bool(kinds & set(HALF))
+    if isinstance(node, cst.Attribute) and node.attr.value in _ASKED:
+        return False
     if isinstance(node, cst.Call):
         full = site.source.full(node.func) or dotted(node.func)
         return full.partition(".")[0] not in _NO_TENSORS and term.op not in _KNOWN

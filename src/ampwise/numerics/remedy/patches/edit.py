@@ -104,7 +104,8 @@ def replaced(
     """Changes that put an expression for another, and drop assignments that nobody needs then."""
     gone: list[cst.CSTNode] = [root]
     above = site.source.parents[root]
-    if isinstance(above, _BINDS) and not (_is_sum(above) and _is_product(made)):
+    loose = _is_sum(above) or isinstance(above, cst.UnaryOperation)
+    if isinstance(above, _BINDS) and not (loose and _is_product(made)):
         made = enclosed(made)
     changes: dict[cst.CSTNode, Change] = {root: like(root, made)}
     left = list(dict.fromkeys(followed))

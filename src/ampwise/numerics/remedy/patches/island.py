@@ -169,8 +169,8 @@ def _hangs_together(site: Site, part: Sequence[cst.BaseStatement]) -> bool:
     if not all(can_be_moved(site, each) for each in part):
         return False
     return all(
-        _bound(site, part[:number]) & names_read(site, each)
-        or any(_bound(site, [each]) & names_read(site, other) for other in part[number + 1 :])
+        names_bound(site, part[:number]) & names_read(site, each)
+        or any(names_bound(site, [each]) & names_read(site, other) for other in part[number + 1 :])
         for number, each in enumerate(part)
     )
 
@@ -186,7 +186,7 @@ def calls_a_module(node: cst.CSTNode) -> bool:
     return bool(modules_called(node))
 
 
-def _bound(site: Site, part: Sequence[cst.CSTNode]) -> set[str]:
+def names_bound(site: Site, part: Sequence[cst.CSTNode]) -> set[str]:
     """Names that statements assign to."""
     names = [each for node in part for each in walk(node, cst.Name)]
     return {each.value for each in names if isinstance(site.holder(each), cst.AssignTarget)}
@@ -206,7 +206,7 @@ def _cast_first(
     for each in part:
         own = _in_float32(site, each)
         changes |= {n: to for n, to in own.items() if dotted(n).partition(".")[0] not in made}
-        made |= _bound(site, [each])
+        made |= names_bound(site, [each])
     names = [each for each in changes if isinstance(each, cst.Name)]
     used = [each.value for each in names if not site.is_label(each)]
     later = {name for each in rest for name in names_read(site, each)}
@@ -289,8 +289,8 @@ def _device(site: Site, within: Sequence[cst.BaseStatement]) -> str:
     names = [each for each in walk(wanted, cst.Name) if not site.is_label(each)]
     tensors = {name: kinds - {OTHER} for name, kinds in here.items() if kinds - {OTHER}}
     # What is assigned here may be there only from the second time on that a loop comes by.
-    made = {name.value for each in within for name in walk(each, cst.Name) if site.is_label(name)}
-    one = len(within) == 1
+    made = {name.value for each in within for name in walk(each, cst.Name) if _is_set(site, name)}
+    one = len(within) == 1 and isinstance(within[0], cst.SimpleStatementLine)
     read = [
         each.value for each in names if each.value in tensors and (one or each.value not in made)
     ]
@@ -299,6 +299,13 @@ def _device(site: Site, within: Sequence[cst.BaseStatement]) -> str:
     if known:
         return f"{known[0]}.device.type"
     return f'"cuda" if {site.source.spelled("torch.cuda.is_available")}() else "cpu"'
+
+
+def _is_set(site: Site, name: cst.Name) -> bool:
+    """Whether a name gets its value where it stands."""
+    holder = site.holder(name)
+    loops = isinstance(holder, cst.For) and site.source.inside(name, holder.target)
+    return site.is_label(name) or loops
 
 
 def _in_float32(site: Site, statement: cst.CSTNode) -> dict[cst.CSTNode, Change]:
@@ -332,16 +339,24 @@ def is_computed_with(site: Site, node: cst.BaseExpression) -> bool:
     """Whether the numbers of a name are used, and not its shape or format."""
     match site.source.parents[node]:
         case cst.Attribute(value=value, attr=cst.Name(value=asked)) if value is node:
-            return asked not in _SHAPES
+            return asked not in _SHAPES and not writes(asked)
         case cst.AssignTarget() | cst.Attribute():
             return False
-        case cst.Arg(keyword=label) if label is node:
-            return False
+        case cst.Arg(keyword=label) as given:
+            call = site.source.parents[given]
+            assert isinstance(call, cst.Call)
+            asked = dotted(call.func).endswith("autograd.grad") and given is not call.args[0]
+            return label is not node and not asked and dotted(call.func) != "len"
         case cst.Subscript() as above:
             target = site.source.parents[above]
             return not isinstance(target, cst.AssignTarget)
         case _:
             return True
+
+
+def writes(method: str) -> bool:
+    """Whether a method writes into its tensor."""
+    return method.endswith("_") and not method.endswith("__")
 
 
 def _calls(node: cst.CSTNode) -> list[cst.BaseExpression]:
