@@ -461,14 +461,14 @@ def test_extent_history_and_sign_are_said_everywhere(capsys):
     assert found.extent is not None
     assert (found.extent.elements, found.extent.of) == (4, 480)
     assert [(each.name, each.first) for each in found.extent.spans] == [
-        ("sample", [1, 5]), ("position", [0, 4, 5, 6]), ("channel", [2])
+        ("sample", [1, 5]), ("axis 1", [0, 4, 5, 6]), ("axis 2", [2])
     ]  # fmt: skip
     assert [each.extreme for each in found.history] == [-3000, -12000, -120000]
     assert found.origin is not None
     assert (found.origin.inputs[0].low, found.origin.inputs[0].high) == (-12000, 0)
     assert Diagnosis.from_json(found.to_json()).to_json() == found.to_json()
     render(found, Console(width=200))
-    broken = "4 of 480 elements: samples 1, 5 of 6, positions 0, 4, 5, 6 of 10, channel 2 of 8"
+    broken = "samples 1, 5 of 6, 0, 4, 5, 6 of 10 along axis 1, 2 of 8 along axis 2"
     for shown in (capsys.readouterr().out, to_html(found)):
         assert broken in shown
         assert "-12,000" in shown

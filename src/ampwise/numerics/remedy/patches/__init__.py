@@ -8,6 +8,7 @@ primitives      a function of torch's in place of a formula (`log_softmax`, `rms
 attention       scores scaled before the product, masks after it, the fused kernel
 constants       a mask that the format holds
 domain          a second `where`, a clamp into the domain
+reach           float32 for a softmax that made what the line computes with
 dtypes          float32 for an operand; a cast that is left out, or put in
 constants       an eps that the format holds
 island          one of several layers in a statement, or all of it, outside of autocast; then
@@ -71,6 +72,7 @@ KINDS: tuple[tuple[Kind, Grade], ...] = (
     (attention.edits, Grade.FORMULA),
     (constants.masks, Grade.FORMULA),
     (domain.edits, Grade.FORMULA),
+    (reach.softmaxes, Grade.FLOAT32),
     (dtypes.edits, Grade.FLOAT32),
     (constants.guards, Grade.CONSTANT),
     (island.elements, Grade.STATEMENTS),
@@ -170,6 +172,13 @@ def as_made(site: Site, sites: Sequence[Site]) -> Iterator[Proposal]:
         what = f"parameters in float32 on all {len(sites)} lines that make them"
         yield _of_files(what, parameters.WHY, Grade.FLOAT32, site, changed)
     yield from own[1:]
+
+
+def softmaxes_in(site: Site, before: Sequence[Site]) -> Iterator[Proposal]:
+    """Softmaxes in float32 of helpers that ran before the function of the fault."""
+    for each in before:
+        for made in _made(each, reach.all_softmaxes, Grade.FLOAT32):
+            yield _in_caller(made, site, each)
 
 
 def made_by(site: Site, helpers: Sequence[Site]) -> Iterator[Proposal]:

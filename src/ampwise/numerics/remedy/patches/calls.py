@@ -16,6 +16,7 @@ from ampwise.numerics.remedy.patches.edit import Edit, widened
 from ampwise.numerics.remedy.patches.island import bare, outside_autocast
 from ampwise.numerics.remedy.patches.site import OTHER, Site
 from ampwise.numerics.remedy.patches.source import Change, changed, dotted, walk
+from ampwise.numerics.remedy.patches.views import raised_as_one
 from ampwise_lint.base.words import joined
 
 _WHY = "The values between these functions are in float32, then, too."
@@ -73,6 +74,7 @@ def edits(at: CallSite) -> Iterator[Edit]:
     }
     if not changes:
         return
+    changes = raised_as_one(site, changes)
     names = [dotted(each.func).rpartition(".")[2] for each in reversed(helpers)]
     given = "is given" if len(dict.fromkeys(names)) == 1 else "are given"
     what = f"what {joined(dict.fromkeys(names))} {given}, in float32"

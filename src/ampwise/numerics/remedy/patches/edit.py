@@ -9,7 +9,7 @@ import libcst as cst
 
 from ampwise.formats import HALF
 from ampwise.numerics.remedy.patches.site import Binding, Site
-from ampwise.numerics.remedy.patches.source import Change, changed, dotted, walk
+from ampwise.numerics.remedy.patches.source import Change, changed, dotted, same, walk
 
 _WEAK = (
     cst.BinaryOperation, cst.UnaryOperation, cst.BooleanOperation, cst.Comparison, cst.IfExp,
@@ -145,6 +145,20 @@ def comments_moved(site: Site, changes: Mapping[cst.CSTNode, Change]) -> dict[cs
                 moved[each] = new.with_changes(leading_lines=[*above, *lines])
                 above = []
     return moved
+
+
+def says_nothing(statement: cst.SimpleStatementLine) -> bool:
+    """Whether a statement only names something, or assigns it to itself."""
+    if len(statement.body) != 1:
+        return False
+    match statement.body[0]:
+        case cst.Expr(value=value):
+            return bool(dotted(value))
+        case cst.Assign(targets=[one], value=value):
+            parts = value.elements if isinstance(value, cst.Tuple) else [cst.Element(value)]
+            return all(dotted(each.value) for each in parts) and same(one.target, value)
+        case _:
+            return False
 
 
 def _is_sum(node: cst.CSTNode) -> bool:
