@@ -70,7 +70,7 @@ def edits(at: CallSite) -> Iterator[Edit]:
         return
     helpers: list[cst.Call] = []
     changes: dict[cst.CSTNode, Change] = {
-        each: widened(each) for each in _begins_with(at, call, helpers)
+        each: widened(at.site, each) for each in _begins_with(at, call, helpers)
     }
     if not changes:
         return

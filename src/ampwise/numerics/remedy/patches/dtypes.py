@@ -10,6 +10,7 @@ from ampwise.formats import HALF
 from ampwise.numerics.remedy.patches.constants import assigned, terms
 from ampwise.numerics.remedy.patches.edit import (
     Edit,
+    cast_of,
     comments_moved,
     enclosed,
     method,
@@ -116,14 +117,14 @@ def _uncast(site: Site) -> Iterator[Edit]:
     followed = of_half(site, taken_over(site, made))
     for changes in (here, behind, everywhere, of_class):
         if changes:
-            yield _in_place_of("a cast to float32", "16 bits", site, changes)
+            yield in_place_of("a cast to float32", "16 bits", site, changes)
     if followed:
         asked = [code_of(each) for each in followed if isinstance(each, cst.Attribute)]
         what = joined(dict.fromkeys(asked)) or "another format"
-        yield _in_place_of("float32", what, site, followed)
+        yield in_place_of("float32", what, site, followed)
 
 
-def _in_place_of(
+def in_place_of(
     wider: str, format_: str, site: Site, changes: Mapping[cst.CSTNode, Change]
 ) -> Edit:
     """Another format in place of one; where all are casts of what is float32, no cast."""
@@ -140,7 +141,7 @@ def without_casts(
     for node in changes:
         around = (node, *site.source.up(node))
         call = next((each for each in around if isinstance(each, cst.Call)), None)
-        value = None if call is None else _all_that_is_cast(call)
+        value = None if call is None else cast_of(call)
         if call is None or value is None or site.kinds(value) != {"float32"}:
             return changes
         left[call] = value
@@ -152,16 +153,6 @@ def without_casts(
             left = {each: to for each, to in left.items() if each not in within}
             left[statement] = cst.RemoveFromParent()
     return left | comments_moved(site, left)
-
-
-def _all_that_is_cast(call: cst.Call) -> cst.BaseExpression | None:
-    """What a call does nothing to but cast it; None for any other call."""
-    match call:
-        case cst.Call(func=cst.Attribute(value=value, attr=cst.Name(value=name)), args=args):
-            casts = name in ("half", "bfloat16") if not args else name in ("to", "type_as")
-            return value if casts and len(args) < 2 else None
-        case _:
-            return None
 
 
 def in_part(site: Site) -> Iterator[Edit]:
@@ -318,7 +309,7 @@ def _followed(site: Site) -> Iterator[Edit]:
         if not isinstance(asked, cst.Attribute):
             continue
         changes: dict[cst.CSTNode, Change] = {
-            leaf.node: widened(leaf.node) for leaf in _leaves(site, site.term(asked.value))
+            leaf.node: widened(site, leaf.node) for leaf in _leaves(site, site.term(asked.value))
         }
         if changes and not any(site.source.inside(each, asked) for each in changes):
             what = f"{code_of(asked.value)}, whose format this takes over, in float32"
@@ -339,7 +330,7 @@ def _raised(site: Site) -> Iterator[Edit]:
     changes: dict[cst.CSTNode, Change] = {}
     for term in found:
         for operand in half_operands(site, term):
-            changes[operand] = widened(operand)
+            changes[operand] = widened(site, operand)
     if changes:
         yield Edit(f"the operands of {found[0].op} in float32", FLOAT32, changes, separable=True)
 
@@ -387,7 +378,7 @@ def _formula(site: Site) -> Iterator[Edit]:
     changes: dict[cst.CSTNode, Change] = {}
     for term in found:
         for leaf in _leaves(site, term):
-            changes[leaf.node] = widened(leaf.node)
+            changes[leaf.node] = widened(site, leaf.node)
     nested = [each for each in changes if any(up in changes for up in site.source.up(each))]
     for each in nested:
         del changes[each]

@@ -80,13 +80,22 @@ def method(node: cst.BaseExpression, name: str, *args: cst.BaseExpression) -> cs
     return cst.Call(cst.Attribute(enclosed(node), cst.Name(name)), [cst.Arg(each) for each in args])
 
 
-def widened(node: cst.BaseExpression) -> cst.Call:
-    """``node.float()``; of a cast to another format, with the cast left out."""
+def cast_of(node: cst.CSTNode) -> cst.BaseExpression | None:
+    """What an expression does nothing to but cast it to 16 bits; None for anything else."""
     match node:
-        case cst.Call(func=cst.Attribute(value=inner, attr=cst.Name(value=name)), args=args) if (
-            name in ("half", "bfloat16", "type_as")
-            or (name in ("to", "type") and len(args) == 1 and _is_a_format(args[0].value))
-        ):
+        case cst.Call(func=cst.Attribute(value=value, attr=cst.Name(value=name)), args=args):
+            to = name in ("to", "type") and len(args) == 1 and _is_a_format(args[0].value)
+            return value if to or (name in ("half", "bfloat16") and not args) else None
+        case _:
+            return None
+
+
+def widened(site: Site, node: cst.BaseExpression) -> cst.BaseExpression:
+    """``node.float()``; of a cast to another format, with the cast left out."""
+    if (value := cast_of(node)) is not None:
+        return value if site.kinds(value) == {"float32"} else method(value, "float")
+    match node:
+        case cst.Call(func=cst.Attribute(value=inner, attr=cst.Name(value="type_as"))):
             return method(inner, "float")
         case _:
             return method(node, "float")

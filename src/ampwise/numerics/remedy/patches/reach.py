@@ -19,6 +19,7 @@ from ampwise.numerics.remedy.patches.dtypes import (
     TENSORS,
     formats_asked,
     half_operands,
+    in_place_of,
     may_be_half,
     of_half,
     only_asked,
@@ -52,7 +53,7 @@ def operands(site: Site) -> Iterator[Edit]:
     """What the line computes with in float32 from where it is made, beyond views of it."""
     changes: dict[cst.CSTNode, Change] = {}
     for term in (each for each in map(site.term, site.expressions) if each.op in ELEMENTWISE):
-        changes |= {node: widened(node) for node in _sources(site, term.node)}
+        changes |= {node: widened(site, node) for node in _sources(site, term.node)}
     nested = [each for each in changes if any(up in changes for up in site.source.up(each))]
     for each in nested:
         del changes[each]
@@ -89,7 +90,7 @@ def formats(site: Site) -> Iterator[Edit]:
     changes = {} if site.function is None else wide(site, site.function)
     changes |= of_half(site, taken_over(site, site.roots))
     if changes:
-        yield Edit("a cast to float32 in place of 16 bits", FLOAT32, changes, separable=True)
+        yield in_place_of("a cast to float32", "16 bits", site, changes)
 
 
 def softmaxes(site: Site) -> Iterator[Edit]:
@@ -109,7 +110,7 @@ def all_softmaxes(site: Site) -> Iterator[Edit]:
 def _in_float32(site: Site, found: Iterable[Term]) -> Iterator[Edit]:
     several = [each for each in found if each.op in _SOFTMAXES]
     changes: dict[cst.CSTNode, Change] = {
-        node: widened(node) for each in several for node in half_operands(site, each)
+        node: widened(site, node) for each in several for node in half_operands(site, each)
     }
     if changes:
         what = f"{joined(dict.fromkeys(each.op for each in several))} in float32"

@@ -46,7 +46,7 @@ def raised_as_one(site: Site, raised: Mapping[cst.CSTNode, Change]) -> dict[cst.
                 continue
             for one in used:
                 found.pop(one)
-            found[made] = widened(made)
+            found[made] = widened(site, made)
     return found
 
 
