@@ -660,3 +660,16 @@ def test_what_is_made_like_a_part_is_made_in_float32_at_the_line_first():
             assert "x.new_zeros(n, dtype=torch.float32)" in changed[second]
             return
     raise AssertionError(found)
+
+
+@pytest.mark.parametrize("scale", ["(n * n)", "(n + 1)", "x.shape[-1]"])
+def test_a_product_is_scaled_before_by_a_number_that_is_a_formula(scale):
+    code = line(f"return torch.bmm(x, x.mT) / {scale}")
+    found = texts(code, "x", cause="RANGE_OVERFLOW", op="bmm")
+    assert found[0] == line(f"return torch.bmm(x / {scale}, x.mT)")
+
+
+def test_a_product_is_not_scaled_before_by_a_tensor():
+    code = line("return torch.bmm(x, x.mT) / (mask * 2)")
+    found = texts(code, "x mask", cause="RANGE_OVERFLOW", op="bmm")
+    assert not any("x / (mask" in each for each in found)
