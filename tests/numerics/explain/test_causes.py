@@ -386,7 +386,7 @@ def test_ones_added_up_at_an_index_count():
 
 def test_positions_are_told_their_steps():
     found = diagnose(CASES["rounded positions"].make(), "bf16", steps=2)
-    assert "counts to 256 and goes on in steps of 4. Neighbours become one" in found.explanation
+    assert "counts to 256 and goes on in steps of 2, of 4 at the end" in found.explanation
 
 
 class Angles(nn.Module):

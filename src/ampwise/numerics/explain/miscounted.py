@@ -36,7 +36,7 @@ def rounded_integers(run: ShadowRun, damage: str) -> list[Lost]:
                 below = fmt.ulp(math.nextafter(each.exact_amax, 0))
                 steps = f"steps of {fmt.ulp(most):g}"
                 if below > fmt.ulp(most):
-                    steps = f"{steps}, which are {below:g} at the end"
+                    steps = f"{steps}, of {below:g} at the end"
                 text = (
                     f"Integers (positions, counts) of up to {each.exact_amax:,.0f} are kept in "
                     f"{fmt}, which counts to {most:,} and goes on in {steps}. Neighbours become "
