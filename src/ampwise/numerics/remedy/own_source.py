@@ -23,6 +23,7 @@ from ampwise.numerics.remedy.patches import (
     as_made,
     back_from,
     casts_in,
+    given_to_helpers,
     made_by,
     proposals,
     softmaxes_in,
@@ -78,6 +79,8 @@ class OwnSource:
         Those that its function calls for what the line computes with.
     casting
         Functions that ran before it, and cast something, the nearest first.
+    helpers
+        Where calls end, in the file of the fault, of functions of the user's own without layers.
     parameter_lines
         Lines that make parameters of the fault in 16 bits, where that is known.
     """
@@ -90,6 +93,7 @@ class OwnSource:
     before: Sequence[Site] = ()
     makers: Sequence[Site] = ()
     casting: Sequence[Site] = ()
+    helpers: frozenset[tuple[int, int]] = frozenset()
     parameter_lines: Sequence[Site] = ()
 
     @property
@@ -105,8 +109,10 @@ class OwnSource:
             return [*self.proposals, *islice(casts, _MOST_BEYOND)]
         made = made_by(self.site, [*self.makers, *self.casting])
         beyond = around(self.site, self.callers, self.chains)
+        given = given_to_helpers(CallSite(self.site, (0, 0), helpers=self.helpers))
         return [
             *self.proposals,
+            *given,
             *islice(casts, _MOST_BEYOND),
             *islice(made, _MOST_BEYOND),
             *islice(beyond, _MOST_BEYOND),
@@ -222,8 +228,9 @@ def own_source(
     earlier = [at for each in before if (at := sites[each]) is not None]
     makers = [at for each in made if (at := sites[each]) is not None]
     casting = [at for each in cast if (at := sites[each]) is not None]
+    helpers = frozenset(led.helpers.get(origin.file, ()))
     lines = _parameter_lines(found, step, root, fault, parameter_lines)
-    return OwnSource(root, site, at_calls, whole, others, earlier, makers, casting, lines)
+    return OwnSource(root, site, at_calls, whole, others, earlier, makers, casting, helpers, lines)
 
 
 def _parameter_lines(

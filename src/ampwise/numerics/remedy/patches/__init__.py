@@ -174,6 +174,11 @@ def as_made(site: Site, sites: Sequence[Site]) -> Iterator[Proposal]:
     yield from own[1:]
 
 
+def given_to_helpers(at: calls.CallSite) -> Iterator[Proposal]:
+    """What helpers are given that make what the line of the fault computes with, in float32."""
+    yield from _made(at.site, lambda _: calls.given_here(at), Grade.FLOAT32)
+
+
 def softmaxes_in(site: Site, before: Sequence[Site]) -> Iterator[Proposal]:
     """Softmaxes in float32 of helpers that ran before the function of the fault."""
     for each in before:
