@@ -246,9 +246,9 @@ class _Looks:
     def is_sound(self, step: Replay, stash: Stash) -> bool:
         """Whether nothing is to be said of a step."""
         if is_sound(step, stash):
-            self._compared.append(stash.step)
+            self._compared.append(step.steps)
             return True
-        self._note(stash.step)
+        self._note(step.steps)
         return len(self._wrong) < _WRONG
 
     def _note(self, number: int) -> None:
