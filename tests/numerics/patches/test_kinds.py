@@ -619,6 +619,19 @@ def test_a_cast_of_what_is_float32_is_left_out():
     assert wanted in with_float32(inside, "events now", "times")
 
 
+def test_a_cast_that_is_all_of_a_block_is_a_cast_to_float32():
+    code = (
+        "def left(self, events, times, now):\n"
+        "    if self.narrow:\n"
+        "        times = times.to(torch.float16)\n"
+        "    return events * torch.exp(times - now)  # <-\n"
+    )
+    at = site(code, "events times now", cause="CANCELLATION", op="sub")
+    at.dtypes[HEAD.count("\n") + 3]["times"] = {"float32"}
+    wanted = code.replace("float16", "float32")
+    assert wanted in [each.data.decode().removeprefix(HEAD) for each in proposals(at)]
+
+
 def test_a_cast_of_what_may_be_another_format_stays():
     found = with_float32(GAPS, "events times now", "times")
     assert GAPS.replace("events.dtype", "torch.float32") in found

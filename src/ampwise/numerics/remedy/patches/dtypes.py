@@ -150,6 +150,9 @@ def without_casts(
         if isinstance(statement, cst.SimpleStatementLine) and says_nothing(
             changed(statement, within)
         ):
+            block = site.source.parents[statement]
+            if not isinstance(block, cst.IndentedBlock) or len(block.body) == 1:
+                return changes  # nothing would be left in it
             left = {each: to for each, to in left.items() if each not in within}
             left[statement] = cst.RemoveFromParent()
     return left | comments_moved(site, left)
