@@ -112,9 +112,9 @@ class OwnSource:
         given = given_to_helpers(CallSite(self.site, (0, 0), helpers=self.helpers))
         return [
             *self.proposals,
-            *given,
             *islice(casts, _MOST_BEYOND),
             *islice(made, _MOST_BEYOND),
+            *given,  # what is only asked for its format is not cast
             *islice(beyond, _MOST_BEYOND),
         ]
 
