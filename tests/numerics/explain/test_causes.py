@@ -361,7 +361,7 @@ class Slots(nn.Module):
 def test_a_sum_of_ones_in_16_bits_counts():
     found = diagnose(task(Slots, apart, data(600, 8)), "bf16", steps=2)
     assert (found.cause, origin_line(found)) == ("PRECISION_LOSS", line_of(Slots))
-    assert "counts to 256 and goes on in steps of 4" in found.explanation
+    assert "counts to 256 and goes on in steps of 2" in found.explanation
 
 
 class Degree(nn.Module):
