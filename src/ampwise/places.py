@@ -88,6 +88,11 @@ class Place:
         """Text of the line."""
         return linecache.getline(self.file, self.line).strip()
 
+    def line_from(self, origin: Place) -> str:
+        """``line 7``; ``line 7 of model.py`` where that is another file than a place's."""
+        line = f"line {self.line}"
+        return line if self.file == origin.file else f"{line} of {Path(self.file).name}"
+
 
 NOWHERE = Place("forward", "", 0, "", 0)
 

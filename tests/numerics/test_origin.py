@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 from ampwise.errors import UsageError
 from ampwise.numerics.diagnose import diagnose
+from ampwise.numerics.observe.roots import BadValues, Root
 from ampwise.numerics.progress import Silent
+from ampwise.places import Place
 from ampwise.step import TrainStep
 from ampwise.tasks import Task
 from tests.numerics.cases import data, line_of, square, task
@@ -363,3 +366,12 @@ def test_fixes_after_a_bad_loss_begin_with_the_buffers_of_before():
 def test_a_bad_loss_that_is_no_scalar_is_an_error():
     with pytest.raises(UsageError, match=r"reduce it with \.mean"):
         diagnose(task(Overflowing, lambda m, x: m(x).float().sum(1), data(6, 8)), "fp16", steps=2)
+
+
+def test_a_line_of_another_file_is_told_with_the_name_of_its_file():
+    here, there = (Place("forward", "", 0, f"/code/{each}.py", 7) for each in ("spline", "flow"))
+    values = BadValues()
+    values.roots[0] = Root(0, "log", here, 1)
+    values.carried(1, "mul", replace(here, line=9), [0])
+    values.carried(2, "sum", there, [1])
+    assert values.earliest([2])[1] == ["line 7", "line 9", "line 7 of flow.py"]

@@ -44,6 +44,7 @@ from ampwise.tasks import Task
 from ampwise.tasks.checks import endless
 from ampwise.telemetry.ring import StepRecord
 from ampwise.training.share import DataRandom, Turn, turns, whole_turns
+from ampwise_lint.base.words import joined
 
 STEPS = 50
 BUDGET_S = 60.0
@@ -233,7 +234,8 @@ class _Looks:
     def __init__(self, steps: int) -> None:
         self._at = [int(share * steps) for share in _ON_THE_WAY if steps > _LEAST_STEPS]
         self._spent = 0.0
-        self._wrong = 0
+        self._compared: list[int] = []
+        self._wrong: list[int] = []
 
     def is_due(self, steps: int) -> bool:
         """Whether the step that was made after these is to be compared."""
@@ -243,8 +245,29 @@ class _Looks:
 
     def is_sound(self, step: Replay, stash: Stash) -> bool:
         """Whether nothing is to be said of a step."""
-        self._wrong += not is_sound(step, stash)
-        return self._wrong < _WRONG
+        if is_sound(step, stash):
+            self._compared.append(step.steps)
+            return True
+        self._note(step.steps)
+        return len(self._wrong) < _WRONG
+
+    def _note(self, number: int) -> None:
+        """A step was compared, and is wrong."""
+        if number not in self._compared:
+            self._compared.append(number)
+            self._wrong.append(number)
+
+    def told(self, found: Diagnosis) -> Diagnosis:
+        """A diagnosis of a step, with which ones were compared, where it is at fault."""
+        if found.status == "fault" and found.cause != "STAGNATION":
+            self._note(found.step)
+            several = len(self._compared) > 1
+            compared = f"step{'s' if several else ''} {joined(map(str, self._compared))}"
+            words = f"Compared with float64 {'were' if several else 'was'} {compared}"
+            if self._wrong != self._compared:
+                words = f"{words}, wrong {joined(map(str, self._wrong))}"
+            found.notes.append(f"{words}; the others were not looked at.")
+        return found
 
     def made(self, steps: int, seconds: float) -> None:
         """It was, and took so long."""
@@ -318,11 +341,11 @@ def _quiet(
     def alone() -> Diagnosis:
         if before is None:
             sound = looks.is_sound(step, stash)
-            return examiner.empty(stash) if sound else examiner.quiet(stash, begun)
+            return examiner.empty(stash) if sound else looks.told(examiner.quiet(stash, begun))
         still = stagnation.stagnant(step, before, arm.step.history[-1])
         if still is not None and step.ranks == 1:
             still = left_behind(trained, arm, still)
-        return examiner.quiet(stash, begun, still)
+        return looks.told(examiner.quiet(stash, begun, still))
 
     if step.ranks == 1 or not talks(step, stash):
         return everyone().first(alone), stash

@@ -63,8 +63,8 @@ class Span:
     Attributes
     ----------
     name
-        What the dimension counts: ``sample``, ``position``, ``channel``, or ``index`` where that is
-        not known.
+        What the dimension counts: ``sample``, ``position``, ``channel``, ``index`` of a vector, or
+        ``axis 1`` where that is not known.
     size, count
         How many there are, and how many of them are hit.
     first
@@ -242,7 +242,8 @@ class Diagnosis(Document):
     rank
         With several processes: the first one whose own part of the step was at fault.
     extent
-        Which samples, positions, channels and how many elements broke; None where not known.
+        How many elements broke, and which samples, channels, positions or other indices; None where
+        not known.
     history
         The operations before the origin, and how large what they gave was; the latest last. Where
         the origin's own result is finite in float64, that comes last.

@@ -361,7 +361,7 @@ class Slots(nn.Module):
 def test_a_sum_of_ones_in_16_bits_counts():
     found = diagnose(task(Slots, apart, data(600, 8)), "bf16", steps=2)
     assert (found.cause, origin_line(found)) == ("PRECISION_LOSS", line_of(Slots))
-    assert "counts to 256 and goes on in steps of 4" in found.explanation
+    assert "counts to 256 and goes on in steps of 2" in found.explanation
 
 
 class Degree(nn.Module):
@@ -386,7 +386,7 @@ def test_ones_added_up_at_an_index_count():
 
 def test_positions_are_told_their_steps():
     found = diagnose(CASES["rounded positions"].make(), "bf16", steps=2)
-    assert "counts to 256 and goes on in steps of 4. Neighbours become one" in found.explanation
+    assert "counts to 256 and goes on in steps of 2, of 4 at the end" in found.explanation
 
 
 class Angles(nn.Module):
@@ -461,14 +461,14 @@ def test_extent_history_and_sign_are_said_everywhere(capsys):
     assert found.extent is not None
     assert (found.extent.elements, found.extent.of) == (4, 480)
     assert [(each.name, each.first) for each in found.extent.spans] == [
-        ("sample", [1, 5]), ("position", [0, 4, 5, 6]), ("channel", [2])
+        ("sample", [1, 5]), ("axis 1", [0, 4, 5, 6]), ("axis 2", [2])
     ]  # fmt: skip
     assert [each.extreme for each in found.history] == [-3000, -12000, -120000]
     assert found.origin is not None
     assert (found.origin.inputs[0].low, found.origin.inputs[0].high) == (-12000, 0)
     assert Diagnosis.from_json(found.to_json()).to_json() == found.to_json()
     render(found, Console(width=200))
-    broken = "4 of 480 elements: samples 1, 5 of 6, positions 0, 4, 5, 6 of 10, channel 2 of 8"
+    broken = "samples 1, 5 of 6, 0, 4, 5, 6 of 10 along axis 1, 2 of 8 along axis 2"
     for shown in (capsys.readouterr().out, to_html(found)):
         assert broken in shown
         assert "-12,000" in shown

@@ -234,6 +234,8 @@ def test_a_fault_that_the_last_step_does_not_have_is_found_on_the_way():
     assert found.status == "fault"
     assert found.origin is not None
     assert (found.step, found.origin.line) == (5, line_of(offset))
+    compared = "Compared with float64 were steps 3 and 5; the others were not looked at."
+    assert compared in found.notes
     for levels in (once, [0.0] * 8):
         sound = diagnose(sometimes(levels), "bf16", steps=8)
         assert (sound.status, sound.step) == ("clean", 8)

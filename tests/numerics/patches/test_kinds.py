@@ -15,6 +15,7 @@ from ampwise.numerics.remedy.patches import (
     casts_in,
     made_by,
     proposals,
+    softmaxes_in,
 )
 from ampwise.numerics.remedy.patches.calls import CallSite
 from ampwise.numerics.remedy.patches.site import Site
@@ -28,7 +29,7 @@ def site(code: str, half: str = "", **known) -> Site:
     text = HEAD + code
     line = next(i for i, each in enumerate(text.splitlines(), 1) if "# <-" in each)
     here = {name: {"float16"} for name in half.split()} | {"n": {"other"}}
-    dtypes = dict.fromkeys(range(text.count("\n") + 1), here)
+    dtypes = {each: dict(here) for each in range(text.count("\n") + 1)}
     source = SourceFile.of(Path("x.py"), text.encode(), line)
     return Site(source, line, **{"dtype": "float16", **known}, dtypes=dtypes)
 
@@ -614,3 +615,132 @@ def test_the_device_is_not_asked_of_what_a_loop_makes():
     found = "\n".join(texts(code, "slow z", op="mm", cause="PRECISION_LOSS"))
     assert "    with torch.autocast(z.device.type, enabled=False):\n        z = z.float()" in found
     assert "slow.copy_(slow.float() @ z.float())" in found
+
+
+def test_a_length_is_not_cast():
+    code = (
+        "def knots(raw, least):\n"
+        "    share = least + (1 - least * raw.shape[-1] * raw.size(0)) * F.softmax(raw, dim=-1)\n"
+        "    return torch.cumsum(share, dim=-1)  # <-\n"
+    )
+    found = texts(code, "raw share", cause="PRECISION_LOSS", op="cumsum")
+    assert code.replace("softmax(raw", "softmax(raw.float()") in found
+    assert not any(".shape[-1].float()" in each or ".size(0).float()" in each for each in found)
+
+
+PARTS = """def forward(self, x):
+    raw = self.net(x).view(-1, 2, 8)
+    widths, heights = raw.unbind(1)
+    return spline(widths, heights)  # <-
+"""
+
+
+def given(code: str, half: str) -> str:
+    """What the helper at the line is given, in float32."""
+    at = site(code, half)
+    call = next(each for each in at.expressions if code_of(each).startswith("spline("))
+    end = at.source.end(call)
+    first = next(around(at, [CallSite(at, end, helpers=frozenset([end]))], []))
+    return first.data.decode().removeprefix(HEAD)
+
+
+def test_a_tensor_of_which_all_parts_are_cast_is_cast_once_where_it_is_made():
+    wanted = PARTS.replace("self.net(x).view", "self.net(x).float().view")
+    assert given(PARTS, "raw widths heights") == wanted
+
+
+def test_a_part_is_cast_by_itself_where_not_all_are():
+    code = PARTS.replace("widths, heights =", "widths, heights, slopes =")
+    wanted = code.replace("spline(widths, heights)", "spline(widths.float(), heights.float())")
+    assert given(code, "raw widths heights slopes") == wanted
+
+
+GAPS = """def left(self, events, times, now):
+    times, now = times.to(events.dtype), now.to(events.dtype)
+    return events * torch.exp(times - now)  # <-
+"""
+
+
+def with_float32(code: str, half: str, wide: str) -> list[str]:
+    at = site(code, half, cause="CANCELLATION", op="sub")
+    first = HEAD.count("\n") + 2
+    known = {name: {"float32"} for name in wide.split()}
+    at.dtypes[first] |= known  # a line on, they are what they were cast to
+    return [each.data.decode().removeprefix(HEAD) for each in proposals(at)]
+
+
+def test_a_cast_of_what_is_float32_is_left_out():
+    lines = GAPS.splitlines(keepends=True)
+    assert lines[0] + lines[2] in with_float32(GAPS, "events times now", "times now")
+    inside = GAPS.replace("times - now", "times.to(events.dtype) - now").replace(lines[1], "")
+    wanted = lines[0] + lines[2].replace("now", "now.float()")
+    assert wanted in with_float32(inside, "events now", "times")
+
+
+def test_a_cast_that_is_all_of_a_block_is_a_cast_to_float32():
+    code = (
+        "def left(self, events, times, now):\n"
+        "    if self.narrow:\n"
+        "        times = times.to(torch.float16)\n"
+        "    return events * torch.exp(times - now)  # <-\n"
+    )
+    at = site(code, "events times now", cause="CANCELLATION", op="sub")
+    at.dtypes[HEAD.count("\n") + 3]["times"] = {"float32"}
+    wanted = code.replace("float16", "float32")
+    assert wanted in [each.data.decode().removeprefix(HEAD) for each in proposals(at)]
+
+
+def test_a_cast_of_what_may_be_another_format_stays():
+    found = with_float32(GAPS, "events times now", "times")
+    assert GAPS.replace("events.dtype", "torch.float32") in found
+
+
+LOGP = """def logp(logits, tokens):
+    every = torch.log_softmax(logits[:, :-1] / 2, dim=-1)
+    chosen = every.gather(-1, tokens[:, 1:, None]).squeeze(-1)
+    return chosen.sum(dim=-1)  # <-
+"""
+
+
+def test_a_softmax_that_makes_the_operand_is_in_float32_before_the_operand():
+    found = texts(LOGP, "logits every chosen", cause="CANCELLATION", op="sum")
+    assert found[0] == LOGP.replace("[:, :-1] /", "[:, :-1].float() /")
+    assert LOGP.replace("chosen.sum", "chosen.float().sum") in found[1:]
+
+
+def test_a_softmax_of_a_helper_that_ran_before_is_in_float32():
+    code = LOGP.replace("  # <-", "") + "\n\ndef loss(a, b):\n    return (a - b).mean()  # <-\n"
+    helper = site(LOGP, "logits every chosen")
+    (one,) = softmaxes_in(site(code, "a b", op="sub"), [helper])
+    assert "logits[:, :-1].float() / 2" in one.data.decode()
+
+
+def test_what_is_made_like_a_part_is_made_in_float32_at_the_line_first():
+    code = (
+        "def means(x, group, n):\n"
+        "    total = x.new_zeros(n).index_add_(0, group, x[:, 0])\n"
+        "    count = x.new_zeros(n).index_add_(0, group, torch.ones_like(x[:, 0]))  # <-\n"
+        "    return total / count\n"
+    )
+    found = texts(code, "x total count", cause="PRECISION_LOSS", op="index_add_")
+    first, second = (n for n, each in enumerate(code.splitlines()) if "new_zeros" in each)
+    for each in found:
+        changed = each.splitlines()
+        if "ones_like(x[:, 0], dtype=torch.float32)" in changed[second]:
+            assert changed[first] == code.splitlines()[first]
+            assert "x.new_zeros(n, dtype=torch.float32)" in changed[second]
+            return
+    raise AssertionError(found)
+
+
+@pytest.mark.parametrize("scale", ["(n * n)", "(n + 1)", "x.shape[-1]"])
+def test_a_product_is_scaled_before_by_a_number_that_is_a_formula(scale):
+    code = line(f"return torch.bmm(x, x.mT) / {scale}")
+    found = texts(code, "x", cause="RANGE_OVERFLOW", op="bmm")
+    assert found[0] == line(f"return torch.bmm(x / {scale}, x.mT)")
+
+
+def test_a_product_is_not_scaled_before_by_a_tensor():
+    code = line("return torch.bmm(x, x.mT) / (mask * 2)")
+    found = texts(code, "x mask", cause="RANGE_OVERFLOW", op="bmm")
+    assert not any("x / (mask" in each for each in found)

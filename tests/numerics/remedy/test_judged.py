@@ -543,3 +543,24 @@ def test_the_reference_of_16_bit_parameters_chooses_by_itself():
     again = Replay(step)
     stash = again.rehearsal(lambda step, x: step.micro_batch(lambda m, x: m(x), x), [x])
     assert reference(again, stash).losses == [0.0]
+
+
+class Noisy(nn.Module):
+    """Overflows in float16; bfloat16 leaves few digits of its small differences."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(8, 8)
+
+    def forward(self, x):
+        h = self.lin(x) * 1e-2 + 1
+        grown = h * 1e5  # <- here
+        return (grown * 1e-5 - 1).float() * 100
+
+
+def test_a_format_that_holds_says_of_which_matrix_it_leaves_little():
+    found = diagnose(task(Noisy, square, data(32, 8)), "fp16", steps=2)
+    other = fix(found, "bfloat16")
+    assert other.verified, other.cost
+    assert "; the gradient of lin.weight keeps " in other.cost
+    assert "keeps" not in fix(found, "line ").cost

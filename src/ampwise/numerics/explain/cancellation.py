@@ -41,21 +41,23 @@ def _cancelled(is_and_should: str, argument: Argument) -> Explanation:
             f"keeps {fmt.mantissa_bits + 1} bits.",
         )
     fmt = formats.lookup(made_by.dtype)
+    where = made_by.where(made_by.place)
     if made_by.rounded_to is not None:
         end = made_by.rounded_to
         if made_by.name in LOGARITHMS:
             near = f"{end - fmt.ulp(end) / 2:.6g} and {end + fmt.ulp(end):.6g}"
             return Explanation(
                 "CANCELLATION",
-                f"{is_and_should}: {made_by.where} is of numbers that rounded to {end:g}, and "
+                f"{is_and_should}: {where} is of numbers that rounded to {end:g}, and "
                 f"keeps nothing of how far they are from it. Next to it {fmt} has {near}.",
                 made_by,
             )
         return Explanation(
             "CANCELLATION",
-            f"{is_and_should}: {made_by.where} takes the difference to "
+            f"{is_and_should}: {where} takes the difference to "
             f"{end:g} of numbers that rounded to {end:g}. Next below it {fmt} has "
-            f"{end - fmt.ulp(end) / 2:.6g}; make the difference before rounding.",
+            f"{end - fmt.ulp(end) / 2:.6g}; what is nearer has to come there in float32, or as the "
+            "difference that it is.",
             made_by,
         )
     left = f"{made_by.propagated_db:.0f} dB are left of {made_by.inputs_db:.0f} dB"
@@ -64,7 +66,7 @@ def _cancelled(is_and_should: str, argument: Argument) -> Explanation:
         left = f"{counted(made_by.cancelled, 'element')} of its result {are} lost"
     return Explanation(
         "CANCELLATION",
-        f"{is_and_should}: {made_by.where} subtracts nearly equal "
+        f"{is_and_should}: {where} subtracts nearly equal "
         f"numbers, and their digits cancel. {fmt} keeps {fmt.mantissa_bits + 1} bits; {left}.",
         made_by,
     )

@@ -42,7 +42,7 @@ def _by_zero(root: Root, makers: Sequence[Ancestor | None]) -> str:
     are = "is" if zeros == 1 else "are"
     gives = "0 / 0 is NaN" if bad_bits(root.outputs[0]) & NAN else "a number over 0 is inf"
     maker = makers[-1] if makers else None
-    made = "" if maker is None else f", made by {maker.where}"
+    made = "" if maker is None else f", made by {maker.where(root.place)}"
     flat = maker is not None and maker.name in _SPREADS
     why = ", the spread of values that are all the same" if flat else ""
     return f"{zeros:,} of {counted(divisor.numel(), 'divisor')} {are} 0{made}{why}: {gives}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from ampwise import formats
 from ampwise.numerics.explain.lost import Lost, note
 from ampwise.numerics.observe.shadow import ShadowRun
@@ -31,10 +33,14 @@ def rounded_integers(run: ShadowRun, damage: str) -> list[Lost]:
                     f"that are added one by one stop at {most:,}."
                 )
             else:
+                below = fmt.ulp(math.nextafter(each.exact_amax, 0))
+                steps = f"steps of {fmt.ulp(most):g}"
+                if below > fmt.ulp(most):
+                    steps = f"{steps}, of {below:g} at the end"
                 text = (
                     f"Integers (positions, counts) of up to {each.exact_amax:,.0f} are kept in "
-                    f"{fmt}, which counts to {most:,} and goes on in steps of "
-                    f"{fmt.ulp(each.exact_amax):g}. Neighbours become one."
+                    f"{fmt}, which counts to {most:,} and goes on in {steps}. Neighbours become "
+                    "one."
                 )
             if not harm:
                 return [note(f"{text} Here (line {each.place.line}) it does no harm.")]

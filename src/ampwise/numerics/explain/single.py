@@ -65,7 +65,8 @@ def single_operations(
                  and (e.name, e.place) == root.swallowed_by[:2]]  # fmt: skip
         if later and later[0].propagated_db < RIGHT_DB:
             op, place, _ = root.swallowed_by
-            note = f"{op} on line {place.line} makes finite, wrong values of it: {damage}."
+            line = place.line_from(root.place)
+            note = f"{op} on {line} makes finite, wrong values of it: {damage}."
             return [Lost(None, note, root.place, root.name, "", severe=True, root=root)]
     if (cast := float8.worst_cast(run.errors)) is not None and _sound_without(step, stash, run):
         each, cause, words = cast
@@ -128,7 +129,7 @@ def _where_it_began(
     if made_by is None or not _shows(error, made_by):
         return None
     kept = _kept(made_by)
-    line = f"on line {error.place.line}"
+    line = f"on {error.place.line_from(made_by.place)}"
     if error.name in _TURNS:
         words = (
             f"{made_by.name} on line {made_by.place.line} rounds: {kept.format('is')}. "
@@ -213,7 +214,8 @@ def _cancelled_at(made_by: Ancestor, error: OperationError, damage: str) -> Lost
     words = (
         f"{made_by.name} on line {made_by.place.line} {what}: "
         f"{counted(made_by.cancelled, 'element')} of its result lost all digits of the "
-        f"{fmt.mantissa_bits + 1} bits of {fmt}; {error.name} on line {error.place.line} shows it"
+        f"{fmt.mantissa_bits + 1} bits of {fmt}; {error.name} on "
+        f"{error.place.line_from(made_by.place)} shows it"
     )
     return Lost("CANCELLATION", f"{words}. Silently wrong: {damage}.", made_by.place, made_by.name,
                 made_by.dtype, severe=True)  # fmt: skip

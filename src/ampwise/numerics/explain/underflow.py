@@ -17,8 +17,9 @@ def _by_argument(argument: Argument) -> Explanation | None:
     fmt, is_and_should = argument.fmt, zeros_and_wanted(argument)
     if are_tiny(argument):
         began = _before(argument)
-        where = "" if began is None else f" {began.name} on line {began.place.line} made them so."
         in_sight = began is None or _function(began) == _function(argument.root)
+        seen_from = argument.root if began is None or in_sight else began
+        where = "" if began is None else f" {began.where(seen_from.place)} made them so."
         return Explanation(
             "UNDERFLOW",
             f"{is_and_should}. The smallest number of {fmt} is {fmt.min_subnormal:.2g}.{where}",

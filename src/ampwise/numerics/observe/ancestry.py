@@ -71,10 +71,15 @@ class Ancestor:
     brought: tuple[float, ...] = ()
     index: int = 0
 
-    @property
-    def where(self) -> str:
-        """Name and line, for a sentence; of backward, that it is the derivative of the line."""
-        named = f"{self.name} on line {self.place.line}"
+    def where(self, origin: Place) -> str:
+        """Name and line, for a sentence; of backward, that it is the derivative of the line.
+
+        Parameters
+        ----------
+        origin
+            Of the fault that the sentence is about: of its file the lines are meant.
+        """
+        named = f"{self.name} on {self.place.line_from(origin)}"
         return f"{named}, in its backward," if self.place.phase == "backward" else named
 
     @property

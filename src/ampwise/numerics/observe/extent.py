@@ -36,13 +36,11 @@ def extent_of(bad: Tensor, samples: int = 0, *, channels_second: bool = False) -
 
 
 def _names(dims: int, has_samples: bool, channels_second: bool) -> list[str]:
-    """What each dimension counts; "index" where that is not known."""
-    if not has_samples:
-        return ["index"] * dims
-    rest = ["position"] * (dims - 1)
-    if rest:
-        rest[0 if channels_second else -1] = "channel"
-    return ["sample", *rest]
+    """What each dimension counts; ``axis 1`` where that is not known."""
+    names = [f"axis {dim}" for dim in range(dims)] if dims > 1 else ["index"] * dims
+    if channels_second:
+        names[1:] = ["channel", *["position"] * (dims - 2)]
+    return ["sample", *names[1:]] if has_samples else names
 
 
 def which(bad: Tensor) -> str:
@@ -51,7 +49,7 @@ def which(bad: Tensor) -> str:
 
 
 def in_words(extent: Extent) -> str:
-    """``3 of 640 elements: sample 1 of 8, positions 0, 4, 7 of 16``."""
+    """``3 of 640 elements: sample 1 of 8, 0, 4, 7 of 16 along axis 1``."""
     parts = [each for each in map(_span, extent.spans) if each]
     elements = counted(extent.of, "element")
     if extent.elements == extent.of:
@@ -64,8 +62,11 @@ def _span(span: Span) -> str:
     if span.count in (0, span.size):
         return ""
     shown = ", ".join(map(str, span.first)) + (", ..." if span.count > len(span.first) else "")
-    name = span.name if span.count == 1 else {"index": "indices"}.get(span.name, f"{span.name}s")
-    return f"{name} {shown} of {span.size:,}"
+    shown = f"{shown} of {span.size:,}"
+    if span.name.startswith("axis"):
+        return f"{shown} along {span.name}"
+    plural = {"index": "indices"}.get(span.name, f"{span.name}s")
+    return f"{span.name if span.count == 1 else plural} {shown}"
 
 
 def samples_in(batches: Iterable[Tensor]) -> int:

@@ -156,10 +156,11 @@ class BadValues:
     def _path(self, root: int, links: dict[int, int]) -> list[str]:
         path: list[str] = []
         index: int | None = root
+        origin = self.roots[root].place
         while index is not None and len(path) < _LONGEST:
             step = self.roots.get(index) or self._carriers[index]
             place = step.place
-            word = place.module or (f"line {place.line}" if place.line else step.name)
+            word = place.module or (place.line_from(origin) if place.line else step.name)
             word = f"{word} (backward)" if place.phase == "backward" else word
             if not path or path[-1] != word:
                 path.append(word)

@@ -57,7 +57,7 @@ def broken(root: Root, stash: Stash | None = None) -> Extent | None:
     return extent_of(
         ~torch.isfinite(result),
         samples_in(batches),
-        channels_second=root.name in CHANNELS_SECOND or result.dim() > 3,
+        channels_second=root.name in CHANNELS_SECOND,
     )
 
 

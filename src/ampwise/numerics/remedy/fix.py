@@ -54,7 +54,7 @@ def tried(
         What a fix must stay close to; None to ask only for a clean replay.
     """
     fixes: list[Fix] = []
-    held: dict[int, Candidate] = {}
+    held: dict[int, _Tried] = {}
     unmended = None if wanted is None else _unmended(step, stash, wanted)
     for each in found:
         if each.otherwise and held:
@@ -62,16 +62,35 @@ def tried(
         if not each.tried:
             fixes.append(Fix(each.what, each.how, verified=False, cost="not tried automatically"))
             continue
-        settled, wrong = _try(step, stash, each, wanted, unmended)
+        made = _try(step, stash, each, wanted, unmended)
         if not each.effective():
             continue
-        if not wrong:
-            held[len(fixes)] = settled
-        fixes.append(Fix(each.what, each.how, verified=not wrong, cost=wrong))
-    measured = costs(step, stash, list(held.values()))
-    for (index, settled), cost in zip(held.items(), measured, strict=True):
-        fixes[index] = cost.of(fixes[index], _lowered(stash, settled))
+        if not made.wrong:
+            held[len(fixes)] = made
+        fixes.append(Fix(each.what, each.how, verified=not made.wrong, cost=made.wrong))
+    measured = costs(step, stash, [made.settled for made in held.values()])
+    for (index, made), cost in zip(held.items(), measured, strict=True):
+        fixes[index] = cost.of(fixes[index], _lowered(stash, made.settled) + made.weak)
     return sorted(fixes, key=lambda fix: not fix.verified)
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """A candidate that was tried.
+
+    Attributes
+    ----------
+    settled
+        The same under the loss scale that it needs.
+    wrong
+        Why it does not count; empty if it does.
+    weak
+        That a weight matrix is far from exact yet, if one is.
+    """
+
+    settled: Candidate
+    wrong: str
+    weak: str = ""
 
 
 def _lowered(stash: Stash, settled: Candidate) -> str:
@@ -140,19 +159,36 @@ def kept_db(step: Replayable, stash: Stash, wanted: Reference) -> float:
 def _try(
     step: Replayable, stash: Stash, candidate: Candidate, wanted: Reference | None,
     unmended: _Kept | None,
-) -> tuple[Candidate, str]:  # fmt: skip
-    """A candidate under the scale that it needs, and why it does not count; empty if it does."""
+) -> _Tried:  # fmt: skip
+    """A candidate under the scale that it needs, and what came of it."""
     if candidate.change is not None and wanted is not None:
         wanted, unmended = _reference_of_changed(step, stash, candidate.change), None
     settled, result = _settled(step, stash, candidate)
     if result.error is not None:
         said, plain = kind_and_words(result.error), step.replay(stash).error
         same = plain is not None and kind_and_words(plain) == said
-        return settled, f"tried: still raises {said}" if same else f"could not be tried: {said}"
+        why = f"tried: still raises {said}" if same else f"could not be tried: {said}"
+        return _Tried(settled, why)
     wrong = _complaint(stash, settled, result, wanted)
     if not wrong and wanted is not None and unmended is not None:
         wrong = unmended.gain(_Kept.of(stash, settled, result, wanted))
-    return settled, f"tried: {wrong}" if wrong else ""
+    if wrong:
+        return _Tried(settled, f"tried: {wrong}")
+    return _Tried(settled, "", _weak(stash, settled, result, wanted))
+
+
+def _weak(
+    stash: Stash, settled: Candidate, result: Replayed, wanted: Reference | None
+) -> str:  # fmt: skip
+    """The weight matrix whose gradient is the least exact, where a fix leaves it below 20 dB."""
+    if wanted is None or not wanted.finite:
+        return ""
+    scale = float(stash.scale) if settled.scale is None else settled.scale
+    noisy = gradient_errors(result, wanted, scale).noisy(_SOUND_DB)
+    if not noisy:
+        return ""
+    worst = min(noisy, key=lambda name: noisy[name])
+    return f"; the gradient of {worst} keeps {noisy[worst]:z.0f} dB"
 
 
 @dataclass(frozen=True)

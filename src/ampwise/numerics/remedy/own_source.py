@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import linecache
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -21,8 +23,10 @@ from ampwise.numerics.remedy.patches import (
     as_made,
     back_from,
     casts_in,
+    given_to_helpers,
     made_by,
     proposals,
+    softmaxes_in,
 )
 from ampwise.numerics.remedy.patches.calls import CallSite
 from ampwise.numerics.remedy.patches.constants import assigned
@@ -49,6 +53,7 @@ _MOST_BEYOND = 8
 """Patches elsewhere that are tried."""
 _MOST_CALLERS = 3
 _MOST_BEFORE = 2
+_MOST_CASTING = 3
 _MOST_OTHERS = 6
 
 
@@ -72,6 +77,10 @@ class OwnSource:
         first.
     makers
         Those that its function calls for what the line computes with.
+    casting
+        Functions that ran before it, and cast something, the nearest first.
+    helpers
+        Where calls end, in the file of the fault, of functions of the user's own without layers.
     parameter_lines
         Lines that make parameters of the fault in 16 bits, where that is known.
     """
@@ -83,6 +92,8 @@ class OwnSource:
     others: Sequence[Site] | None = None
     before: Sequence[Site] = ()
     makers: Sequence[Site] = ()
+    casting: Sequence[Site] = ()
+    helpers: frozenset[tuple[int, int]] = frozenset()
     parameter_lines: Sequence[Site] = ()
 
     @property
@@ -96,12 +107,14 @@ class OwnSource:
         casts = () if self.others is None else casts_in(self.site, self.others)
         if self.makes_parameters:
             return [*self.proposals, *islice(casts, _MOST_BEYOND)]
-        made = made_by(self.site, self.makers)
+        made = made_by(self.site, [*self.makers, *self.casting])
         beyond = around(self.site, self.callers, self.chains)
+        given = given_to_helpers(CallSite(self.site, (0, 0), helpers=self.helpers))
         return [
             *self.proposals,
             *islice(casts, _MOST_BEYOND),
             *islice(made, _MOST_BEYOND),
+            *given,  # what is only asked for its format is not cast
             *islice(beyond, _MOST_BEYOND),
         ]
 
@@ -122,6 +135,7 @@ class OwnSource:
         if self.makes_parameters:
             return list(as_made(self.site, self.parameter_lines))[:_MOST]
         first = list(as_made(self.site, self.parameter_lines)) if self.parameter_lines else []
+        first += softmaxes_in(self.site, self.before)
         return [*first, *proposals(self.site)][:_MOST]
 
     def diff(self, proposal: Proposal) -> str:
@@ -195,8 +209,10 @@ def own_source(
     if first is None:
         return None
     before, made = led.before[::-1][:_MOST_BEFORE], _makers(first, origin.file, led)
+    cast = [each for each in reversed(led.earlier) if each not in made and _casts(*each)]
+    cast = cast[:_MOST_CASTING]
     at_callers = [(each.file, each.line) for each in callers]
-    places = list(dict.fromkeys([fault, *at_callers, *chain(*runs), *before, *made]))
+    places = list(dict.fromkeys([fault, *at_callers, *chain(*runs), *before, *made, *cast]))
     sites = dict(zip(places, _sites(found, places, step, stash), strict=True))
     site = sites[fault]
     if site is None:
@@ -211,8 +227,10 @@ def own_source(
     others = _others(found, root, site, step) if found.phase == "optimizer" else None
     earlier = [at for each in before if (at := sites[each]) is not None]
     makers = [at for each in made if (at := sites[each]) is not None]
+    casting = [at for each in cast if (at := sites[each]) is not None]
+    helpers = frozenset(led.helpers.get(origin.file, ()))
     lines = _parameter_lines(found, step, root, fault, parameter_lines)
-    return OwnSource(root, site, at_calls, whole, others, earlier, makers, lines)
+    return OwnSource(root, site, at_calls, whole, others, earlier, makers, casting, helpers, lines)
 
 
 def _parameter_lines(
@@ -232,6 +250,22 @@ def _makers(site: Site, file: str, led: Led) -> list[tuple[str, int]]:
     calls = dict.fromkeys(call for each in made for call in walk(each, cst.Call))
     ends = [(file, site.source.end(each)) for each in calls]
     return list(dict.fromkeys(led.called[end] for end in ends if end in led.called))
+
+
+def _casts(file: str, line: int) -> bool:
+    """Whether the function around a line has a cast in it."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return False
+    functions = [each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef)]
+    around = [each for each in functions if each.lineno <= line <= (each.end_lineno or 0)]
+    inner = max(around, key=lambda each: each.lineno, default=None)
+    nodes = [] if inner is None else list(ast.walk(inner))
+    return any(isinstance(each, ast.Attribute) and each.attr in _CASTS for each in nodes)
+
+
+_CASTS = ("to", "half", "bfloat16", "type_as", "type")
 
 
 def _others(found: Diagnosis, root: Path, site: Site, step: Replayable) -> list[Site]:

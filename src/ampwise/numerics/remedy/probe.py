@@ -77,6 +77,9 @@ class Led:
         Those of `functions` that began before that of the fault, and are not on the way to it.
     called
         Which of them a call is of, by its file and end.
+    earlier
+        All of the user's own that began before that of the fault, with layers or without, the
+        nearest last.
     """
 
     calls: list[CallAt] = field(default_factory=list[CallAt])
@@ -89,6 +92,7 @@ class Led:
     called: dict[tuple[str, tuple[int, int]], tuple[str, int]] = field(
         default_factory=dict[tuple[str, tuple[int, int]], tuple[str, int]]
     )
+    earlier: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
 
 
 def led_to(
@@ -127,6 +131,11 @@ class _Calls:
             ]
         )
         leading, before = {code for code, *_ in self._calls}, list[tuple[str, int]]()
+        for code in self._called:
+            if _holds(code, self._file, self._line):
+                break
+            if not code.co_name.startswith("<"):
+                found.earlier.append((code.co_filename, max(_lines(code))))
         for code, called in self._called.items():
             if code in self._with_layers:
                 continue

@@ -29,7 +29,7 @@ from ampwise.numerics.result import HOLDS_TOO
 
 _MORE, _MANY_MORE = 3, 8
 """Patches that are tried after one holds, if they could be better; and while all that hold leave
-something wrong."""
+something wrong, or noise."""
 _MOST_PARTS = 10
 """Edits of a patch up to which it is tried without each."""
 
@@ -116,6 +116,7 @@ class Search:
         more = 0
         for number, each in enumerate(self._found, 1):
             wrong = all(other.outcome.left for other in self._held)
+            wrong = wrong or is_noisy(self._best)
             if self._tries.over or more == (_MANY_MORE if wrong else _MORE):
                 return
             if self._held and not may_win(each, self._best, self._most):

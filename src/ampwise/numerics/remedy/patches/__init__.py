@@ -9,6 +9,7 @@ attention       scores scaled before the product, masks after it, the fused kern
 constants       a mask that the format holds
 domain          a second `where`, a clamp into the domain
 inner           a gradient that forward asks for, of a multiple of the value
+reach           float32 for a softmax that made what the line computes with
 dtypes          float32 for an operand; a cast that is left out, or put in
 constants       an eps that the format holds
 inner           what such a gradient is of, and itself, outside of autocast
@@ -75,6 +76,7 @@ KINDS: tuple[tuple[Kind, Grade], ...] = (
     (constants.masks, Grade.FORMULA),
     (domain.edits, Grade.FORMULA),
     (inner.scaled, Grade.FORMULA),
+    (reach.softmaxes, Grade.FLOAT32),
     (dtypes.edits, Grade.FLOAT32),
     (constants.guards, Grade.CONSTANT),
     (inner.islands, Grade.STATEMENTS),
@@ -175,6 +177,18 @@ def as_made(site: Site, sites: Sequence[Site]) -> Iterator[Proposal]:
         what = f"parameters in float32 on all {len(sites)} lines that make them"
         yield _of_files(what, parameters.WHY, Grade.FLOAT32, site, changed)
     yield from own[1:]
+
+
+def given_to_helpers(at: calls.CallSite) -> Iterator[Proposal]:
+    """What helpers are given that make what the line of the fault computes with, in float32."""
+    yield from _made(at.site, lambda _: calls.given_here(at), Grade.FLOAT32)
+
+
+def softmaxes_in(site: Site, before: Sequence[Site]) -> Iterator[Proposal]:
+    """Softmaxes in float32 of helpers that ran before the function of the fault."""
+    for each in before:
+        for made in _made(each, reach.all_softmaxes, Grade.FLOAT32):
+            yield _in_caller(made, site, each)
 
 
 def made_by(site: Site, helpers: Sequence[Site]) -> Iterator[Proposal]:

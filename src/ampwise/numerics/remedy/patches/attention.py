@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import libcst as cst
 
 from ampwise.numerics.remedy.patches.edit import Edit, enclosed, like
-from ampwise.numerics.remedy.patches.site import Site
+from ampwise.numerics.remedy.patches.site import OTHER, Site
 from ampwise.numerics.remedy.patches.source import Change, changed, same
 from ampwise.numerics.remedy.patches.template import Rewrite, built, is_cheap
 from ampwise.numerics.remedy.patches.terms import Term
@@ -86,7 +86,7 @@ def _scaled_first(site: Site, root: cst.BaseExpression) -> Iterator[Edit]:
     Where `s` is assigned before, that assignment is changed, and all its uses lose the scale.
     """
     outer = site.term(root)
-    if outer.op not in ("mul", "div") or not _is_number(outer.parameters["other"]):
+    if outer.op not in ("mul", "div") or not _is_number(site, outer.parameters["other"]):
         return
     scaled = outer.parameters["input"]
     binding = site.definition(scaled.node)
@@ -124,6 +124,12 @@ def _scaled(site: Site, outer: Term, node: cst.BaseExpression) -> cst.BaseExpres
     return made if isinstance(site.source.parents[node], cst.Arg) else enclosed(made)
 
 
-def _is_number(scale: Term) -> bool:
+def _is_number(site: Site, scale: Term) -> bool:
     """Whether what is scaled with is no tensor, as far as that can be seen."""
-    return scale.is_constant or not scale.op or scale.op in ("sqrt", "pow", "rsqrt")
+    if scale.op in _OF_NUMBERS:
+        return all(_is_number(site, each) for each in scale.parameters.values())
+    known = site.kinds(scale.node) <= {OTHER}
+    return scale.is_constant or (not scale.op and known) or scale.op in ("sqrt", "pow", "rsqrt")
+
+
+_OF_NUMBERS = ("add", "sub", "mul", "div", "square")

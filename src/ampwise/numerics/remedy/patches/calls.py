@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 
 import libcst as cst
 
+from ampwise.numerics.remedy.patches.constants import assigned
 from ampwise.numerics.remedy.patches.dtypes import ELEMENTWISE, TENSORS, may_be_half
 from ampwise.numerics.remedy.patches.edit import Edit, widened
 from ampwise.numerics.remedy.patches.island import bare, outside_autocast
 from ampwise.numerics.remedy.patches.site import OTHER, Site
 from ampwise.numerics.remedy.patches.source import Change, changed, dotted, walk
+from ampwise.numerics.remedy.patches.views import raised_as_one
 from ampwise_lint.base.words import joined
 
 _WHY = "The values between these functions are in float32, then, too."
@@ -31,7 +33,7 @@ class CallSite:
     site
         The line of the call.
     end
-        Where the call ends.
+        Where the call ends; of the line of the fault, which is no call, the start of the file.
     among_layers
         Whether the function that it is in runs layers.
     helpers
@@ -69,10 +71,11 @@ def edits(at: CallSite) -> Iterator[Edit]:
         return
     helpers: list[cst.Call] = []
     changes: dict[cst.CSTNode, Change] = {
-        each: widened(each) for each in _begins_with(at, call, helpers)
+        each: widened(at.site, each) for each in _begins_with(at, call, helpers)
     }
     if not changes:
         return
+    changes = raised_as_one(site, changes)
     names = [dotted(each.func).rpartition(".")[2] for each in reversed(helpers)]
     given = "is given" if len(dict.fromkeys(names)) == 1 else "are given"
     what = f"what {joined(dict.fromkeys(names))} {given}, in float32"
@@ -84,6 +87,24 @@ def edits(at: CallSite) -> Iterator[Edit]:
         rest = {each: new for each, new in changes.items() if each not in within}
         block = outside_autocast(site, [bare(changed(line, within))], [line])
         yield Edit(f"{what}, outside of autocast", _WHY, {**rest, line: block})
+
+
+def given_here(at: CallSite) -> Iterator[Edit]:
+    """What helpers are given that make what the line itself computes with, in float32."""
+    site = at.site
+    made = [*site.expressions, *(value for _, value in assigned(site))]
+    helpers: list[cst.Call] = []
+    changes: dict[cst.CSTNode, Change] = {
+        node: widened(site, node)
+        for call in dict.fromkeys(call for each in made for call in walk(each, cst.Call))
+        if at.is_helper(call)
+        for node in _begins_with(at, call, helpers)
+    }
+    if changes:
+        names = dict.fromkeys(dotted(each.func).rpartition(".")[2] for each in helpers)
+        given = "is given" if len(names) == 1 else "are given"
+        what = f"what {joined(names)} {given}, in float32"
+        yield Edit(what, _WHY, raised_as_one(site, changes), separable=True)
 
 
 def _begins_with(

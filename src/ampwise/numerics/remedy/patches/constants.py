@@ -36,12 +36,13 @@ def assigned(site: Site) -> Iterator[tuple[cst.Name, cst.BaseExpression]]:
     queue = [each for each in site.expressions if isinstance(each, cst.Name)]
     while queue:
         name = queue.pop(0)
-        binding = site.definition(name)
-        if binding is None or binding.value is None or binding.value in seen:
+        binding, parts = site.definition(name), site.parts_with(name)
+        value = binding.value if binding is not None else None if parts is None else parts.of
+        if value is None or value in seen:
             continue
-        yield name, binding.value
-        seen.update(walk(binding.value, cst.BaseExpression))
-        queue += walk(binding.value, cst.Name)
+        yield name, value
+        seen.update(walk(value, cst.BaseExpression))
+        queue += walk(value, cst.Name)
 
 
 # -- masks ----------------------------------------------------------------------------------------

@@ -8,9 +8,18 @@ import libcst as cst
 
 from ampwise.formats import HALF
 from ampwise.numerics.remedy.patches.constants import assigned, terms
-from ampwise.numerics.remedy.patches.edit import Edit, enclosed, method, raised, widened
+from ampwise.numerics.remedy.patches.edit import (
+    Edit,
+    cast_of,
+    comments_moved,
+    enclosed,
+    method,
+    raised,
+    says_nothing,
+    widened,
+)
 from ampwise.numerics.remedy.patches.site import Site
-from ampwise.numerics.remedy.patches.source import Change, code_of, dotted, walk
+from ampwise.numerics.remedy.patches.source import Change, changed, code_of, dotted, walk
 from ampwise.numerics.remedy.patches.terms import Term
 from ampwise_lint.base.words import joined
 
@@ -27,7 +36,7 @@ ELEMENTWISE = frozenset(
 TENSORS = ("input", "other", "x1", "x2")
 """Parameters of operations that are tensors."""
 _NO_TENSORS = ("math", "numpy", "len", "int", "float", "max", "min", "range")
-_KNOWN = ("numel", "size", "float", "double")
+_KNOWN = ("numel", "size", "dim", "float", "double")
 """Methods whose result is no tensor, or in a wide format."""
 _ATEN: Mapping[str, tuple[str, ...]] = {
     "square": ("mul", "pow", "square"),
@@ -109,11 +118,45 @@ def _uncast(site: Site) -> Iterator[Edit]:
     followed = of_half(site, taken_over(site, made))
     for changes in (here, behind, everywhere, of_class):
         if changes:
-            yield Edit("a cast to float32 in place of 16 bits", FLOAT32, changes, separable=True)
+            yield in_place_of("a cast to float32", "16 bits", site, changes)
     if followed:
         asked = [code_of(each) for each in followed if isinstance(each, cst.Attribute)]
         what = joined(dict.fromkeys(asked)) or "another format"
-        yield Edit(f"float32 in place of {what}", FLOAT32, followed, separable=True)
+        yield in_place_of("float32", what, site, followed)
+
+
+def in_place_of(
+    wider: str, format_: str, site: Site, changes: Mapping[cst.CSTNode, Change]
+) -> Edit:
+    """Another format in place of one; where all are casts of what is float32, no cast."""
+    less = without_casts(site, changes)
+    what = f"{wider} in place of {format_}" if less is changes else f"no cast to {format_}"
+    return Edit(what, FLOAT32, less, separable=True)
+
+
+def without_casts(
+    site: Site, changes: Mapping[cst.CSTNode, Change]
+) -> Mapping[cst.CSTNode, Change]:  # fmt: skip
+    """The same changes with casts left out, where each is a cast of a name that holds float32."""
+    left: dict[cst.CSTNode, Change] = {}
+    for node in changes:
+        around = (node, *site.source.up(node))
+        call = next((each for each in around if isinstance(each, cst.Call)), None)
+        value = None if call is None else cast_of(call)
+        if call is None or value is None or site.kinds(value) != {"float32"}:
+            return changes
+        left[call] = value
+    for statement in dict.fromkeys(map(site.source.statement, left)):
+        within = {e: to for e, to in left.items() if site.source.statement(e) is statement}
+        if isinstance(statement, cst.SimpleStatementLine) and says_nothing(
+            changed(statement, within)
+        ):
+            block = site.source.parents[statement]
+            if not isinstance(block, cst.IndentedBlock) or len(block.body) == 1:
+                return changes  # nothing would be left in it
+            left = {each: to for each, to in left.items() if each not in within}
+            left[statement] = cst.RemoveFromParent()
+    return left | comments_moved(site, left)
 
 
 def _given(changes: Mapping[cst.CSTNode, Change]) -> dict[cst.CSTNode, Change]:
@@ -193,11 +236,14 @@ def made_like(site: Site, node: cst.CSTNode) -> dict[cst.CSTNode, Change]:
 
 
 def _like(site: Site) -> Iterator[Edit]:
-    """Float32 for what the function makes in the format of another tensor, without a word."""
-    changes = {} if site.function is None else made_like(site, site.function)
-    if changes:
-        yield Edit("float32 in place of the format of another tensor", FLOAT32, changes,
-                   separable=True)  # fmt: skip
+    """Float32 for what is made in the format of another tensor, without a word.
+
+    At the line, then in all of the function.
+    """
+    for scope in (site.statement, site.function):
+        if changes := {} if scope is None else made_like(site, scope):
+            yield Edit("float32 in place of the format of another tensor", FLOAT32, changes,
+                       separable=True)  # fmt: skip
 
 
 def _is_made_like(site: Site, call: cst.Call) -> bool:
@@ -206,8 +252,10 @@ def _is_made_like(site: Site, call: cst.Call) -> bool:
         return False
     if isinstance(call.func, cst.Attribute) and call.func.attr.value in _NEW:
         return site.is_half(call.func.value)
-    like = site.source.full(call.func) in _LIKE and bool(call.args)
-    return like and site.is_half(call.args[0].value)
+    if site.source.full(call.func) not in _LIKE or not call.args:
+        return False
+    other = call.args[0].value
+    return site.is_half(other.value if isinstance(other, cst.Subscript) else other)
 
 
 def _is_cast(node: cst.BaseExpression) -> bool:
@@ -270,7 +318,7 @@ def _followed(site: Site) -> Iterator[Edit]:
         if not isinstance(asked, cst.Attribute):
             continue
         changes: dict[cst.CSTNode, Change] = {
-            leaf.node: widened(leaf.node) for leaf in _leaves(site, site.term(asked.value))
+            leaf.node: widened(site, leaf.node) for leaf in _leaves(site, site.term(asked.value))
         }
         if changes and not any(site.source.inside(each, asked) for each in changes):
             what = f"{code_of(asked.value)}, whose format this takes over, in float32"
@@ -290,8 +338,8 @@ def _raised(site: Site) -> Iterator[Edit]:
     found = _meant(site)
     changes: dict[cst.CSTNode, Change] = {}
     for term in found:
-        for operand in _operands(site, term):
-            changes[operand] = widened(operand)
+        for operand in half_operands(site, term):
+            changes[operand] = widened(site, operand)
     if changes:
         yield Edit(f"the operands of {found[0].op} in float32", FLOAT32, changes, separable=True)
 
@@ -308,13 +356,13 @@ def _is_meant(site: Site, term: Term) -> bool:
     return op in _ATEN.get(term.op, (term.op,)) or op.startswith(f"{term.op}_")
 
 
-def _operands(site: Site, term: Term) -> Iterator[cst.BaseExpression]:
+def half_operands(site: Site, term: Term) -> Iterator[cst.BaseExpression]:
     """What an operation, and those in it, take in 16 bits, as far as that may be."""
     for each in map(term.get, TENSORS):
         if each is None or each.is_constant:
             continue
         if each.op in ELEMENTWISE:
-            yield from _operands(site, each)
+            yield from half_operands(site, each)
         elif may_be_half(site, each):
             yield each.node
 
@@ -328,8 +376,11 @@ def may_be_half(site: Site, term: Term) -> bool:
         return False
     if isinstance(node, cst.Call):
         full = site.source.full(node.func) or dotted(node.func)
-        return full.partition(".")[0] not in _NO_TENSORS and term.op not in _KNOWN
-    return not code_of(node).endswith(".float()")
+        called = node.func.attr.value if isinstance(node.func, cst.Attribute) else ""
+        return full.partition(".")[0] not in _NO_TENSORS and called not in _KNOWN
+    of = node.value if isinstance(node, cst.Subscript) else node  # x.shape[-1]
+    asked = isinstance(of, cst.Attribute) and of.attr.value in _ASKED
+    return not asked and not code_of(node).endswith(".float()")
 
 
 def _formula(site: Site) -> Iterator[Edit]:
@@ -338,7 +389,7 @@ def _formula(site: Site) -> Iterator[Edit]:
     changes: dict[cst.CSTNode, Change] = {}
     for term in found:
         for leaf in _leaves(site, term):
-            changes[leaf.node] = widened(leaf.node)
+            changes[leaf.node] = widened(site, leaf.node)
     nested = [each for each in changes if any(up in changes for up in site.source.up(each))]
     for each in nested:
         del changes[each]

@@ -9,7 +9,7 @@ import libcst as cst
 
 from ampwise.formats import HALF
 from ampwise.numerics.remedy.patches.site import Binding, Site
-from ampwise.numerics.remedy.patches.source import Change, changed, dotted, walk
+from ampwise.numerics.remedy.patches.source import Change, changed, dotted, same, walk
 
 _WEAK = (
     cst.BinaryOperation, cst.UnaryOperation, cst.BooleanOperation, cst.Comparison, cst.IfExp,
@@ -80,13 +80,22 @@ def method(node: cst.BaseExpression, name: str, *args: cst.BaseExpression) -> cs
     return cst.Call(cst.Attribute(enclosed(node), cst.Name(name)), [cst.Arg(each) for each in args])
 
 
-def widened(node: cst.BaseExpression) -> cst.Call:
-    """``node.float()``; of a cast to another format, with the cast left out."""
+def cast_of(node: cst.CSTNode) -> cst.BaseExpression | None:
+    """What an expression does nothing to but cast it to 16 bits; None for anything else."""
     match node:
-        case cst.Call(func=cst.Attribute(value=inner, attr=cst.Name(value=name)), args=args) if (
-            name in ("half", "bfloat16", "type_as")
-            or (name in ("to", "type") and len(args) == 1 and _is_a_format(args[0].value))
-        ):
+        case cst.Call(func=cst.Attribute(value=value, attr=cst.Name(value=name)), args=args):
+            to = name in ("to", "type") and len(args) == 1 and _is_a_format(args[0].value)
+            return value if to or (name in ("half", "bfloat16") and not args) else None
+        case _:
+            return None
+
+
+def widened(site: Site, node: cst.BaseExpression) -> cst.BaseExpression:
+    """``node.float()``; of a cast to another format, with the cast left out."""
+    if (value := cast_of(node)) is not None:
+        return value if site.kinds(value) == {"float32"} else method(value, "float")
+    match node:
+        case cst.Call(func=cst.Attribute(value=inner, attr=cst.Name(value="type_as"))):
             return method(inner, "float")
         case _:
             return method(node, "float")
@@ -146,6 +155,20 @@ def comments_moved(site: Site, changes: Mapping[cst.CSTNode, Change]) -> dict[cs
                 moved[each] = new.with_changes(leading_lines=[*above, *lines])
                 above = []
     return moved
+
+
+def says_nothing(statement: cst.SimpleStatementLine) -> bool:
+    """Whether a statement only names something, or assigns it to itself."""
+    if len(statement.body) != 1:
+        return False
+    match statement.body[0]:
+        case cst.Expr(value=value):
+            return bool(dotted(value))
+        case cst.Assign(targets=[one], value=value):
+            parts = value.elements if isinstance(value, cst.Tuple) else [cst.Element(value)]
+            return all(dotted(each.value) for each in parts) and same(one.target, value)
+        case _:
+            return False
 
 
 def _is_sum(node: cst.CSTNode) -> bool:

@@ -13,9 +13,16 @@ import libcst as cst
 
 from ampwise.formats import HALF
 from ampwise.numerics.remedy.patches.dtypes import taken_over, wide
-from ampwise.numerics.remedy.patches.edit import Edit, comments_moved, enclosed, like, method
+from ampwise.numerics.remedy.patches.edit import (
+    Edit,
+    comments_moved,
+    enclosed,
+    like,
+    method,
+    says_nothing,
+)
 from ampwise.numerics.remedy.patches.site import Site
-from ampwise.numerics.remedy.patches.source import Change, dotted, same, walk
+from ampwise.numerics.remedy.patches.source import Change, dotted, walk
 
 WHY = "In float32 a small update is not lost beside a weight; autocast computes in 16 bits anyway."
 _TURNED = ("t", "T", "mT", "transpose", "reshape", "view")
@@ -59,7 +66,7 @@ def without(site: Site) -> dict[cst.CSTNode, Change]:
     if not dropping.dropped:
         return {}
     assert isinstance(less, cst.SimpleStatementLine)
-    if not _says_nothing(less):
+    if not says_nothing(less):
         return {statement: less}
     block = site.source.parents[statement]
     if isinstance(block, cst.IndentedBlock) and len(block.body) == 1:
@@ -69,19 +76,6 @@ def without(site: Site) -> dict[cst.CSTNode, Change]:
         statement = loop
     changes: dict[cst.CSTNode, Change] = {statement: cst.RemoveFromParent()}
     return changes | comments_moved(site, changes)
-
-
-def _says_nothing(statement: cst.SimpleStatementLine) -> bool:
-    """Whether a statement only names something, or assigns it to itself."""
-    if len(statement.body) != 1:
-        return False
-    match statement.body[0]:
-        case cst.Expr(value=value):
-            return bool(dotted(value))
-        case cst.Assign(targets=[one], value=value):
-            return bool(dotted(value)) and same(one.target, value)
-        case _:
-            return False
 
 
 class _Dropping(cst.CSTTransformer):

@@ -7,17 +7,19 @@ float32, then the function; and the formats that helpers write.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import libcst as cst
 
-from ampwise.numerics.remedy.patches.constants import assigned
+from ampwise.numerics.remedy.patches.constants import assigned, terms
 from ampwise.numerics.remedy.patches.dtypes import (
     ELEMENTWISE,
     FLOAT32,
     TENSORS,
     formats_asked,
+    half_operands,
+    in_place_of,
     may_be_half,
     of_half,
     only_asked,
@@ -42,16 +44,20 @@ from ampwise.numerics.remedy.patches.island import (
 from ampwise.numerics.remedy.patches.products import multiplies
 from ampwise.numerics.remedy.patches.site import Site
 from ampwise.numerics.remedy.patches.source import Change, changed, walk
+from ampwise.numerics.remedy.patches.terms import Term
+from ampwise.numerics.remedy.patches.views import raised_as_one, viewed
+from ampwise_lint.base.words import joined
 
 
 def operands(site: Site) -> Iterator[Edit]:
     """What the line computes with in float32 from where it is made, beyond views of it."""
     changes: dict[cst.CSTNode, Change] = {}
     for term in (each for each in map(site.term, site.expressions) if each.op in ELEMENTWISE):
-        changes |= {node: widened(node) for node in _sources(site, term.node)}
+        changes |= {node: widened(site, node) for node in _sources(site, term.node)}
     nested = [each for each in changes if any(up in changes for up in site.source.up(each))]
     for each in nested:
         del changes[each]
+    changes = raised_as_one(site, changes)
     if changes:
         what = "what the formula starts from in float32, a few lines above"
         yield Edit(what, FLOAT32, changes, separable=True)
@@ -64,7 +70,7 @@ def _sources(site: Site, node: cst.BaseExpression) -> Iterator[cst.BaseExpressio
             if each is not None:
                 yield from _sources(site, each.node)
         return
-    if (base := _viewed(site, node)) is not None:
+    if (base := viewed(site, node)) is not None:
         inner = list(_sources(site, base))
         # A part is cast, not all that it is a part of.
         yield from [node] if inner == [base] and isinstance(node, cst.Subscript) else inner
@@ -72,32 +78,11 @@ def _sources(site: Site, node: cst.BaseExpression) -> Iterator[cst.BaseExpressio
     binding = site.definition(node)
     value = None if binding is None else binding.value
     if value is not None and (
-        site.term(value).op in ELEMENTWISE or _viewed(site, value) is not None
+        site.term(value).op in ELEMENTWISE or viewed(site, value) is not None
     ):
         yield from _sources(site, value)
     elif not term.is_constant and may_be_half(site, term):
         yield node
-
-
-def _viewed(site: Site, node: cst.BaseExpression) -> cst.BaseExpression | None:
-    """What an expression is a view or a part of; None where it computes something."""
-    match node:
-        case cst.Subscript(value=base):
-            return base
-        case cst.Call(func=cst.Attribute(attr=cst.Name(value=name)) as func, args=args) if (
-            name in _VIEWS
-        ):
-            return args[0].value if site.source.full(func) and args else func.value
-        case _:
-            return None
-
-
-_VIEWS = frozenset(
-    ["gather", "squeeze", "unsqueeze", "view", "reshape", "flatten", "unflatten", "transpose",
-     "permute", "t", "diagonal", "expand", "expand_as", "contiguous", "select", "narrow", "flip",
-     "index_select", "take_along_dim", "movedim", "repeat", "clone", "roll"]
-)  # fmt: skip
-"""Operations that give numbers of their tensor as they are."""
 
 
 def formats(site: Site) -> Iterator[Edit]:
@@ -105,7 +90,35 @@ def formats(site: Site) -> Iterator[Edit]:
     changes = {} if site.function is None else wide(site, site.function)
     changes |= of_half(site, taken_over(site, site.roots))
     if changes:
-        yield Edit("a cast to float32 in place of 16 bits", FLOAT32, changes, separable=True)
+        yield in_place_of("a cast to float32", "16 bits", site, changes)
+
+
+def softmaxes(site: Site) -> Iterator[Edit]:
+    """Float32 for softmaxes that make what the line computes with, as autocast has them on a GPU.
+
+    On a CPU it leaves them in 16 bits.
+    """
+    at_line = set(site.expressions)
+    yield from _in_float32(site, (each for each in terms(site) if each.node not in at_line))
+
+
+def all_softmaxes(site: Site) -> Iterator[Edit]:
+    """The same for all of a helper that ran before the function of the fault."""
+    yield from _in_float32(site, map(site.term, site.roots))
+
+
+def _in_float32(site: Site, found: Iterable[Term]) -> Iterator[Edit]:
+    several = [each for each in found if each.op in _SOFTMAXES]
+    changes: dict[cst.CSTNode, Change] = {
+        node: widened(site, node) for each in several for node in half_operands(site, each)
+    }
+    if changes:
+        what = f"{joined(dict.fromkeys(each.op for each in several))} in float32"
+        yield Edit(what, FLOAT32, changes, separable=True)
+
+
+_SOFTMAXES = ("log_softmax", "softmax", "logsumexp", "logsigmoid", "cross_entropy", "nll_loss")
+"""Of the functions that autocast computes in float32 on a GPU, those of a loss."""
 
 
 def statements(site: Site) -> Iterator[Edit]:

@@ -30,12 +30,23 @@ class Binding:
         What is assigned; None where that is not an expression of its own.
     statement
         The assignment; of one in a tuple, all of it.
+    parts
+        Of what the value is a part.
     """
 
     name: str
     at: tuple[int, int]
     value: cst.BaseExpression | None = None
     statement: cst.BaseStatement | None = None
+    parts: Parts | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """Names that the parts of one expression are assigned to: ``a, b = x.chunk(2)``."""
+
+    names: tuple[str, ...]
+    of: cst.BaseExpression
 
 
 @dataclass(eq=False)
@@ -158,6 +169,14 @@ class Site:
         elif isinstance(target, cst.Name):
             statement = self.source.statement(target)
             yield Binding(target.value, self.source.end(node), value, statement)
+        elif isinstance(target, cst.Tuple) and all(
+            isinstance(each.value, cst.Name) for each in target.elements
+        ):
+            names = [each.value for each in target.elements if isinstance(each.value, cst.Name)]
+            parts = Parts(tuple(each.value for each in names), value)
+            for each in names:
+                statement = self.source.statement(each)
+                yield Binding(each.value, self.source.end(node), None, statement, parts)
         else:
             yield from self._opaque(target)
 
@@ -174,10 +193,20 @@ class Site:
 
     def definition(self, name: cst.BaseExpression) -> Binding | None:
         """What a name stands for where it is used; None where that is not certain."""
+        last = self._certain(name)
+        return None if last is None or last.value is None else last
+
+    def parts_with(self, name: cst.Name) -> Parts | None:
+        """What a name is a part of where it is used; None where that is not certain."""
+        last = self._certain(name)
+        return None if last is None else last.parts
+
+    def _certain(self, name: cst.BaseExpression) -> Binding | None:
+        """The assignment that a name has its value from; None where that is not certain."""
         if not isinstance(name, cst.Name) or name not in self.source.positions:
             return None
         last = self._reaching(name.value, self.source.start(name))
-        if last is None or last.value is None or last.statement is None:
+        if last is None or last.statement is None:
             return None
         block = self.source.parents[last.statement]
         if not any(each is block for each in self.source.up(name)):
