@@ -62,6 +62,32 @@ class Centred(Quantized):
         super().__init__(offset=0.0)
 
 
+class Routed(nn.Module):
+    """Each row goes to the expert of the nearest code: what the others get has other rows."""
+
+    def __init__(self, offset: float = 24.0) -> None:
+        super().__init__()
+        self.offset = offset
+        self.codes = nn.Parameter(torch.randn(4, 8) * 0.5 + offset)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in self.codes)
+
+    def forward(self, x):
+        z = x + self.offset
+        norms = (z**2).sum(1, keepdim=True) + (self.codes**2).sum(1)
+        far = norms - 2 * z @ self.codes.t()  # <- here
+        chosen = far.argmin(1)
+        made = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            mine = chosen == number
+            made[mine] = expert(x[mine]).float()
+        return made
+
+
+class RoutedCentred(Routed):
+    def __init__(self) -> None:
+        super().__init__(offset=0.0)
+
+
 def averaged(model, batch):
     return F.mse_loss(model(batch).float(), batch[:, -1, :1])
 
@@ -107,6 +133,22 @@ def test_choices_made_on_rounded_numbers_are_a_fault_of_what_rounds_them():
 
 def test_the_same_choice_where_the_numbers_hold_is_none():
     found = diagnose(trained(Centred, quantized, data(256, 8)), "bf16", steps=3)
+    assert (found.status, found.findings) == ("clean", []), found.explanation
+
+
+def routed(model, batch):
+    return F.mse_loss(model(batch), batch * 3)
+
+
+def test_choices_of_rows_are_a_fault_of_what_rounds_them():
+    found = diagnose(trained(Routed, routed, data(256, 8)), "bf16", steps=3)
+    assert found.status == "fault", found.notes
+    assert found.origin is not None
+    assert found.origin.line == line_of(Routed)
+
+
+def test_the_same_choice_of_rows_where_the_numbers_hold_is_none():
+    found = diagnose(trained(RoutedCentred, routed, data(256, 8)), "bf16", steps=3)
     assert (found.status, found.findings) == ("clean", []), found.explanation
 
 

@@ -32,6 +32,7 @@ from ampwise.numerics.observe.operation_errors import FROM_NUMBERS, RIGHT_DB
 from ampwise.numerics.observe.shadow import ShadowRun, shadow
 from ampwise.numerics.observe.trace import Trace
 from ampwise.numerics.observe.values import which_loss
+from ampwise.policy import PRESETS
 from ampwise.step.recorder import Stash
 from ampwise.step.replayable import Replayable
 from ampwise.telemetry.ring import StepRecord
@@ -100,7 +101,7 @@ def _is_inner(run: ShadowRun) -> bool:
 
 def is_sound(step: Replayable, stash: Stash) -> bool:
     """Whether loss and gradients of a step are what they should be, at the price of one shadow."""
-    run = shadow(step, stash, errors=False, decides=True)
+    run = _decides(step, stash)
     errors = GradientErrors(run.replayed.gradients, run.gradients)
     return run.replayed.clean and not _damage(run, errors) and not spread.is_noise(errors)
 
@@ -110,8 +111,23 @@ def _shadow(step: Replayable, stash: Stash) -> ShadowRun:
     run = shadow(step, stash)
     if run.decided:
         return run
-    by_itself = shadow(step, stash, errors=False, decides=True)
+    by_itself = _decides(step, stash)
     return replace(run, gradients=by_itself.gradients, losses=by_itself.losses)
+
+
+def _decides(step: Replayable, stash: Stash) -> ShadowRun:
+    """What a step would give that decides without rounding.
+
+    Where its decisions are how many rows there are, as those of a router, that is known beside a
+    run in float32 only.
+    """
+    run = shadow(step, stash, errors=False, decides=True)
+    if run.followed:
+        return run
+    wide = shadow(step, stash, errors=False, decides=True, policy=PRESETS["fp32"])
+    if not wide.replayed.clean:
+        return run
+    return replace(run, gradients=wide.gradients, losses=wide.losses, terms=wide.terms)
 
 
 def _damage(run: ShadowRun, errors: GradientErrors) -> str:

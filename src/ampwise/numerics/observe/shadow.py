@@ -79,6 +79,9 @@ class ShadowRun:
     decided
         Whether everything that was compared, sorted or chosen came out as without rounding; of a
         run whose errors are measured.
+    followed
+        Whether every operation could be made with what was decided so: masks and indices choose
+        how many rows there are, and the run has its own number of them.
     poisoned
         Of the buffers that the run leaves with inf or NaN, those that have it in float64, too.
     """
@@ -93,6 +96,7 @@ class ShadowRun:
     makers: list[Ancestor | None] = field(default_factory=list["Ancestor | None"])
     brought: list[float] = field(default_factory=list[float])
     decided: bool = True
+    followed: bool = True
     poisoned: list[str] = field(default_factory=list[str])
 
 
@@ -177,7 +181,7 @@ class Shadow(OperationMode):
     ) -> None:  # fmt: skip
         super().__init__()
         self._decides, self._rounds = decides, rounds
-        self._decided = True
+        self._decided = self._followed = True
         self._twins = Twins(discrete=decides)
         self.terms = Terms(self._twins)
         self._errors = OperationErrors(self._twins)
@@ -246,7 +250,7 @@ class Shadow(OperationMode):
         """What it saw of operations."""
         return ShadowRun(replayed, self._errors.found, inputs=self._inputs, actual=self._actual,
                          makers=self._makers, brought=self._brought,
-                         decided=self._decided)  # fmt: skip
+                         decided=self._decided, followed=self._followed)  # fmt: skip
 
     def operate(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation."""
@@ -393,7 +397,8 @@ class Shadow(OperationMode):
         """Write the shadows of what an operation wrote; None where it has no float64 form."""
         try:
             references = exact(func, raised[0], raised[1], result)
-        except UnsupportedError:
+        except UnsupportedError as error:
+            self._followed &= error.__cause__ is None
             for tensor in results:
                 self._twins.write(tensor, tensor.detach().double())
             self._qualities.forget(results)
@@ -401,4 +406,6 @@ class Shadow(OperationMode):
         for tensor, reference in zip(results, references, strict=False):
             if reference.shape == tensor.shape:
                 self._twins.write(tensor, reference)
+            else:
+                self._followed = False
         return references
