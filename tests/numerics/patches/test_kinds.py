@@ -19,7 +19,7 @@ from ampwise.numerics.remedy.patches import (
 )
 from ampwise.numerics.remedy.patches.calls import CallSite
 from ampwise.numerics.remedy.patches.site import Site
-from ampwise.numerics.remedy.patches.source import SourceFile, code_of
+from ampwise.numerics.remedy.patches.source import SourceFile, code_of, with_torch
 
 HEAD = "import torch\nimport torch.nn.functional as F\n\n\n"
 
@@ -675,6 +675,60 @@ def test_a_cast_of_what_is_float32_is_left_out():
     inside = GAPS.replace("times - now", "times.to(events.dtype) - now").replace(lines[1], "")
     wanted = lines[0] + lines[2].replace("now", "now.float()")
     assert wanted in with_float32(inside, "events now", "times")
+
+
+def test_tensors_in_a_list_are_cast_from_the_start_of_the_function():
+    code = (
+        "def pairs(fields):\n"
+        "    total, squares = fields[0], fields[0] * fields[0]\n"
+        "    for each in fields[1:]:\n"
+        "        total, squares = total + each, squares + each * each\n"
+        "    return (total * total - squares).sum(-1)  # <-\n"
+    )
+    at = site(code, "total squares", cause="CANCELLATION", op="sub")
+    at.dtypes[HEAD.count("\n") + 2] |= {"fields": {"list of float16"}}
+    found = [each.data.decode().removeprefix(HEAD) for each in proposals(at)]
+    head, *rest = code.splitlines(keepends=True)
+    assert "".join([head, "    fields = [each.float() for each in fields]\n", *rest]) in found
+
+
+def test_torch_is_imported_where_isort_has_it():
+    text = "import numpy as np\nfrom other import a\nfrom torch import nn\n\nx = nn\n"
+    wanted = text.replace("from other", "import torch\nfrom other")
+    assert with_torch(text) == wanted
+    text = "import numpy as np\nimport torch.nn.functional as F\n\nx = F\n"
+    assert with_torch(text) == text.replace("import torch.nn", "import torch\nimport torch.nn")
+    text = '"""Losses."""\n\nfrom __future__ import annotations\n\nx = 1\n'
+    assert with_torch(text).endswith("import annotations\nimport torch\n\nx = 1\n")
+
+
+def test_a_cast_to_the_format_of_another_is_left_out_where_a_loop_goes_on_with_it():
+    code = (
+        "def steps(start, drive):\n"
+        "    state = start.type_as(drive)\n"
+        "    for now in drive.unbind(1):\n"
+        "        state = state + now / 8  # <-\n"
+        "    return state\n"
+    )
+    at = site(code, "state now drive", cause="PRECISION_LOSS", op="add")
+    at.dtypes[HEAD.count("\n") + 2] |= {"drive": {"float16"}, "start": {"float32"}}
+    found = [each.data.decode().removeprefix(HEAD) for each in proposals(at)]
+    assert code.replace("start.type_as(drive)", "start") in found
+
+
+def test_a_cast_of_a_formula_of_float32_is_left_out():
+    code = (
+        "def f(drive, tau, decay, n):\n"
+        "    leak = torch.exp(-tau / 2).to(drive.dtype)\n"
+        "    return drive - leak * drive  # <-\n"
+    )
+    at = site(code, "drive leak", cause="PRECISION_LOSS", op="sub")
+    at.dtypes[HEAD.count("\n") + 2] |= {"tau": {"float32"}}
+    found = [each.data.decode().removeprefix(HEAD) for each in proposals(at)]
+    assert code.replace(".to(drive.dtype)", "") in found
+    at.dtypes[HEAD.count("\n") + 2] |= {"tau": {"float32", "bfloat16"}}
+    found = [each.data.decode().removeprefix(HEAD) for each in proposals(at)]
+    assert code.replace("drive.dtype", "torch.float32") in found
 
 
 def test_a_cast_that_is_all_of_a_block_is_a_cast_to_float32():

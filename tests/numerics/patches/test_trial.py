@@ -127,16 +127,24 @@ def test_where_the_step_is_right_without_a_patch_a_trial_says_nothing(trials, ga
         (Outcome("still not finite"), False, 8.0, True),
         (Outcome("", sqnr_db=20.0), True, 25.0, False),
         (Outcome("", sqnr_db=20.0), True, 31.0, True),
+        (Outcome("", sqnr_db=24.0), True, 31.0, True),  # more than layers leave
+        (Outcome("", sqnr_db=27.0), True, 31.0, False),
     ],
 )
 def test_a_patch_has_to_gain(monkeypatch, tmp_path, unmended, silent, patched, holds):
     outcomes = {"control": unmended, "patch-1": Outcome("", False, patched, 5)}
     monkeypatch.setattr(Trials, "_run", lambda self, name: outcomes[name])
-    made = Trials(tmp_path, tmp_path / "x.py", Fresh(tmp_path), 3, silent=silent)
+    made = Trials(tmp_path, tmp_path / "x.py", Fresh(tmp_path), 3, silent=silent, enough=32.0)
     assert made.control() == ""
     outcome = made.of(1, b"")
     assert outcome.verified is holds
-    assert ("not nearer to float64" in outcome.complaint) is not holds
+    assert ("hardly nearer to float64" in outcome.complaint) is not holds
+
+
+@pytest.mark.parametrize(("skipped", "left"), [(5, ""), (6, "6 steps between them were skipped")])
+def test_steps_that_are_skipped_once_some_were_made_are_left(skipped, left):
+    assert Outcome("").followed_by(25, "", skipped).left == left
+    assert Outcome("", left="mul overflows").followed_by(25, "", skipped).left == "mul overflows"
 
 
 def test_neither_does_one_of_a_task_that_a_fresh_process_cannot_load(trials, gain):

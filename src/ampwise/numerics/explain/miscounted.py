@@ -7,6 +7,7 @@ import math
 from ampwise import formats
 from ampwise.numerics.explain.lost import Lost, note
 from ampwise.numerics.observe.shadow import ShadowRun
+from ampwise.numerics.result import CauseName
 
 _ADDS_UP = ("index_add", "scatter_add", "index_put", "scatter_reduce")
 
@@ -22,7 +23,14 @@ def rounded_integers(run: ShadowRun, damage: str) -> list[Lost]:
         if each.integers and each.place.phase == "forward":
             fmt = formats.lookup(each.dtype)
             most = 2 ** (fmt.mantissa_bits + 1)
-            if each.name.startswith("add") and each.exact_amax <= most + 1:
+            cause: CauseName = "PRECISION_LOSS"
+            if each.exact_amax > fmt.max:
+                cause = "RANGE_OVERFLOW"
+                text = (
+                    f"Integers (positions, counts) of up to {each.exact_amax:,.0f} are kept in "
+                    f"{fmt}, which ends at {fmt.max:,.0f}: they become infinite."
+                )
+            elif each.name.startswith("add") and each.exact_amax <= most + 1:
                 text = (
                     f"Counts stop at {most:,} in {fmt}. On line {each.place.line} {most:,} + 1 is "
                     f"{most:,} again."
@@ -44,6 +52,6 @@ def rounded_integers(run: ShadowRun, damage: str) -> list[Lost]:
                 )
             if not harm:
                 return [note(f"{text} Here (line {each.place.line}) it does no harm.")]
-            return [Lost("PRECISION_LOSS", text, each.place, each.name, each.dtype,
+            return [Lost(cause, text, each.place, each.name, each.dtype,
                          severe=True, extent=each.miscounts)]  # fmt: skip
     return []

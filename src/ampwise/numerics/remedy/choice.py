@@ -27,6 +27,7 @@ _SOUND_DB = 20.0
 layers in float32 are not looked at where another patch does."""
 _WIDER = (Grade.FLOAT32, Grade.STATEMENTS, Grade.FUNCTION)
 """Patches that put float32 in place of float16."""
+_MANY_CASTS = 4
 _NO_LESS_DB = 1.0
 """What an edit may add, and still be superfluous."""
 
@@ -136,12 +137,23 @@ def _is_small_and_sound(each: Held) -> bool:
 
 
 def _least(some: Sequence[Held], before: bytes) -> Held:
-    return min(some, key=lambda each: (each.proposal.grade, each.lines(before), each.number))
+    return min(some, key=lambda each: (_grade(each), each.lines(before), each.number))
+
+
+def _grade(each: Held) -> int:
+    """How much it changes: many casts are as much as a statement that casts their names."""
+    grade = each.proposal.grade
+    return max(grade, Grade.STATEMENTS) if each.proposal.parts > _MANY_CASTS else grade
 
 
 def is_noisy(each: Held) -> bool:
     """Whether most of a gradient's digits are lost on some step still."""
     return each.measured and each.worst() < _SOUND_DB
+
+
+def is_poor(each: Held) -> bool:
+    """Whether a patch leaves something wrong, or has a whole function in float32 for it."""
+    return is_noisy(each) or bool(each.outcome.left) or each.proposal.grade >= Grade.FUNCTION
 
 
 def _is_narrow(each: Held) -> bool:
@@ -184,13 +196,18 @@ def _before(taken: Held, other: Held, most: float, before: bytes) -> str:
         return f"taken before {name}: it is nearer"
     if taken.mean(most) > other.mean(most) + _ALIKE_DB:
         return f"taken before {name}: it is nearer on most steps"
-    if taken.proposal.grade < other.proposal.grade:
-        return f"taken before {name}: about as near, and {_MERIT[taken.proposal.grade]}"
-    if taken.proposal.grade > other.proposal.grade or not _is_less(taken, other, before):
+    if _grade(taken) < _grade(other):
+        return f"taken before {name}: about as near, and {_merit(taken, other)}"
+    if _grade(taken) > _grade(other) or not _is_less(taken, other, before):
         return f"taken before {name}: it is nearer"
     if taken.lines(before) < other.lines(before):
         return f"taken before {name}: about as near, and fewer lines change"
     return f"taken before {name}: about as near and as small"
+
+
+def _merit(taken: Held, other: Held) -> str:
+    many = _grade(other) > other.proposal.grade
+    return "there are fewer casts" if many else _MERIT[taken.proposal.grade]
 
 
 def _is_less(one: Held, other: Held, before: bytes) -> bool:

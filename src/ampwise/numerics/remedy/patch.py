@@ -16,6 +16,7 @@ from ampwise.numerics.observe.reference import reference
 from ampwise.numerics.progress import Progress
 from ampwise.numerics.remedy import fix, handover
 from ampwise.numerics.remedy.candidate import AS_IT_IS
+from ampwise.numerics.remedy.choice import enough_db
 from ampwise.numerics.remedy.fresh import Fresh, fresh
 from ampwise.numerics.remedy.handover import Failing, TaskSource
 from ampwise.numerics.remedy.headroom import function_at
@@ -69,7 +70,10 @@ def _trials(
         fix.judged(failing.step, failing.stash, AS_IT_IS, wanted).complaint
     )
     handover.save(folder / "step.pt", replace(failing, at=at), wanted)
-    trials = Trials(folder, file, processes, number, silent=silent and not failing.updates)
+    trials = Trials(
+        folder, file, processes, number, silent=silent and not failing.updates,
+        enough=enough_db(failing.step.policy.compute_dtype),
+    )  # fmt: skip
     if why := trials.control():
         raise UsageError(why)
     return trials

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ampwise.formats import dtype_name
-from ampwise.numerics.remedy.patches.site import OTHER
+from ampwise.numerics.remedy.patches.site import LIST_OF, OTHER
 from ampwise.step.compiled import eager
 from ampwise.step.recorder import Stash
 from ampwise.step.replayable import Replayable
@@ -235,7 +235,7 @@ def _lines(code: CodeType) -> set[int]:
 
 
 def _kind(frame: FrameType, name: str) -> str | None:
-    """The format of a tensor, `OTHER` for anything else; None for what is not there."""
+    """The format of a tensor, or of all in a list; `OTHER` for anything else, None for nothing."""
     first, *rest = name.split(".")
     names = frame.f_locals if first in frame.f_locals else frame.f_globals
     if first not in names:
@@ -247,6 +247,10 @@ def _kind(frame: FrameType, name: str) -> str | None:
         value = stored[part]
     if isinstance(value, Tensor):
         return dtype_name(value.dtype)
+    if isinstance(value, list | tuple):
+        several: Sequence[Any] = value
+        formats = {dtype_name(e.dtype) if isinstance(e, Tensor) else "" for e in several}
+        return f"{LIST_OF}{formats.pop()}" if len(formats) == 1 and "" not in formats else OTHER
     return OTHER
 
 

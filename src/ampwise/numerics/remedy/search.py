@@ -17,6 +17,7 @@ from ampwise.numerics.remedy.choice import (
     enough_db,
     is_as_good,
     is_noisy,
+    is_poor,
     may_win,
     why,
 )
@@ -125,10 +126,10 @@ class Search:
             self._try_one(number, each)
 
     def _reach(self) -> None:
-        """Where what holds is noise on some step, or nothing holds: from further back."""
+        """From further back, where nothing holds, or not well: see `is_poor`."""
         tried = [_texts(each.proposal) for each in (*self._held, *self._failed)]
         for number, each in enumerate(self._further, len(self._found) + 1):
-            if self._tries.over or (self._held and not is_noisy(self._best)):
+            if self._tries.over or (self._held and not is_poor(self._best)):
                 return
             if _texts(each) not in tried:
                 self._try_one(number, each)

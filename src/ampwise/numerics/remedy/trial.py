@@ -121,7 +121,7 @@ def _outcome(folder: Path, task: Task, content: Mapping[str, Any]) -> Outcome:
     arm, stash = handover.restored(task, content)
     windows = ahead.windows(task, arm, stash, content)
     failing = [each.batch for each in stash.micro_batches]
-    outcome = outcome.followed_by(_trained(arm, chain([failing], windows)))
+    outcome = outcome.followed_by(*_trained(arm, chain([failing], windows)))
     if not content["at"]:
         return outcome
     step = Replay(arm.step)
@@ -155,7 +155,7 @@ def _of_updates(folder: Path, task: Task, content: Mapping[str, Any]) -> Outcome
     if wrong:
         return outcome
     windows = iter(lambda: [next(run.batches) for _ in range(settings.accumulate)], None)
-    return outcome.followed_by(_trained(run.arm, windows))
+    return outcome.followed_by(*_trained(run.arm, windows))
 
 
 def _mended(arm: Arm, stash: Stash, content: Mapping[str, Any]) -> tuple[Outcome, float]:
@@ -206,25 +206,29 @@ def _updated(arm: Arm, stash: Stash, wanted: Mapping[str, Tensor]) -> Outcome:
     return Outcome(wrong, of_update=True)
 
 
-def _trained(arm: Arm, windows: Iterable[list[Any]]) -> tuple[int, str]:
-    """How many steps were made after the failing one, and what was wrong with the next."""
-    made, skipped, began = 0, 0, time.process_time()
+def _trained(arm: Arm, windows: Iterable[list[Any]]) -> tuple[int, str, int]:
+    """How many steps were made after the failing one, and what was wrong with the next.
+
+    And how many were skipped behind one that was made: those before it settle the loss scale.
+    """
+    made, skipped, between, began = 0, 0, 0, time.process_time()
     for window in windows:
         for batch in window:
             loss = arm.iteration(arm.step, batch)
             if not finite(loss):
-                return max(0, made - 1), "its loss is not finite"
+                return max(0, made - 1), "its loss is not finite", between
         if arm.step.history[-1].skipped:
             skipped += 1
+            between += made > 0
             if skipped > _SETTLING:
-                return max(0, made - 1), "its gradients are not finite"
+                return max(0, made - 1), "its gradients are not finite", between
             continue
         made += 1
         late = time.process_time() - began > ahead.LIMIT_S
         if made > MOST_STEPS or (made > NEXT_STEPS and late):
             break
     bad = [n for n, p in arm.model.named_parameters() if not finite(p)]
-    return made - 1, f"{bad[0]} is not finite then" if bad else ""
+    return made - 1, f"{bad[0]} is not finite then" if bad else "", between
 
 
 if __name__ == "__main__":

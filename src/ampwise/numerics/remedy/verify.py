@@ -18,10 +18,13 @@ from ampwise_lint.base.words import counted
 CONTROL, PATCH, COST = "control", "patch", "cost"
 NEXT_STEPS, MOST_STEPS = 5, 25
 """Steps after the failing one that have to train; and those that are made where they are quick."""
+_SKIPPED = 0.2
+"""Share of these that may be skipped once one was made, as a loss scale finds its place."""
 TIMEOUT_S = 120.0
 """Seconds for one trial; a step that takes longer is not tried."""
-NEARER_DB = 10.0
-"""What a patch of a silent loss has to gain."""
+NEARER_DB, _LESS_DB = 10.0, 6.0
+"""What a patch of a silent loss has to gain; and where the step is then as exact as layers let it
+be."""
 BUDGET_S = 300.0
 """Seconds after which no further trial is begun."""
 
@@ -74,9 +77,12 @@ class Outcome:
         """Whether the patched source mends the step, and trains."""
         return not self.complaint and not self.next_complaint
 
-    def followed_by(self, trained: tuple[int, str]) -> Outcome:
-        """The same, with what came after the step."""
-        return replace(self, next_steps=trained[0], next_complaint=trained[1])
+    def followed_by(self, made: int, complaint: str, skipped: int) -> Outcome:
+        """The same, with what came after the step: how many steps, and how many were left out."""
+        left = self.left
+        if skipped > _SKIPPED * made:
+            left = left or f"{counted(skipped, 'step')} between them were skipped"
+        return replace(self, next_steps=made, next_complaint=complaint, left=left)
 
     def in_words(self, step: int) -> str:
         """The outcome, as a status of a patch."""
@@ -150,15 +156,18 @@ class Trials:
     silent
         Whether the step is within the limits of `fix` as it is, and only less exact than it could
         be.
+    enough
+        SQNR of gradients in which only layers round.
     """
 
     def __init__(
-        self, folder: Path, file: Path, processes: Fresh, step: int, *, silent: bool = False
-    ) -> None:
+        self, folder: Path, file: Path, processes: Fresh, step: int, *, silent: bool = False,
+        enough: float = math.inf,
+    ) -> None:  # fmt: skip
         self._folder, self._processes, self._silent, self._step = folder, processes, silent, step
         self._unmended: Outcome | None = None
         self._began = time.monotonic()
-        self._file = file
+        self._file, self._enough = file, enough
 
     @property
     def over(self) -> bool:
@@ -190,11 +199,15 @@ class Trials:
         It has to be where the step holds without one, too, and where its gradients are noise still.
         """
         now, before = outcome.sqnr_db, None if self._unmended is None else self._unmended.sqnr_db
-        if now is None or before is None or now >= before + NEARER_DB:
+        if now is None or before is None:
+            return ""
+        if now >= before + (_LESS_DB if now >= self._enough - _LESS_DB else NEARER_DB):
             return ""
         if self._unmended is not None and self._unmended.complaint and now >= NOISE_DB:
             return ""
-        return f"its gradients are not nearer to float64 ({now:.0f} dB, {before:.0f} dB without it)"
+        return (
+            f"its gradients are hardly nearer to float64 ({now:.0f} dB, {before:.0f} dB without it)"
+        )
 
     def in_words(self, outcome: Outcome) -> str:
         """An outcome, as a status of a patch."""

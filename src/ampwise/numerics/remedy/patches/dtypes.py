@@ -21,6 +21,7 @@ from ampwise.numerics.remedy.patches.edit import (
 from ampwise.numerics.remedy.patches.site import Site
 from ampwise.numerics.remedy.patches.source import Change, changed, code_of, dotted, walk
 from ampwise.numerics.remedy.patches.terms import Term
+from ampwise.numerics.remedy.patches.views import raised_as_one
 from ampwise_lint.base.words import joined
 
 ELEMENTWISE = frozenset(
@@ -116,13 +117,26 @@ def _uncast(site: Site) -> Iterator[Edit]:
     of_class = {} if around is None else wide(site, around)
     made = [each for each in site.roots if not _is_cast(each)]
     followed = of_half(site, taken_over(site, made))
-    for changes in (here, behind, everywhere, of_class):
+    state = behind | of_half(site, taken_over(site, _casts_of(site)))
+    for changes in (here, state, behind, everywhere, of_class):
         if changes:
             yield in_place_of("a cast to float32", "16 bits", site, changes)
     if followed:
         asked = [code_of(each) for each in followed if isinstance(each, cst.Attribute)]
         what = joined(dict.fromkeys(asked)) or "another format"
         yield in_place_of("float32", what, site, followed)
+
+
+def _casts_of(site: Site) -> list[cst.BaseExpression]:
+    """Casts in assignments to names that the line reads: also of what a loop goes on with."""
+    read = {each.value for e in site.expressions for each in walk(e, cst.Name)}
+    given = [
+        each.value
+        for each in walk(site.scope, cst.Assign)
+        for target in each.targets
+        if isinstance(target.target, cst.Name) and target.target.value in read
+    ]
+    return [each for value in given for each in walk(value, cst.BaseExpression) if _is_cast(each)]
 
 
 def in_place_of(
@@ -137,13 +151,13 @@ def in_place_of(
 def without_casts(
     site: Site, changes: Mapping[cst.CSTNode, Change]
 ) -> Mapping[cst.CSTNode, Change]:  # fmt: skip
-    """The same changes with casts left out, where each is a cast of a name that holds float32."""
+    """The same changes with casts left out, where each is a cast of what is float32."""
     left: dict[cst.CSTNode, Change] = {}
     for node in changes:
         around = (node, *site.source.up(node))
         call = next((each for each in around if isinstance(each, cst.Call)), None)
         value = None if call is None else cast_of(call)
-        if call is None or value is None or site.kinds(value) != {"float32"}:
+        if call is None or value is None or not _is_float32(site, site.term(value)):
             return changes
         left[call] = value
     for statement in dict.fromkeys(map(site.source.statement, left)):
@@ -157,6 +171,15 @@ def without_casts(
             left = {each: to for each, to in left.items() if each not in within}
             left[statement] = cst.RemoveFromParent()
     return left | comments_moved(site, left)
+
+
+def _is_float32(site: Site, term: Term) -> bool:
+    """Whether a name holds float32, or a formula is of such names and numbers only."""
+    if term.op in ELEMENTWISE:
+        given = [each for each in map(term.get, TENSORS) if each is not None]
+        tensors = [each for each in given if not each.is_constant]
+        return bool(tensors) and all(_is_float32(site, each) for each in tensors)
+    return site.kinds(term.node) == {"float32"}
 
 
 def _given(changes: Mapping[cst.CSTNode, Change]) -> dict[cst.CSTNode, Change]:
@@ -393,6 +416,7 @@ def _formula(site: Site) -> Iterator[Edit]:
     nested = [each for each in changes if any(up in changes for up in site.source.up(each))]
     for each in nested:
         del changes[each]
+    changes = raised_as_one(site, changes)
     if changes:
         yield Edit("what the formula starts from in float32", FLOAT32, changes, separable=True)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import libcst as cst
@@ -85,7 +85,8 @@ def cast_of(node: cst.CSTNode) -> cst.BaseExpression | None:
     match node:
         case cst.Call(func=cst.Attribute(value=value, attr=cst.Name(value=name)), args=args):
             to = name in ("to", "type") and len(args) == 1 and _is_a_format(args[0].value)
-            return value if to or (name in ("half", "bfloat16") and not args) else None
+            is_cast = to or name == "type_as" or (name in ("half", "bfloat16") and not args)
+            return value if is_cast else None
         case _:
             return None
 
@@ -94,11 +95,7 @@ def widened(site: Site, node: cst.BaseExpression) -> cst.BaseExpression:
     """``node.float()``; of a cast to another format, with the cast left out."""
     if (value := cast_of(node)) is not None:
         return value if site.kinds(value) == {"float32"} else method(value, "float")
-    match node:
-        case cst.Call(func=cst.Attribute(value=inner, attr=cst.Name(value="type_as"))):
-            return method(inner, "float")
-        case _:
-            return method(node, "float")
+    return method(node, "float")
 
 
 def _is_a_format(node: cst.BaseExpression) -> bool:
@@ -224,9 +221,12 @@ def comments(node: cst.CSTNode) -> int:
     return sum(1 for _ in walk(node, cst.Comment))
 
 
-def raised(names: Sequence[str]) -> cst.BaseStatement:
-    """``a, b = a.float(), b.float()``."""
-    values = ", ".join(f"{each}.float()" for each in names)
+def raised(names: Sequence[str], lists: Container[str] = ()) -> cst.BaseStatement:
+    """``a, b = a.float(), b.float()``; of `lists` all that is in them."""
+    values = ", ".join(
+        f"[each.float() for each in {each}]" if each in lists else f"{each}.float()"
+        for each in names
+    )
     made = cst.parse_statement(f"{', '.join(names)} = {values}\n")
     assert isinstance(made, cst.SimpleStatementLine)
     return made

@@ -19,7 +19,7 @@ from ampwise.numerics.remedy.patches.dtypes import (
 )
 from ampwise.numerics.remedy.patches.edit import Edit, method, raised
 from ampwise.numerics.remedy.patches.products import may_multiply
-from ampwise.numerics.remedy.patches.site import OTHER, Site
+from ampwise.numerics.remedy.patches.site import LIST_OF, OTHER, Site
 from ampwise.numerics.remedy.patches.source import Change, changed, code_of, dotted, walk
 from ampwise_lint.base.words import joined
 
@@ -227,12 +227,13 @@ def arguments(site: Site) -> Iterator[Edit]:
     if not rest or calls_an_argument(site.function, site):
         return
     half = [each for each in arguments_of(site.function) if is_half_at(site, each, rest[0])]
-    names = [each for each in half if not only_asked(site, each)]
+    lists = lists_at(site, rest[0])
+    names = [*(each for each in half if not only_asked(site, each)), *lists]
     if not names or any(calls_a_module(each) for each in rest):
         return
 
     def raises(some: Sequence[str]) -> Edit:
-        cast = raised(some).with_changes(leading_lines=getattr(rest[0], "leading_lines", ()))
+        cast = raised(some, lists).with_changes(leading_lines=getattr(rest[0], "leading_lines", ()))
         return Edit(
             f"{joined(some)} in float32 from the start of the function",
             "What is computed with float32 is float32, but for products of matrices.",
@@ -256,7 +257,8 @@ def function(site: Site) -> Iterator[Edit]:
     half = [each for each in arguments_of(site.function) if is_half_at(site, each, rest[0])]
     asked = [each for each in half if only_asked(site, each)]
     names = [each for each in half if each not in asked]
-    casts = [cst.parse_statement(f"{each} = {each}.float()\n") for each in names]
+    lists = lists_at(site, rest[0])
+    casts = [raised([each], lists) for each in (*names, *lists)]
     changes = {node: made for each in rest for node, made in wide(site, each).items()}
     changes |= formats_asked(site, asked)
     first, *others = (changed(each, changes) for each in rest)
@@ -287,7 +289,8 @@ def _device(site: Site, within: Sequence[cst.BaseStatement]) -> str:
     here = site.dtypes.get(line, {})
     wanted = site.statement if site.statement is not None else within[0]
     names = [each for each in walk(wanted, cst.Name) if not site.is_label(each)]
-    tensors = {name: kinds - {OTHER} for name, kinds in here.items() if kinds - {OTHER}}
+    single = {n: {e for e in kinds if not e.startswith(LIST_OF)} for n, kinds in here.items()}
+    tensors = {name: kinds - {OTHER} for name, kinds in single.items() if kinds - {OTHER}}
     # What is assigned here may be there only from the second time on that a loop comes by.
     made = {name.value for each in within for name in walk(each, cst.Name) if _is_set(site, name)}
     one = len(within) == 1 and isinstance(within[0], cst.SimpleStatementLine)
@@ -386,6 +389,14 @@ def is_half_at(site: Site, name: str, first: cst.BaseStatement) -> bool:
     """Whether a name was seen to hold 16 bits where a statement began."""
     seen = site.dtypes.get(site.source.start(first)[0], {}).get(name, set())
     return bool(seen & set(HALF))
+
+
+def lists_at(site: Site, first: cst.BaseStatement) -> list[str]:
+    """Arguments that were seen to hold lists of 16-bit tensors where a statement began."""
+    seen = site.dtypes.get(site.source.start(first)[0], {})
+    of_half = {f"{LIST_OF}{each}" for each in HALF}
+    every = () if site.function is None else arguments_of(site.function)
+    return [each for each in every if seen.get(each, set()) & of_half]
 
 
 def is_docstring(node: cst.BaseStatement) -> bool:

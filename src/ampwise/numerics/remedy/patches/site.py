@@ -18,6 +18,8 @@ from ampwise.numerics.remedy.patches.terms import Term, read
 
 OTHER = "other"
 """What a name holds that is no tensor."""
+LIST_OF = "list of "
+"""What comes before the format of tensors that are held in a list."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,7 +137,7 @@ class Site:
         statement = self.source.statement(node)
         line = self.source.start(statement or node)[0]
         here = self.dtypes.get(line) or self.dtypes.get(self.source.start(node)[0]) or {}
-        return set(here.get(name, ()))
+        return {OTHER if each.startswith(LIST_OF) else each for each in here.get(name, ())}
 
     # -- what names stand for ----------------------------------------------------------------------
 

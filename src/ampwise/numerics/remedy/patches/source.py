@@ -179,10 +179,33 @@ class SourceFile:
         part = changed(self.module, changes).code
         text = "".join([*lines[: self.lines_before], part, *lines[after:]])
         if "torch" not in self.imports.values() and _names_torch(changes.values()):
-            context = CodemodContext()
-            AddImportsVisitor.add_needed_import(context, "torch")
-            text = AddImportsVisitor(context).transform_module(cst.parse_module(text)).code
+            text = with_torch(text)
         return text.encode(self.encoding)
+
+
+def with_torch(text: str) -> str:
+    """A file that imports torch: where isort has it, beside what it imports of that."""
+    imports = [e for e in ast.parse(text).body if isinstance(e, ast.Import | ast.ImportFrom)]
+    place = next((n for n, each in enumerate(imports) if _is_of_torch(each)), None)
+    if place is None:
+        context = CodemodContext()
+        AddImportsVisitor.add_needed_import(context, "torch")
+        return AddImportsVisitor(context).transform_module(cst.parse_module(text)).code
+    while place and isinstance(imports[place], ast.ImportFrom):  # these stand below
+        above = imports[place - 1]
+        if isinstance(above, ast.Import) or above.end_lineno != imports[place].lineno - 1:
+            break
+        place -= 1
+    lines = lines_of(text)
+    lines.insert(imports[place].lineno - 1, "import torch\n")
+    return "".join(lines)
+
+
+def _is_of_torch(each: ast.Import | ast.ImportFrom) -> bool:
+    names = (
+        [each.module or ""] if isinstance(each, ast.ImportFrom) else [e.name for e in each.names]
+    )
+    return any(name.partition(".")[0] == "torch" for name in names)
 
 
 def _around(tree: ast.Module, line: int, count: int) -> tuple[int, int]:
