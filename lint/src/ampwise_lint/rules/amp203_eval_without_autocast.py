@@ -307,16 +307,21 @@ def _is_of_trainer(event: Forward) -> bool:
 
 def _trained_without(trace: Trace) -> list[Forward]:
     """Forward passes of training outside autocast."""
-    if not any(isinstance(each, Backward) for each in trace.events):
-        return []
+    steps = bool(trace.of(Backward))
     return [
         each
         for each in trace.of(Forward)
         if each.is_root
+        and (steps or _is_of_framework(each))
         and each.context.region is None
         and not each.context.no_grad
         and each.training is not False
     ]
+
+
+def _is_of_framework(event: Forward) -> bool:
+    """Whether a framework runs backward of what the function returns."""
+    return any(each.endswith(".training_step") for each in event.context.functions)
 
 
 def _is_teacher(event: Forward, trace: Trace) -> bool:
