@@ -167,15 +167,13 @@ def step_loops(code: Analysis) -> Steps:
             if by_trainer or _is_lower(event):
                 around = (None, *(id(each.node) for each in event.context.loops))
                 found.lower |= {(id(trace.events), each) for each in around}
-            if not isinstance(event, Backward | ScalerStep | OptimizerStep) and not is_given(event):
+            if not _is_of_steps(event, rests):
                 continue
             loops = event.context.loops
             if loops and not steps:
                 continue
             if isinstance(event, Backward):
                 backward = loops
-            if not isinstance(event, Backward) and _nodes(event) in rests:
-                continue
             pairs = zip(loops, backward, strict=False)
             both = takewhile(lambda pair: pair[0].node is pair[1].node, pairs)
             found.nodes |= {id(each.node) for each, _ in [*both][-1:]}
@@ -191,6 +189,13 @@ def step_loops(code: Analysis) -> Steps:
                 inner = loops[-1].node if loops else None
                 found.windows |= {id(each) for each in passed(event, inner)}
     return found
+
+
+def _is_of_steps(event: Event, rests: set[tuple[int, ...]]) -> bool:
+    """Whether it is a backward or a step, and none behind the batches of an epoch."""
+    if isinstance(event, Backward) or is_given(event):
+        return True
+    return isinstance(event, ScalerStep | OptimizerStep) and _nodes(event) not in rests
 
 
 def _loops_for_rests(code: Analysis) -> set[tuple[int, ...]]:

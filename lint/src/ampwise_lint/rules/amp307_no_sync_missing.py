@@ -3,7 +3,8 @@
 ## What it does
 Reports backward on the micro-batches of an accumulation window under DistributedDataParallel,
 in a file that nowhere uses `no_sync()` or `require_backward_grad_sync`, nor calls in its loop what
-does; one finding for each loop. Silent where it trains by `model.module`, which goes past the wrapper.
+does; one finding for each loop. Silent where it trains by `model.module`, which goes past the
+wrapper.
 
 ## Why is this bad
 DistributedDataParallel all-reduces gradients in every backward. Over a window of 8
