@@ -73,7 +73,8 @@ def check(code: Analysis) -> Iterator[Mistake]:
             if any(id(each.node) in kept for each in loops):
                 continue
             # The same loss with and without scaling, in two branches, is one mistake.
-            place = (id(event.module), *(id(each.node) for each in loops or [event]))
+            around = [id(each.node) for each in loops] or event.context.functions[-1:]
+            place = (id(event.module), *around)
             if place not in found or is_scaled(getattr(event, "scaled", None)):
                 found[place] = _in_its_loop(event)
     for site in found.values():
