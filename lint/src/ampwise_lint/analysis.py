@@ -392,7 +392,12 @@ def _roots(module: Module) -> list[_Root]:
 
 
 def _belongs(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Whether a function validates, saves, makes data or an optimizer, or is one under autocast."""
+    """Whether a function validates, saves, makes data or an optimizer, or is one under autocast.
+
+    Or a framework's step, which tells how a class trains.
+    """
+    if node.name == "training_step":
+        return True
     names = {"no_grad", "inference_mode", "eval", "autocast", "DataLoader", "optim"}
     names |= {"state_dict", "load_state_dict"}
     return any(

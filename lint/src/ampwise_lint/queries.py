@@ -158,6 +158,7 @@ def step_loops(code: Analysis) -> Steps:
     """Find what runs once a step."""
     found = Steps()
     by_trainer = code.any(Made, lambda e: isinstance(e.value, Wrapper) and e.value.lower)
+    rests = _loops_for_rests(code)
     for trace in code.traces:
         backward: tuple[Loop, ...] = ()
         # What only takes gradients, to look at them or to test them, trains nothing.
@@ -166,7 +167,7 @@ def step_loops(code: Analysis) -> Steps:
             if by_trainer or _is_lower(event):
                 around = (None, *(id(each.node) for each in event.context.loops))
                 found.lower |= {(id(trace.events), each) for each in around}
-            if not isinstance(event, Backward | ScalerStep | OptimizerStep) and not is_given(event):
+            if not _is_of_steps(event, rests):
                 continue
             loops = event.context.loops
             if loops and not steps:
@@ -188,6 +189,37 @@ def step_loops(code: Analysis) -> Steps:
                 inner = loops[-1].node if loops else None
                 found.windows |= {id(each) for each in passed(event, inner)}
     return found
+
+
+def _is_of_steps(event: Event, rests: set[tuple[int, ...]]) -> bool:
+    """Whether it is a backward or a step, and none behind the batches of an epoch."""
+    if isinstance(event, Backward) or is_given(event):
+        return True
+    return isinstance(event, ScalerStep | OptimizerStep) and _nodes(event) not in rests
+
+
+def _loops_for_rests(code: Analysis) -> set[tuple[int, ...]]:
+    """Loops over epochs that step on what the last window has left over, behind the batches.
+
+    They make no backward themselves, and a loop inside of them makes the other steps.
+    """
+    backward = {_nodes(each) for trace in code.traces for each in trace.of(Backward)}
+    backward |= {_nodes(e) for trace in code.traces for e in trace.of(Managed) if is_given(e)}
+    steps = {
+        _nodes(each)
+        for trace in code.traces
+        for each in (*trace.of(ScalerStep), *trace.of(OptimizerStep))
+    }
+    return {
+        outer
+        for outer in steps - backward
+        if outer and any(len(e) > len(outer) and e[: len(outer)] == outer for e in steps)
+    }
+
+
+def _nodes(event: Event) -> tuple[int, ...]:
+    """``id`` of the loops around something, outermost first."""
+    return tuple(id(each.node) for each in event.context.loops)
 
 
 def _asked(branch: Condition) -> str:
@@ -509,9 +541,9 @@ def is_handed_in(loss: Value) -> bool:
             return False
 
 
-FAULT = re.compile(r"is_?nan|is_?inf(?!erence)|found_inf|has_nan", re.IGNORECASE)
+FAULT = re.compile(r"is_?nan|is_?inf(?!erence)|found_inf|has_nan|(?<!no_)overflow", re.IGNORECASE)
 """Conditions that hold when a step went wrong."""
-SOUND = re.compile(r"is_?finite|all_?finite", re.IGNORECASE)
+SOUND = re.compile(r"is_?finite|all_?finite|no_overflow", re.IGNORECASE)
 """Conditions that hold when it did not."""
 
 

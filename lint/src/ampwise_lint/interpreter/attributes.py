@@ -116,8 +116,11 @@ def _of_instance(state: State, node: Node, owner: Instance, attr: str) -> Value:
         return _inherited(state, node, owner, found[0], text)
     if attr in NETWORK_METHODS and is_network(class_):
         return Bound(owner, attr, node)
-    if attr == "training" and state.trains is not None and is_network(class_):
-        return TRUE if state.trains else FALSE
+    if attr == "training" and is_network(class_):
+        # In another method than forward, by what the network itself was told.
+        trains = state.modes.get(key_of(owner)) if state.trains is None else state.trains
+        if trains is not None:
+            return TRUE if trains else FALSE
     if (made := _trainer_made_later(state, owner, attr)) is not None:
         return made
     return as_role(state, Unknown(f"self.{attr}", "given", of=owner), text)

@@ -84,8 +84,8 @@ def _made(state: State, value: Unknown, text: str, role: Role) -> Value:
 
 def named(value: Value, name: str) -> Value:
     """A value as it is bound to a name: what is called a loss is one."""
-    last = name.rpartition(".")[2]
-    if LOSS.search(last) and not name.endswith(NO_LOSS):
+    last = name.rpartition(".")[2].rstrip("0123456789_")  # of ``loss_type_2``, too
+    if LOSS.search(last) and not last.endswith(NO_LOSS):
         if isinstance(value, Unknown) and value.made == "called" and not HOST.match(value.key):
             scaled = value if "scale" in f"{name} {value.key}".lower() else None
             return Tensor(key=value.key, loss=True, scaled=scaled)

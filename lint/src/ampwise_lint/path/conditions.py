@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -101,9 +102,10 @@ def _equals(state: State, value: Unknown, default: bool) -> bool:
     """``x == "a"``: false where ``x == "b"`` was true."""
     left, right = value.operands
     default = _default(state, value, default)
+    key = CLEANED.sub("", value.key)
     if not isinstance(right, Const):
-        return _ask(state, value.key, default)
-    subject = key_of(left)
+        return _ask(state, key, default)
+    subject = CLEANED.sub("", key_of(left))
     equal = state.oracle.equal
     known = equal.get(subject)
     if known is not None and known != repr(right.value):
@@ -112,10 +114,14 @@ def _equals(state: State, value: Unknown, default: bool) -> bool:
         return False
     if right.value in FULL and PRECISION.search(subject):
         default = False
-    holds = _ask(state, value.key, default)
+    holds = _ask(state, key, default)
     if holds:
         equal[subject] = repr(right.value)
     return holds
+
+
+CLEANED = re.compile(r"\.(lower|strip)\(\)")
+"""What a text is asked for under another key, and is the same: ``kind.lower() == "ddp"``."""
 
 
 FULL = {"fp32", "float32", "32", "32-true", "full", "no", "none", "f32", "float", "single"}
@@ -128,7 +134,7 @@ def _is_among(state: State, value: Unknown, items: ListValue, default: bool) -> 
     named = frozenset(repr(each.value) for each in items.items if isinstance(each, Const))
     if len(named) < len(items.items):
         return _ask(state, value.key, default)
-    subject = key_of(value.operands[0])
+    subject = CLEANED.sub("", key_of(value.operands[0]))
     equal, among = state.oracle.equal.get(subject), state.oracle.among.get(subject)
     if equal is not None:
         return equal in named

@@ -107,8 +107,8 @@ class State:
         self.unsure = 0
         """Inside a branch that is walked although it may not be taken."""
         self.converted: dict[str, Value] = {}
-        self.evaluating: set[str] = set()
-        """Networks that were put into evaluation mode, by key."""
+        self.modes: dict[str, bool] = {}
+        """Whether networks train, by key, of those that were told to train or to evaluate."""
         self.called: set[int] = set()
         """``id`` of expressions that are called: an attribute there is a method."""
         self.prepared: dict[str, Region] = {}
@@ -174,7 +174,7 @@ class State:
 
     def is_evaluating(self, network: Value) -> bool:
         """Whether a network was put into evaluation mode."""
-        return key_of(network) in self.evaluating
+        return self.modes.get(key_of(network)) is False
 
     def unknown(self, node: Node, made: Origin = "computed", label: str = "") -> Unknown:
         """A value that is not known, and the same again at the same place of the same iteration."""

@@ -72,6 +72,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
     plain = _by_name(each for trace in code.traces for each in _trained_without(trace))
     networks = {_network(each) for each in all_trained}
     covered = _covered(code)
+    contexts = {name for each in all_trained for name in _contexts(each)}
     beside = _beside(code)
     halved = {each.context.functions for e in code.traces for each in _halved(e) if not _asks(each)}
     for trace in code.traces:
@@ -88,6 +89,8 @@ def check(code: Analysis) -> Iterator[Mistake]:
             same = (same and _is_reached(trace, event)) or (
                 _name(event) in trained and not _is_another(event, trained, plain)
             )
+            if contexts.intersection(_contexts(event)):
+                continue  # whoever calls it sets the same name
             if event.context.functions in here or _is_choice(event, beside):
                 continue  # it says itself what validates, if not on every path
             place = _place(event, covered)
@@ -104,6 +107,15 @@ def check(code: Analysis) -> Iterator[Mistake]:
                     "time and memory; run it under the same autocast",
                     mend=partial(_edits, event, trace, all_trained) if place is event else None,
                 )
+
+
+def _contexts(event: Forward) -> Iterator[str]:
+    """The names of context managers that something stands in: ``with ctx:``."""
+    node: ast.AST | None = event.node
+    while node is not None:
+        if isinstance(node, ast.With):
+            yield from filter(None, (dotted(each.context_expr) for each in node.items))
+        node = event.module.parents.get(id(node))
 
 
 CASTS = re.compile(
@@ -307,16 +319,21 @@ def _is_of_trainer(event: Forward) -> bool:
 
 def _trained_without(trace: Trace) -> list[Forward]:
     """Forward passes of training outside autocast."""
-    if not any(isinstance(each, Backward) for each in trace.events):
-        return []
+    steps = bool(trace.of(Backward))
     return [
         each
         for each in trace.of(Forward)
         if each.is_root
+        and (steps or _is_of_framework(each))
         and each.context.region is None
         and not each.context.no_grad
         and each.training is not False
     ]
+
+
+def _is_of_framework(event: Forward) -> bool:
+    """Whether a framework runs backward of what the function returns."""
+    return any(each.endswith(".training_step") for each in event.context.functions)
 
 
 def _is_teacher(event: Forward, trace: Trace) -> bool:

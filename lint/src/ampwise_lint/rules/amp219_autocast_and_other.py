@@ -5,8 +5,8 @@ Reports `with autocast(...) and other():`, and the same the other way round.
 
 ## Why is this bad
 `a and b` is `b` where `a` is true, and a context manager is: only the last one is entered. With
-autocast first, training runs in float32 without a word; with autocast last, the other (`no_grad`,
-`no_sync`) does nothing.
+autocast first, what is inside runs as it would without, mostly in float32, and says no word; with
+autocast last, the other (`no_grad`, `no_sync`) does nothing.
 
 ## Example
     with torch.autocast("cuda", dtype=torch.float16) and model.no_sync():
@@ -46,7 +46,9 @@ def check(code: Analysis) -> Iterator[Mistake]:
         if not any(entered[:-1]) and not (entered[-1] and others):
             continue  # what stands before an autocast may be a condition
         harm = (
-            "the other one does nothing" if entered[-1] else "what is in the block runs in float32"
+            "the other one does nothing"
+            if entered[-1]
+            else "what is in the block runs as it would without autocast"
         )
         yield Mistake(
             node,

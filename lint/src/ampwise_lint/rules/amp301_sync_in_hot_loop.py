@@ -53,7 +53,7 @@ from ampwise_lint.queries import (
     trains_in_amp,
 )
 from ampwise_lint.rule import Mistake, rule
-from ampwise_lint.source.places import block_of, functions_of, loads, stores
+from ampwise_lint.source.places import block_of, functions_of, loads, names, stores
 from ampwise_lint.source.roles import dotted
 from ampwise_lint.triggers import MIXED
 from ampwise_lint.values.abstract import Scaler, Tensor, Unknown, Wrapper
@@ -126,10 +126,13 @@ def _is_on_host(event: HostSync) -> bool:
 
 def _is_no_tensor(event: HostSync) -> bool:
     """Whether it is read behind a check that it is none: ``isinstance(x, torch.Tensor)``."""
+    read = {ast.unparse(each) for each in getattr(event.node, "args", [])}
+    taken = [each.node for each in event.context.conditions if each.taken]
+    if any(_asked_to_be_number(e.test) in read for e in taken if isinstance(e, ast.If | ast.IfExp)):
+        return True
     others = [e.node for e in event.context.conditions if not e.taken]
     tests = [each.test for each in others if isinstance(each, ast.If | ast.IfExp)]
     tests += [each.test for each in passed(event, None)]
-    read = {ast.unparse(each) for each in getattr(event.node, "args", [])}
     return any(_asked_to_be_tensor(each) in read for each in tests)
 
 
@@ -146,6 +149,18 @@ def _asked_to_be_tensor(test: ast.expr) -> str:
             return ast.unparse(asked) if ast.unparse(name) in METHODS else ""
         case ast.Call(func=ast.Attribute(attr="is_tensor"), args=[asked]):
             return ast.unparse(asked)
+        case _:
+            return ""
+
+
+NUMBERS = {"int", "float", "bool", "str", "np", "numpy", "numbers"}
+
+
+def _asked_to_be_number(test: ast.expr) -> str:
+    """``x`` of ``isinstance(x, (int, float))``."""
+    match test:
+        case ast.Call(func=ast.Name(id="isinstance"), args=[asked, kinds]):
+            return ast.unparse(asked) if names(kinds) <= NUMBERS else ""
         case _:
             return ""
 

@@ -5,7 +5,8 @@ Reports a `DataLoader(...)` without `num_workers` or without `pin_memory=True`, 
 train in mixed precision, and, where a loader pins memory, by default or where there is a GPU,
 copies of batches without `non_blocking=True`. Silent for validation, by name or where nothing
 trains in mixed precision on what it yields, for loaders of which a batch at most is taken or whose
-data set or collate function puts data on the device, and where arguments come from a variable.
+data set or collate function puts data on the device, and where arguments come from a
+variable of which nothing is known.
 Mixed precision is also FSDP's `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`, and what
 `accelerate launch` may tell an `Accelerator()`.
 
@@ -68,12 +69,15 @@ def check(code: Analysis) -> Iterator[Mistake]:
             continue
         lacking = [name for name in ("num_workers", "pin_memory") if _is_off(loader, name)]
         if lacking:
+            makes = "num_workers" in lacking
+            remedies = ["num_workers"] * makes + ["pin_memory=True"] * ("pin_memory" in lacking)
             yield Mistake(
                 loader.node,
                 loader.module,
-                f"the DataLoader has no {' and no '.join(lacking)}: batches are made and copied "
-                "while the device waits, which the faster step of lower precision makes worse; set "
-                "num_workers and pin_memory=True, and copy with non_blocking=True",
+                f"the DataLoader has no {' and no '.join(lacking)}: batches are "
+                f"{'made and ' if makes else ''}copied while the device waits, which the faster "
+                f"step of lower precision makes worse; set {' and '.join(remedies)}, and copy with "
+                "non_blocking=True",
                 mend=partial(_edits, code, loader, lacking),
             )
 

@@ -122,18 +122,24 @@ def _waits(events: list[Event]) -> bool:
 
 
 def _ends_at_work(events: list[Event]) -> bool:
-    """Whether the device was given work that nobody has waited for."""
+    """Whether the device was given work that nobody has waited for.
+
+    Where somebody has waited behind backward, the update alone is missing: a small part of a step.
+    """
+    updates = False
     for event in reversed(events):
         match event:
             case HostSync() | Synchronize():
                 return False
             case ScalerStep(optimizer=optimizer) if _reads_found_inf(optimizer):
                 return False
-            case Forward() | Backward() | ScalerStep() | OptimizerStep():
+            case ScalerStep() | OptimizerStep():
+                updates = True
+            case Forward() | Backward():
                 return True
             case _:
                 pass
-    return False
+    return updates
 
 
 def _reads_found_inf(optimizer: Value | None) -> bool:

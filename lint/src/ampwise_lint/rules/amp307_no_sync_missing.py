@@ -2,8 +2,9 @@
 
 ## What it does
 Reports backward on the micro-batches of an accumulation window under DistributedDataParallel,
-in a file that nowhere uses `no_sync()` or `require_backward_grad_sync`; one finding for each loop.
-Silent where it trains by `model.module`, which goes past the wrapper.
+in a file that nowhere uses `no_sync()` or `require_backward_grad_sync`, nor calls in its loop what
+does; one finding for each loop. Silent where it trains by `model.module`, which goes past the
+wrapper.
 
 ## Why is this bad
 DistributedDataParallel all-reduces gradients in every backward. Over a window of 8
@@ -53,7 +54,7 @@ from ampwise_lint.source.project import Module
 from ampwise_lint.source.roles import dotted
 from ampwise_lint.triggers import MIXED
 from ampwise_lint.values.abstract import Instance, Model
-from ampwise_lint.values.events import Event, Forward, Site
+from ampwise_lint.values.events import Event, Forward, NoSync, Site
 
 
 @rule("AMP307", "no-sync-missing", "info", triggers=MIXED)
@@ -61,15 +62,19 @@ def check(code: Analysis) -> Iterator[Mistake]:
     if not uses_amp(code):
         return
     found: dict[object, Site] = {}
+    kept = {id(e.node) for each in code.of(NoSync) for e in each.context.loops}
     for trace in code.traces:
         if not any(map(_is_parallel, trace.of(Forward))):
             continue
         for event in _micro_batches(trace):
             if _is_handled(code.module) or _is_handled(event.module):
                 continue
-            # The same loss with and without scaling, in two branches, is one mistake.
             loops = event.context.loops[-1:]
-            place = (id(event.module), *(id(each.node) for each in loops or [event]))
+            if any(id(each.node) in kept for each in loops):
+                continue
+            # The same loss with and without scaling, in two branches, is one mistake.
+            around = [id(each.node) for each in loops] or event.context.functions[-1:]
+            place = (id(event.module), *around)
             if place not in found or is_scaled(getattr(event, "scaled", None)):
                 found[place] = _in_its_loop(event)
     for site in found.values():

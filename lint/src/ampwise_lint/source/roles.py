@@ -237,7 +237,8 @@ class Roles:
                         own[name].append(call)
                 case _:
                     pass
-        told = [each for each in attributes if each.attr == "grad" or self._is_chosen(each)]
+        told: list[ast.AST] = [e for e in attributes if e.attr == "grad" or self._is_chosen(e)]
+        told += filter(self._drops_scaler, index.of(ast.Assign))
         self._spread([*told, *filter(self._is_step, calls)], self.steps, sites)
         special = [e for e in (*attributes, *index.of(ast.Name)) if self._is_used(e)]
         core: list[ast.AST] = [*special, *filter(self._is_core, calls), *_half_sums(index)]
@@ -247,6 +248,11 @@ class Roles:
         """Whether it is a dtype of 16 bits that a branch chooses."""
         around = self._parents[id(name)]
         return name.attr in LOW and isinstance(around, ast.Assign | ast.AnnAssign | ast.Return)
+
+    def _drops_scaler(self, node: ast.Assign) -> bool:
+        """``scaler = None``, in a branch for a precision that needs none."""
+        is_none = isinstance(node.value, ast.Constant) and node.value.value is None
+        return is_none and any(self.is_scaler(dotted(each)) for each in node.targets)
 
     def _is_used(self, name: ast.Attribute | ast.Name) -> bool:
         """Whether one of the names in `CORE` is called, or decorates a function."""

@@ -104,8 +104,8 @@ def _parameters_of(
 def _mode(state: State, node: ast.Call, owner: Model | Instance, name: str, a: Arguments) -> Value:
     if state.unsure:
         return owner  # in a branch that may not be taken
-    trains = name == "train" and not (a.positional and a.positional[0] is FALSE)
-    (state.evaluating.discard if trains else state.evaluating.add)(key_of(owner))
+    is_on = name == "train" and not (a.positional and a.positional[0] is FALSE)
+    state.modes[key_of(owner)] = is_on
     return owner
 
 

@@ -96,6 +96,15 @@ def _entries(state: State, node: ast.Call, owner: Tensor, name: str, a: Argument
     return owner if owner.forward else owner.but(op="items")
 
 
+def _looked_up(state: State, node: ast.Call, owner: Tensor, name: str, a: Arguments) -> Value:
+    """``losses.get("mse", 0.0)``: of a mapping, in which there are numbers in place of tensors."""
+    default = a.get(1, "default")
+    is_number = isinstance(default, Const) and isinstance(default.value, int | float)
+    if is_number:
+        return owner.but(op="items")
+    return tensors.apply(state, node, name, (owner, *a.positional), a.named)
+
+
 def _zeroed(state: State, node: ast.Call, owner: Tensor, name: str, a: Arguments) -> Value:
     state.emit(ZeroGrad, node, None)
     return NONE
@@ -180,6 +189,7 @@ OF_TENSORS: dict[str, Callable[[State, ast.Call, Tensor, str, Arguments], Value]
     **dict.fromkeys(("clamp_", "clip_"), _clamped),
     **dict.fromkeys(EXTENTS, _extent),
     **dict.fromkeys(("values", "items", "keys"), _entries),
+    "get": _looked_up,
     "backward": _backward,
     "type_as": _as_other,
     "zero_grad": _zeroed,

@@ -343,6 +343,11 @@ class Applied(Event):
 
 
 @dataclass(eq=False, slots=True)
+class NoSync(Event):
+    """A function is called that may call ``model.no_sync()``."""
+
+
+@dataclass(eq=False, slots=True)
 class Managed(Event):
     """A wrapper runs backward or the step."""
 
