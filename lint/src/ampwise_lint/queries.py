@@ -94,7 +94,7 @@ def _has_amp(code: Analysis, counts: Callable[[Enter], bool]) -> bool:
     return (
         code.any(Enter, counts)
         or code.any(ScalerStep)
-        or code.any(Backward, lambda e: e.scaled is not None and not isinstance(e.scaled, Wrapper))
+        or code.any(Backward, lambda e: _is_by_scaler(e.scaled))
         or code.any(Made, lambda e: isinstance(e.value, Wrapper) and e.value.lower)
         or code.any(Managed, lambda e: e.path.startswith("apex.amp"))
     )
@@ -213,7 +213,7 @@ def _is_lower(event: Event) -> bool:
 def _is_by_scaler(scaled: Value | None) -> bool:
     """Whether a loss was scaled by something that is there for 16 bits only: apex is, too."""
     if isinstance(scaled, Wrapper):
-        return scaled.path.startswith("apex.amp")
+        return scaled.lower or scaled.path.startswith("apex.amp")
     return scaled is not None
 
 
@@ -273,13 +273,25 @@ def _left_before(site: Site, loop: Node | None) -> Iterator[ast.If]:
 
 def _is_of_step(event: Event, steps: Steps, trace: Trace) -> bool:
     """Whether it belongs to a step for all `no_grad`: figures of the batch, no validation."""
-    inner = [each.node for each in event.context.loops[-1:]]
+    loops = event.context.loops
+    while len(loops) > 1 and _is_over_figures(loops[-1], steps, trace):
+        loops = loops[:-1]
+    inner = [each.node for each in loops[-1:]]
     if any(is_inside(event.module, event.node, each) for each in inner if id(each) in steps.nodes):
         return True
     if not inner and id(trace.events) not in steps.traces:
         return False
     # In functions that the step calls: where one of them validates, it says so.
     return all(id(each) in steps.nodes for each in inner) and not _evaluates_by_name(event)
+
+
+def _is_over_figures(loop: Loop, steps: Steps, trace: Trace) -> bool:
+    """Whether a loop inside a step goes over what the step has made, and runs no network."""
+    if loop.over_data or id(loop.node) in steps.nodes or not isinstance(loop.node, ast.For):
+        return False
+    return not any(
+        each.serial == loop.serial for event in trace.of(Forward) for each in event.context.loops
+    )
 
 
 def _is_rare(branch: Condition, loop: Node | None, module: Module) -> bool:
@@ -406,6 +418,8 @@ def owners(value: Value | None) -> set[str]:
             return owners(items.get("params"))
         case Unknown() | None:
             return set()
+        case Model(wrapped=str(kind), inner=Model() as inner) if kind:
+            return owners(inner)
         case _:
             return _named(value)
 

@@ -144,6 +144,16 @@ def given_away(
         state.emit(Managed, node, name)
 
 
+def made_of(name: str, a: Arguments) -> Value | None:
+    """What a function nobody showed us makes something of: a scaler, or what is optimized."""
+    flat = flatten(a.values)
+    scaler = next((each for each in flat if isinstance(each, Scaler)), None)
+    if scaler is not None or "optim" not in name.lower():
+        return scaler
+    trained = [each for each in flat if isinstance(each, Parameters) or networks.is_net(each)]
+    return trained[0] if len(trained) == 1 else None
+
+
 def _is_made_elsewhere(owner: Unknown) -> bool:
     """Whether an object is of a class nobody showed us, and was made without a scaler."""
     return owner.made == "called" and not isinstance(owner.of, Scaler)
