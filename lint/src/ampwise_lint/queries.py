@@ -158,12 +158,16 @@ def step_loops(code: Analysis) -> Steps:
     """Find what runs once a step."""
     found = Steps()
     by_trainer = code.any(Made, lambda e: isinstance(e.value, Wrapper) and e.value.lower)
+    runs_backward = code.any(Backward, lambda e: isinstance(e.scaled, Wrapper) and e.scaled.lower)
     for trace in code.traces:
+        # Where a trainer runs backward on another path, this one does without it.
+        is_plain = runs_backward and not any(each.scaled for each in trace.of(Backward))
+        is_told = by_trainer and not (is_plain and trace.of(Backward))
         backward: tuple[Loop, ...] = ()
         # What only takes gradients, to look at them or to test them, trains nothing.
         steps = any(isinstance(e, ScalerStep | OptimizerStep | Managed) for e in trace.events)
         for event in trace.events:
-            if by_trainer or _is_lower(event):
+            if is_told or _is_lower(event):
                 around = (None, *(id(each.node) for each in event.context.loops))
                 found.lower |= {(id(trace.events), each) for each in around}
             if not isinstance(event, Backward | ScalerStep | OptimizerStep) and not is_given(event):
@@ -222,6 +226,8 @@ def is_hot(event: Event, steps: Steps, trace: Trace) -> bool:
     if event.context.no_grad and not _is_of_step(event, steps, trace):
         return False
     conditions = list(event.context.conditions)
+    if any(trace.decided.get(each.key, each.taken) != each.taken for each in conditions):
+        return False  # in a branch that the path, as it went on, did not take
     if id(trace.events) in steps.traces:
         # Objects that the step is handed were made before it.
         if any(each.endswith(".__init__") for each in event.context.functions):

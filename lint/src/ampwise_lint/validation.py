@@ -116,9 +116,18 @@ STEP = re.compile(r"^_?(val|valid|validation|eval|evaluation|test)_(step|batch|i
 
 
 def _is_step(event: Forward) -> bool:
-    """Whether a method is one that a framework calls for each batch of a validation."""
+    """Whether a method is one that a framework calls for each batch of a validation.
+
+    Or a function that is handed one batch, and called so.
+    """
     first = event.context.functions[:1]
-    return any(STEP.search(each.rpartition(".")[2]) and "." in each for each in first)
+    if any(STEP.search(each.rpartition(".")[2]) and "." in each for each in first):
+        return True
+    return any(
+        EVALUATION.search(each.name) and any(arg.arg == "batch" for arg in each.args.args)
+        for each in functions_of(event.module, event.node)
+        if isinstance(each, Definition)
+    )
 
 
 def _is_given_nothing(event: Forward) -> bool:

@@ -29,6 +29,7 @@ from ampwise_lint.values.abstract import (
     Optimizer,
     Parameter,
     Parameters,
+    Region,
     Scaler,
     Scheduler,
     Super,
@@ -262,6 +263,8 @@ def _unknown(state: State, node: ast.Call, owner: Unknown, name: str, a: Argumen
             return NONE
         case "no_sync":
             return Manager("other", node)
+        case "autocast" if not a.count:  # of a trainer or a policy nobody showed us
+            return Manager("autocast", node, Region(node, state.here, True, None, None))
         case "log_every" if a.positional:  # the logger of torchvision's references
             over = a.positional[0]
             return Unknown(f"{name}({key_of(over)})", op="tqdm", operands=(over,))
