@@ -74,6 +74,10 @@ PREDICTS = re.compile(
 )
 
 
+OF_TOKENS = re.compile(r"\bscores\b")
+"""What a function that samples draws tokens by: no figure."""
+
+
 def _only_shows(event: Forward) -> bool:
     """Whether outputs are shown or written and nothing is measured: no figure goes wrong.
 
@@ -82,9 +86,8 @@ def _only_shows(event: Forward) -> bool:
     around = list(_functions(event))[:2]
     if any(EVALUATION.search(each.name) and not _is_shown(each) for _, each in around):
         return False
-    return any(
-        _is_shown(each) and not FIGURE.search(module.unparsed(each)) for module, each in around
-    )
+    texts = [OF_TOKENS.sub("", module.unparsed(e)) for module, e in around if _is_shown(e)]
+    return not all(map(FIGURE.search, texts))
 
 
 def _is_shown(function: Definition) -> bool:
