@@ -94,7 +94,7 @@ def _has_amp(code: Analysis, counts: Callable[[Enter], bool]) -> bool:
     return (
         code.any(Enter, counts)
         or code.any(ScalerStep)
-        or code.any(Backward, lambda e: e.scaled is not None and not isinstance(e.scaled, Wrapper))
+        or code.any(Backward, lambda e: _is_by_scaler(e.scaled))
         or code.any(Made, lambda e: isinstance(e.value, Wrapper) and e.value.lower)
         or code.any(Managed, lambda e: e.path.startswith("apex.amp"))
     )
@@ -159,12 +159,16 @@ def step_loops(code: Analysis) -> Steps:
     found = Steps()
     by_trainer = code.any(Made, lambda e: isinstance(e.value, Wrapper) and e.value.lower)
     rests = _loops_for_rests(code)
+    runs_backward = code.any(Backward, lambda e: isinstance(e.scaled, Wrapper) and e.scaled.lower)
     for trace in code.traces:
+        # Where a trainer runs backward on another path, this one does without it.
+        is_plain = runs_backward and not any(each.scaled for each in trace.of(Backward))
+        is_told = by_trainer and not (is_plain and trace.of(Backward))
         backward: tuple[Loop, ...] = ()
         # What only takes gradients, to look at them or to test them, trains nothing.
         steps = any(isinstance(e, ScalerStep | OptimizerStep | Managed) for e in trace.events)
         for event in trace.events:
-            if by_trainer or _is_lower(event):
+            if is_told or _is_lower(event):
                 around = (None, *(id(each.node) for each in event.context.loops))
                 found.lower |= {(id(trace.events), each) for each in around}
             if not _is_of_steps(event, rests):
@@ -245,7 +249,7 @@ def _is_lower(event: Event) -> bool:
 def _is_by_scaler(scaled: Value | None) -> bool:
     """Whether a loss was scaled by something that is there for 16 bits only: apex is, too."""
     if isinstance(scaled, Wrapper):
-        return scaled.path.startswith("apex.amp")
+        return scaled.lower or scaled.path.startswith("apex.amp")
     return scaled is not None
 
 
@@ -254,6 +258,8 @@ def is_hot(event: Event, steps: Steps, trace: Trace) -> bool:
     if event.context.no_grad and not _is_of_step(event, steps, trace):
         return False
     conditions = list(event.context.conditions)
+    if any(trace.decided.get(each.key, each.taken) != each.taken for each in conditions):
+        return False  # in a branch that the path, as it went on, did not take
     if id(trace.events) in steps.traces:
         # Objects that the step is handed were made before it.
         if any(each.endswith(".__init__") for each in event.context.functions):
@@ -305,13 +311,25 @@ def _left_before(site: Site, loop: Node | None) -> Iterator[ast.If]:
 
 def _is_of_step(event: Event, steps: Steps, trace: Trace) -> bool:
     """Whether it belongs to a step for all `no_grad`: figures of the batch, no validation."""
-    inner = [each.node for each in event.context.loops[-1:]]
+    loops = event.context.loops
+    while len(loops) > 1 and _is_over_figures(loops[-1], steps, trace):
+        loops = loops[:-1]
+    inner = [each.node for each in loops[-1:]]
     if any(is_inside(event.module, event.node, each) for each in inner if id(each) in steps.nodes):
         return True
     if not inner and id(trace.events) not in steps.traces:
         return False
     # In functions that the step calls: where one of them validates, it says so.
     return all(id(each) in steps.nodes for each in inner) and not _evaluates_by_name(event)
+
+
+def _is_over_figures(loop: Loop, steps: Steps, trace: Trace) -> bool:
+    """Whether a loop inside a step goes over what the step has made, and runs no network."""
+    if loop.over_data or id(loop.node) in steps.nodes or not isinstance(loop.node, ast.For):
+        return False
+    return not any(
+        each.serial == loop.serial for event in trace.of(Forward) for each in event.context.loops
+    )
 
 
 def _is_rare(branch: Condition, loop: Node | None, module: Module) -> bool:
@@ -438,6 +456,8 @@ def owners(value: Value | None) -> set[str]:
             return owners(items.get("params"))
         case Unknown() | None:
             return set()
+        case Model(wrapped=str(kind), inner=Model() as inner) if kind:
+            return owners(inner)
         case _:
             return _named(value)
 

@@ -38,7 +38,8 @@ SCALER = Trigger(
 """Something scales losses: a gradient scaler, apex, or a factor written by hand."""
 
 AUTOCAST = Trigger(
-    ("autocast",), (re.compile(r"precision\s*="), re.compile(r"Accelerator\s*\(\s*[\w)]"))
+    ("autocast", "ccelerator.backward", "manual_backward"),
+    (re.compile(r"precision\s*="), re.compile(r"Accelerator\s*\(\s*[\w)]")),
 )
 """A region of autocast, or a trainer that is told to open one, here or as it is launched."""
 

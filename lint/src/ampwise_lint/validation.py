@@ -74,6 +74,10 @@ PREDICTS = re.compile(
 )
 
 
+OF_TOKENS = re.compile(r"\bscores\b")
+"""What a function that samples draws tokens by: no figure."""
+
+
 def _only_shows(event: Forward) -> bool:
     """Whether outputs are shown or written and nothing is measured: no figure goes wrong.
 
@@ -82,9 +86,8 @@ def _only_shows(event: Forward) -> bool:
     around = list(_functions(event))[:2]
     if any(EVALUATION.search(each.name) and not _is_shown(each) for _, each in around):
         return False
-    return any(
-        _is_shown(each) and not FIGURE.search(module.unparsed(each)) for module, each in around
-    )
+    texts = [OF_TOKENS.sub("", module.unparsed(e)) for module, e in around if _is_shown(e)]
+    return not all(map(FIGURE.search, texts))
 
 
 def _is_shown(function: Definition) -> bool:
@@ -116,9 +119,18 @@ STEP = re.compile(r"^_?(val|valid|validation|eval|evaluation|test)_(step|batch|i
 
 
 def _is_step(event: Forward) -> bool:
-    """Whether a method is one that a framework calls for each batch of a validation."""
+    """Whether a method is one that a framework calls for each batch of a validation.
+
+    Or a function that is handed one batch, and called so.
+    """
     first = event.context.functions[:1]
-    return any(STEP.search(each.rpartition(".")[2]) and "." in each for each in first)
+    if any(STEP.search(each.rpartition(".")[2]) and "." in each for each in first):
+        return True
+    return any(
+        EVALUATION.search(each.name) and any(arg.arg == "batch" for arg in each.args.args)
+        for each in functions_of(event.module, event.node)
+        if isinstance(each, Definition)
+    )
 
 
 def _is_given_nothing(event: Forward) -> bool:

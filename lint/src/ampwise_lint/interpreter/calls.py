@@ -480,6 +480,7 @@ def _unknown(state: State, node: ast.Call, function: Value, a: Arguments) -> Val
     if (returned := methods.walk_callbacks(state, node, a)) is not None:
         return returned
     made = state.unknown(node, "called", name)
+    made.of = methods.made_of(name, a)
     if isinstance(function, Unknown):
         made.periodic = function.periodic
     return made

@@ -60,9 +60,30 @@ def _import_from(state: State, node: ast.ImportFrom) -> None:
         value: Value = Ref(full)
         if source is not None and source != state.here.path:
             value = Imported(source, alias.name, full)
-        if module is not None and (source is None or source.name == "__init__.py"):
+        is_part = module is not None and (source is None or source.name == "__init__.py")
+        if is_part and not (source and _is_bound_in(state, source, alias.name)):
+            assert module is not None
             value = Imported(module, full=full)
         state.scope.set(alias.asname or alias.name, value)
+
+
+def _is_bound_in(state: State, package: Path, name: str) -> bool:
+    """Whether a package binds a name that one of its files has, too: ``from .build import build``.
+
+    Where the package is being looked into, that name may not be bound yet.
+    """
+    if package == state.here.path or package in state.importing:
+        return False
+    try:
+        body = state.here.project.module(package).tree.body
+    except UnreadableError:  # said when that file is checked itself
+        return False
+    return any(
+        isinstance(each, ast.ImportFrom)
+        and each.module
+        and any((part.asname or part.name) == name for part in each.names)
+        for each in body
+    )
 
 
 def _import_star(state: State, node: ast.ImportFrom, source: Path | None) -> None:

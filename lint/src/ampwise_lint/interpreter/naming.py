@@ -10,8 +10,10 @@ from ampwise_lint.path.state import State
 from ampwise_lint.source.roles import LOSS, Role
 from ampwise_lint.values.abstract import (
     TRUE,
+    Instance,
     Model,
     Optimizer,
+    Parameters,
     Scaler,
     Scheduler,
     Tensor,
@@ -71,9 +73,13 @@ def _made(state: State, value: Unknown, text: str, role: Role) -> Value:
             opaque = value.made == "called"
             return Scaler(_NOWHERE, state.here, TRUE, value.key, opaque=opaque)
         case "wrapper":
-            return Wrapper(text.rpartition(".")[2])
+            name = text.rpartition(".")[2]
+            # What an Accelerator is told, or its launch, is not in sight: it is there for 16 bits.
+            return Wrapper(name, lower=name.endswith("accelerator"))
         case "optimizer":
-            return Optimizer(_NOWHERE, state.here, value.key)
+            of = value.of if value.made == "called" else None
+            trained = of if isinstance(of, Model | Instance | Parameters) else None
+            return Optimizer(_NOWHERE, state.here, value.key, params=trained)
         case "scheduler":
             return Scheduler(value.key)
         case "network":

@@ -2,7 +2,8 @@
 
 ## What it does
 Reports the training forward of one network outside autocast, in a step that runs another network
-inside it. Silent for a region that is switched off on purpose (`enabled=False`), and for networks
+inside it; under a scaler that one may also be run without gradients, as a copy that follows is.
+Silent for a region that is switched off on purpose (`enabled=False`), and for networks
 that no optimizer in sight trains.
 
 ## Why is this bad
@@ -29,12 +30,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ampwise_lint.analysis import Analysis, Trace
-from ampwise_lint.queries import is_managed, owners
+from ampwise_lint.queries import owners, steps_by_scaler
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.roles import LOSS
 from ampwise_lint.triggers import AUTOCAST
 from ampwise_lint.values.abstract import Optimizer, key_of
-from ampwise_lint.values.events import Backward, Forward, OptimizerStep, ScalerStep
+from ampwise_lint.values.events import Backward, Forward, Managed, OptimizerStep
 
 
 @rule("AMP222", "forward-outside-autocast", "warning", triggers=(AUTOCAST,))
@@ -43,23 +44,28 @@ def check(code: Analysis) -> Iterator[Mistake]:
         id(each.node) for trace in code.traces for each in trace.of(Forward) if each.context.regions
     }
     for trace in code.traces:
-        if is_managed(trace):
+        if any(each.optimizer is None for each in trace.of(Managed)):
             continue
         trained = _trained(trace)
-        inside = [each for each in _forwards(trace) if each.context.region is not None]
-        both = {key_of(each.model) for each in inside}
-        for event in _forwards(trace):
+        scaled = any(True for _ in steps_by_scaler(trace))
+        inside = [
+            each
+            for each in trace.of(Forward)
+            if each.context.region is not None and _is_of_step(each) and (scaled or _learns(each))
+        ]
+        both = {key_of(each.model) for each in inside if _learns(each)}
+        for event in trace.of(Forward):
             key = key_of(event.model)
-            if (
-                key in both
-                or event.context.regions
-                or id(event.node) in covered
-                or key not in trained
-            ):
+            if not _is_of_step(event) or not _learns(event) or key in both:
+                continue
+            if event.context.regions or id(event.node) in covered:
+                continue
+            if not owners(event.model) & trained:
                 continue
             if _is_a_look(event, trace) or LOSS.search(key):
                 continue
-            if any(_is_beside(each, event) for each in inside):
+            others = [each for each in inside if key_of(each.model) != key]
+            if any(_is_beside(each, event) and not _is_a_look(each, trace) for each in others):
                 yield Mistake(
                     event.node,
                     event.module,
@@ -68,23 +74,25 @@ def check(code: Analysis) -> Iterator[Mistake]:
                 )
 
 
-def _forwards(trace: Trace) -> Iterator[Forward]:
-    """Forward passes of networks that learn, in a loop."""
-    for each in trace.of(Forward):
-        learns = each.training is not False and not each.context.no_grad
-        if learns and each.is_root and each.context.loops:
-            yield each
+def _is_of_step(event: Forward) -> bool:
+    """Whether a loop runs a network, and no other network does."""
+    return event.is_root and bool(event.context.loops)
+
+
+def _learns(event: Forward) -> bool:
+    return event.training is not False and not event.context.no_grad
 
 
 def _is_a_look(event: Forward, trace: Trace) -> bool:
     """Whether it makes a picture every so many steps: no backward stands in its branch."""
     looks = {id(each.node) for each in event.context.branches if each.periodic}
-    learns = {id(each.node) for e in trace.of(Backward) for each in e.context.branches}
+    steps = [*trace.of(Backward), *steps_by_scaler(trace)]
+    learns = {id(each.node) for e in steps for each in e.context.branches}
     return bool(looks - learns)
 
 
 def _trained(trace: Trace) -> set[str]:
-    steps = [*trace.of(ScalerStep), *trace.of(OptimizerStep)]
+    steps = [*steps_by_scaler(trace), *trace.of(OptimizerStep)]
     found = [owners(each.optimizer) for each in steps if isinstance(each.optimizer, Optimizer)]
     return set[str]().union(*found)
 

@@ -59,6 +59,8 @@ def check(code: Analysis) -> Iterator[Mistake]:
         return
     yield from _blocking_copies(code)
     aside, trained = _read(code)
+    used = [e.value for e in code.of(Made) if id(getattr(e.value, "node", None)) in trained]
+    beside = {_name(each) for each in used if isinstance(each, Loader)}
     for event in code.of(Made):
         loader = event.value
         if not isinstance(loader, Loader) or loader.opaque or _evaluates(event):
@@ -66,6 +68,8 @@ def check(code: Analysis) -> Iterator[Mistake]:
         if id(loader.node) in aside or _is_for_a_look(event) or is_on_device(event):
             continue
         if id(loader.node) not in trained and _has_data_for_evaluation(event):
+            continue
+        if _is_left(loader, beside):
             continue
         lacking = [name for name in ("num_workers", "pin_memory") if _is_off(loader, name)]
         if lacking:
@@ -125,6 +129,12 @@ def _loops_over_bare_memory(code: Analysis, loaders: list[Loader]) -> set[int]:
         for read in trace.of(Read)
         if read.context.loops and _name(read.loader) in bare
     }
+
+
+def _is_left(loader: Loader, beside: set[tuple[int, str]]) -> bool:
+    """Whether of what one function makes others are read, by the names they are bound to."""
+    scope, name = _name(loader)
+    return scope in {each for each, _ in beside} and (scope, name) not in beside
 
 
 def _name(loader: Loader) -> tuple[int, str]:

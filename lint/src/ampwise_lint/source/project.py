@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +14,7 @@ from ampwise_lint.source.attributes import Assigned, assigned
 from ampwise_lint.source.defaults import device_defaults, flags_on, text_defaults
 from ampwise_lint.source.imports import Imports, imports
 from ampwise_lint.source.nodes import Index, Node, span
-from ampwise_lint.source.outline import Outline
+from ampwise_lint.source.outline import Outline, imported
 from ampwise_lint.source.roles import Roles
 from ampwise_lint.source.text import Source, UnreadableError, read, read_text
 
@@ -140,6 +141,7 @@ class Project:
         self.outlines: dict[Path, Outline] = {}
         """What the prefilter saw of files."""
         self._texts: dict[Path, str] | None = None
+        self._importers: dict[Path, list[Path]] | None = None
         self._located: dict[tuple[Path, str, int], Path | None] = {}
         self._added: dict[Path, list[str]] = {}
 
@@ -237,6 +239,31 @@ class Project:
             path != module.path and imports.search(text) and makes.search(text)
             for path, text in texts.items()
         )
+
+    def leading_to(self, module: Module, word: str) -> Iterator[Module]:
+        """Files with a word in them that lead to a module: by what they import, and what that does.
+
+        By the texts of all files, for a question that is rarely asked.
+        """
+        texts = self._all_texts()
+        module.used.update(texts)
+        if self._importers is None:
+            self._importers = {}
+            for path, text in texts.items():
+                for each in {self.locate(path, *name) for name in imported(text)} - {None, path}:
+                    assert each is not None
+                    self._importers.setdefault(each, []).append(path)
+        waiting, known = [module.path], {module.path}
+        while waiting:
+            found = {*self._importers.get(waiting.pop(), ())} - known
+            known |= found
+            waiting += sorted(found)
+        for path in sorted(known):
+            if word in texts[path]:
+                try:
+                    yield self.module(path)
+                except UnreadableError:  # said when that file is checked itself
+                    continue
 
     def leaves_unused(self, module: Module, function: str) -> bool:
         """Whether files import a module, and none of them nor itself uses a function of it.

@@ -508,7 +508,7 @@ def _other(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
     if (returned := methods.walk_callbacks(state, node, a)) is not None:
         return returned
     made = state.unknown(node, "called", path)
-    made.of = next((each for each in flat if isinstance(each, Scaler)), None)
+    made.of = methods.made_of(last, a)
     return made
 
 

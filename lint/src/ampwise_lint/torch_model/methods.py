@@ -29,6 +29,7 @@ from ampwise_lint.values.abstract import (
     Optimizer,
     Parameter,
     Parameters,
+    Region,
     Scaler,
     Scheduler,
     Super,
@@ -144,6 +145,16 @@ def given_away(
         state.emit(Managed, node, name)
 
 
+def made_of(name: str, a: Arguments) -> Value | None:
+    """What a function nobody showed us makes something of: a scaler, or what is optimized."""
+    flat = flatten(a.values)
+    scaler = next((each for each in flat if isinstance(each, Scaler)), None)
+    if scaler is not None or "optim" not in name.lower():
+        return scaler
+    trained = [each for each in flat if isinstance(each, Parameters) or networks.is_net(each)]
+    return trained[0] if len(trained) == 1 else None
+
+
 def _is_made_elsewhere(owner: Unknown) -> bool:
     """Whether an object is of a class nobody showed us, and was made without a scaler."""
     return owner.made == "called" and not isinstance(owner.of, Scaler)
@@ -252,6 +263,8 @@ def _unknown(state: State, node: ast.Call, owner: Unknown, name: str, a: Argumen
             return NONE
         case "no_sync":
             return Manager("other", node)
+        case "autocast" if not a.count:  # of a trainer or a policy nobody showed us
+            return Manager("autocast", node, Region(node, state.here, True, None, None))
         case "log_every" if a.positional:  # the logger of torchvision's references
             over = a.positional[0]
             return Unknown(f"{name}({key_of(over)})", op="tqdm", operands=(over,))

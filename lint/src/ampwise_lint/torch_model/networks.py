@@ -67,8 +67,12 @@ GIVES_BACK = re.compile(
 def given_back(name: str, a: Arguments) -> Value | None:
     """The network that a function nobody showed us is given, and gives back."""
     first = a.positional[0] if a.positional else a.named.get("model")
-    is_net = isinstance(first, Model) or (isinstance(first, Instance) and is_network(first.class_))
-    return first if is_net and GIVES_BACK.match(name) else None
+    return first if is_net(first) and GIVES_BACK.match(name) else None
+
+
+def is_net(value: Value | None) -> bool:
+    """Whether something is a network."""
+    return isinstance(value, Model) or (isinstance(value, Instance) and is_network(value.class_))
 
 
 def _is_run_by_losses(value: Value) -> bool:

@@ -153,7 +153,25 @@ def manual_backward(state: State, node: ast.Call, a: Arguments) -> None:
 
     That it runs in the autocast of the step is Lightning's doing.
     """
-    trainer = state.trainer or Wrapper("lightning.Trainer")
+    trainer = state.trainer or _of_project(state)
     with state.in_region(Region(node, state.here, False, None, None)):
         state.emit(Backward, node, a.first("loss") or NONE, trainer)
         state.emit(Managed, node, trainer.path, plain=True)
+
+
+def _of_project(state: State) -> Wrapper:
+    """The trainer that fits a module in a file that leads to it: one that may scale, if any."""
+    for module in state.here.project.leading_to(state.module, "Trainer("):
+        for call in module.index.of(ast.Call):
+            path = module.imports.full(call.func)
+            if library.LIGHTNING.match(path) and _last(path) == "Trainer":
+                named = {each.arg: _as_written(each.value) for each in call.keywords if each.arg}
+                trainer = make(path, Arguments(named=named))
+                if trainer.scales:
+                    return trainer
+    return Wrapper("lightning.Trainer")
+
+
+def _as_written(node: ast.expr) -> Value:
+    """A literal; of anything else nothing is known."""
+    return Const(node.value) if isinstance(node, ast.Constant) else Unknown(ast.unparse(node))

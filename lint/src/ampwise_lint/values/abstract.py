@@ -58,7 +58,7 @@ class Unknown(Value):
     of: Value | None = None
     """What it was read from: ``.item()`` of which tensor, attribute of which object.
 
-    Of what an unknown call returned: the scaler it was given.
+    Of what an unknown call returned: the scaler it was given, or the network it is to optimize.
     """
     clock: int | None = None
     """A time: how many events had happened when it was read."""

@@ -1,0 +1,1 @@
+from .make_optimizer import make_optimizer
