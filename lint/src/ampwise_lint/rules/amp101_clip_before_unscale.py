@@ -37,17 +37,16 @@ from collections.abc import Iterator
 
 from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.findings import Edit
-from ampwise_lint.queries import (
+from ampwise_lint.queries.edits import (
     edit,
     first_argument,
-    in_float16,
-    is_real,
     is_simple,
     receiver,
-    same_owner,
     site_in,
     statement_edit,
 )
+from ampwise_lint.queries.owners import same_owner
+from ampwise_lint.queries.precision import in_float16, is_real
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.triggers import AUTOCAST, SCALER
 from ampwise_lint.values.abstract import Wrapper

@@ -36,15 +36,8 @@ import re
 from collections.abc import Iterator
 
 from ampwise_lint.analysis import Analysis, Trace
-from ampwise_lint.queries import (
-    first_argument,
-    in_float16,
-    is_scaled,
-    is_simple,
-    receiver,
-    site_in,
-    statement_edit,
-)
+from ampwise_lint.queries.edits import first_argument, is_simple, receiver, site_in, statement_edit
+from ampwise_lint.queries.precision import in_float16, is_scaled
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.nodes import Node, lines_of
 from ampwise_lint.source.places import scope_of

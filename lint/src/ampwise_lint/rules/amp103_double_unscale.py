@@ -39,7 +39,8 @@ import re
 from collections.abc import Iterator
 
 from ampwise_lint.analysis import Analysis
-from ampwise_lint.queries import is_of_each, passed, receiver
+from ampwise_lint.queries.branches import passed
+from ampwise_lint.queries.edits import is_of_each, receiver
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.places import functions_of, is_inside
 from ampwise_lint.triggers import SCALER

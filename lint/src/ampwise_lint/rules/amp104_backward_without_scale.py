@@ -36,16 +36,9 @@ import ast
 from collections.abc import Iterator
 
 from ampwise_lint.analysis import Analysis, Trace
-from ampwise_lint.queries import (
-    edit,
-    is_known_at,
-    is_real,
-    is_simple,
-    is_unscaled,
-    networks_in,
-    owners,
-    receiver,
-)
+from ampwise_lint.queries.edits import edit, is_known_at, is_simple, receiver
+from ampwise_lint.queries.owners import networks_in, owners
+from ampwise_lint.queries.precision import is_real, is_unscaled
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.triggers import SCALER
 from ampwise_lint.values.events import Backward, OptimizerStep, ScalerStep, ZeroGrad

@@ -34,16 +34,9 @@ from collections.abc import Iterator
 
 from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.findings import Edit
-from ampwise_lint.queries import (
-    edit,
-    is_known_at,
-    is_real,
-    is_simple,
-    networks_in,
-    owners,
-    receiver,
-    statement_edit,
-)
+from ampwise_lint.queries.edits import edit, is_known_at, is_simple, receiver, statement_edit
+from ampwise_lint.queries.owners import networks_in, owners
+from ampwise_lint.queries.precision import is_real
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.places import alone
 from ampwise_lint.triggers import SCALER

@@ -32,7 +32,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ampwise_lint.analysis import Analysis, Trace
-from ampwise_lint.queries import is_managed, is_of_each, receiver, statement_edit
+from ampwise_lint.queries.edits import is_of_each, receiver, statement_edit
+from ampwise_lint.queries.wrappers import is_managed
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.triggers import SCALER
 from ampwise_lint.values.abstract import Scaler, key_of

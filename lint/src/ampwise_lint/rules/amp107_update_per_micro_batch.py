@@ -35,7 +35,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ampwise_lint.analysis import Analysis, Trace
-from ampwise_lint.queries import is_managed, is_real, is_simple, statement_edit
+from ampwise_lint.queries.edits import is_simple, statement_edit
+from ampwise_lint.queries.precision import is_real
+from ampwise_lint.queries.wrappers import is_managed
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.triggers import SCALER
 from ampwise_lint.values.abstract import Tensor

@@ -34,7 +34,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from ampwise_lint.analysis import Analysis, Trace
-from ampwise_lint.queries import is_simple, statement_edit
+from ampwise_lint.queries.edits import is_simple, statement_edit
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.triggers import SCALER
 from ampwise_lint.values.events import Backward, ScalerStep, Update

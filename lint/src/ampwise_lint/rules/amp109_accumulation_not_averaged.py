@@ -43,7 +43,10 @@ from collections.abc import Iterator
 
 from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.findings import Edit
-from ampwise_lint.queries import accumulates, edit, is_led, uses_amp, zeroed_with
+from ampwise_lint.queries.edits import edit
+from ampwise_lint.queries.precision import uses_amp
+from ampwise_lint.queries.windows import accumulates, zeroed_with
+from ampwise_lint.queries.wrappers import is_led
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.nodes import Node
 from ampwise_lint.source.places import (

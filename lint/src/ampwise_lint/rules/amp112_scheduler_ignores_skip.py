@@ -45,7 +45,9 @@ from functools import partial
 
 from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.findings import Edit
-from ampwise_lint.queries import edit, is_of_each, is_simple, passed, receiver, steps_by_scaler
+from ampwise_lint.queries.branches import passed
+from ampwise_lint.queries.edits import edit, is_of_each, is_simple, receiver
+from ampwise_lint.queries.steps import steps_by_scaler
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source import library
 from ampwise_lint.source.places import (

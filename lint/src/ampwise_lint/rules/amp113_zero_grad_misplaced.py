@@ -40,15 +40,11 @@ from collections.abc import Iterator
 from functools import partial
 
 from ampwise_lint.analysis import Analysis, Trace
-from ampwise_lint.queries import (
-    accumulates,
-    is_managed,
-    is_of_each,
-    owners,
-    same_owner,
-    uses_amp,
-    zeroed_with,
-)
+from ampwise_lint.queries.edits import is_of_each
+from ampwise_lint.queries.owners import owners, same_owner
+from ampwise_lint.queries.precision import uses_amp
+from ampwise_lint.queries.windows import accumulates, zeroed_with
+from ampwise_lint.queries.wrappers import is_managed
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.library import ACCUMULATES
 from ampwise_lint.source.project import Module

@@ -36,15 +36,12 @@ from itertools import takewhile
 
 from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.findings import Edit
-from ampwise_lint.queries import (
-    accumulates,
-    edit,
-    given_in_parts,
-    is_of_fault,
-    receiver,
-    step_loops,
-    uses_amp,
-)
+from ampwise_lint.queries.branches import is_of_fault
+from ampwise_lint.queries.edits import edit, receiver
+from ampwise_lint.queries.precision import uses_amp
+from ampwise_lint.queries.steps import step_loops
+from ampwise_lint.queries.windows import accumulates
+from ampwise_lint.queries.wrappers import given_in_parts
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.nodes import Node
 from ampwise_lint.source.places import (

@@ -33,7 +33,7 @@ import ast
 from collections.abc import Iterator
 
 from ampwise_lint.analysis import Analysis
-from ampwise_lint.queries import edit
+from ampwise_lint.queries.edits import edit
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.triggers import SCALER
 from ampwise_lint.values.abstract import Instance, Model, Scaler

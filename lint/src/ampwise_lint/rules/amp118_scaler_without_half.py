@@ -36,7 +36,8 @@ import re
 from collections.abc import Iterator
 
 from ampwise_lint.analysis import Analysis
-from ampwise_lint.queries import is_handed_in, is_managed
+from ampwise_lint.queries.precision import is_handed_in
+from ampwise_lint.queries.wrappers import is_managed
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.triggers import SCALER
 from ampwise_lint.values.abstract import Instance, Model, Scaler, Value, key_of

@@ -30,7 +30,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ampwise_lint.analysis import Analysis, Trace
-from ampwise_lint.queries import first_argument, is_real, owners, site_in
+from ampwise_lint.queries.edits import first_argument, site_in
+from ampwise_lint.queries.owners import owners
+from ampwise_lint.queries.precision import is_real
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.triggers import SCALER
 from ampwise_lint.values.abstract import Value

@@ -33,7 +33,7 @@ import ast
 from collections.abc import Iterator
 
 from ampwise_lint.analysis import Analysis
-from ampwise_lint.queries import statement_edit
+from ampwise_lint.queries.edits import statement_edit
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.triggers import AUTOCAST
 from ampwise_lint.values.abstract import Region

@@ -36,7 +36,9 @@ from collections.abc import Iterator
 
 from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.findings import Edit
-from ampwise_lint.queries import edit, is_given, is_half_output, losses_by_hand, site_in
+from ampwise_lint.queries.edits import edit, site_in
+from ampwise_lint.queries.precision import is_half_output, losses_by_hand
+from ampwise_lint.queries.wrappers import is_given
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.library import LOSS_FUNCTIONS
 from ampwise_lint.source.places import grouped

@@ -36,7 +36,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from ampwise_lint.analysis import Analysis, Trace
-from ampwise_lint.queries import edit
+from ampwise_lint.queries.edits import edit
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.triggers import SCALER
 from ampwise_lint.values.abstract import Region, Scaler, Wrapper

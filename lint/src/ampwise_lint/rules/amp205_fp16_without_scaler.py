@@ -34,7 +34,8 @@ import ast
 from collections.abc import Iterator
 
 from ampwise_lint.analysis import Analysis
-from ampwise_lint.queries import is_managed, is_unscaled
+from ampwise_lint.queries.precision import is_unscaled
+from ampwise_lint.queries.wrappers import is_managed
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.project import Module
 from ampwise_lint.source.roles import dotted

@@ -39,16 +39,11 @@ import re
 from collections.abc import Iterator
 
 from ampwise_lint.analysis import Analysis, Trace
-from ampwise_lint.queries import (
-    is_led,
-    is_part,
-    loses_eps,
-    owners,
-    receiver,
-    site_in,
-    stays_half,
-    steps_behind,
-)
+from ampwise_lint.queries.edits import receiver, site_in
+from ampwise_lint.queries.owners import is_part, owners
+from ampwise_lint.queries.precision import loses_eps, stays_half
+from ampwise_lint.queries.steps import steps_behind
+from ampwise_lint.queries.wrappers import is_led
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.places import functions_of
 from ampwise_lint.source.roles import dotted

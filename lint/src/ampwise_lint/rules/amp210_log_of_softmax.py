@@ -33,7 +33,8 @@ from collections.abc import Iterator
 
 from ampwise_lint.analysis import Analysis
 from ampwise_lint.findings import Edit
-from ampwise_lint.queries import edit, uses_half
+from ampwise_lint.queries.edits import edit
+from ampwise_lint.queries.precision import uses_half
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.nodes import Node
 from ampwise_lint.triggers import AUTOCAST, HALF

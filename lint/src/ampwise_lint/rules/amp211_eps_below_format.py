@@ -42,7 +42,8 @@ from functools import partial
 
 from ampwise_lint.analysis import Analysis
 from ampwise_lint.findings import Edit
-from ampwise_lint.queries import edit, with_networks
+from ampwise_lint.queries.edits import edit
+from ampwise_lint.queries.precision import with_networks
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.nodes import Node
 from ampwise_lint.source.places import grouped

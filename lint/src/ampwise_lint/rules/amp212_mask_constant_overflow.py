@@ -35,7 +35,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ampwise_lint.analysis import Analysis
 from ampwise_lint.findings import Edit
-from ampwise_lint.queries import edit, receiver, with_networks
+from ampwise_lint.queries.edits import edit, receiver
+from ampwise_lint.queries.precision import with_networks
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.places import has_torch
 from ampwise_lint.source.roles import dotted

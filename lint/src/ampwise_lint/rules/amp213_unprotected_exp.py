@@ -30,7 +30,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ampwise_lint.analysis import Analysis, Trace
-from ampwise_lint.queries import losses_by_hand
+from ampwise_lint.queries.precision import losses_by_hand
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.triggers import AUTOCAST, HALF
 from ampwise_lint.values.abstract import Const, Tensor, Value, is_low, key_of

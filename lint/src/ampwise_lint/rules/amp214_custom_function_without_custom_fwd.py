@@ -47,7 +47,7 @@ from functools import partial
 
 from ampwise_lint.analysis import Analysis
 from ampwise_lint.findings import Edit
-from ampwise_lint.queries import edit
+from ampwise_lint.queries.edits import edit
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.places import has_torch
 from ampwise_lint.source.project import Module

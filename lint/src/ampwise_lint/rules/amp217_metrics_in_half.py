@@ -31,7 +31,8 @@ from collections.abc import Iterator
 
 from ampwise_lint.analysis import Analysis
 from ampwise_lint.findings import Edit
-from ampwise_lint.queries import edit, step_loops
+from ampwise_lint.queries.edits import edit
+from ampwise_lint.queries.steps import step_loops
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.triggers import AUTOCAST, HALF
 from ampwise_lint.values.abstract import Const, Tensor, Value, is_low

@@ -34,7 +34,7 @@ from collections.abc import Iterator
 
 from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.findings import Edit
-from ampwise_lint.queries import edit
+from ampwise_lint.queries.edits import edit
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.nodes import Node
 from ampwise_lint.source.places import has_torch

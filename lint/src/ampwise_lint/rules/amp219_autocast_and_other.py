@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from ampwise_lint.analysis import Analysis
-from ampwise_lint.queries import edit
+from ampwise_lint.queries.edits import edit
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.library import AUTOCASTS
 from ampwise_lint.source.project import Module

@@ -37,15 +37,10 @@ import re
 from collections.abc import Iterator
 
 from ampwise_lint.analysis import Analysis, Trace
-from ampwise_lint.queries import (
-    is_led,
-    is_scaled,
-    is_within,
-    loses_eps,
-    owners,
-    stays_half,
-    steps_behind,
-)
+from ampwise_lint.queries.owners import is_within, owners
+from ampwise_lint.queries.precision import is_scaled, loses_eps, stays_half
+from ampwise_lint.queries.steps import steps_behind
+from ampwise_lint.queries.wrappers import is_led
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.project import Module
 from ampwise_lint.source.roles import dotted

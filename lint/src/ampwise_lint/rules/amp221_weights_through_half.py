@@ -29,7 +29,7 @@ import ast
 from collections.abc import Iterator
 
 from ampwise_lint.analysis import Analysis
-from ampwise_lint.queries import file_of
+from ampwise_lint.queries.edits import file_of
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.nodes import Node
 from ampwise_lint.source.places import assignments, scope_of

@@ -30,7 +30,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ampwise_lint.analysis import Analysis, Trace
-from ampwise_lint.queries import owners, steps_by_scaler
+from ampwise_lint.queries.owners import owners
+from ampwise_lint.queries.steps import steps_by_scaler
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.roles import LOSS
 from ampwise_lint.triggers import AUTOCAST

@@ -43,15 +43,10 @@ from dataclasses import dataclass
 
 from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.findings import Edit
-from ampwise_lint.queries import (
-    Steps,
-    edit,
-    is_always,
-    is_hot,
-    passed,
-    step_loops,
-    trains_in_amp,
-)
+from ampwise_lint.queries.branches import passed
+from ampwise_lint.queries.edits import edit
+from ampwise_lint.queries.precision import trains_in_amp
+from ampwise_lint.queries.steps import Steps, is_always, is_hot, step_loops
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.places import block_of, functions_of, loads, names, stores
 from ampwise_lint.source.roles import dotted

@@ -31,7 +31,8 @@ import re
 from collections.abc import Iterator
 
 from ampwise_lint.analysis import Analysis, Trace
-from ampwise_lint.queries import is_hot, statement_edit, step_loops
+from ampwise_lint.queries.edits import statement_edit
+from ampwise_lint.queries.steps import is_hot, step_loops
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.places import block_of, functions_of
 from ampwise_lint.source.roles import dotted

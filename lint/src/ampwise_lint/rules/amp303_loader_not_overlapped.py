@@ -43,7 +43,9 @@ from functools import partial
 from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.findings import Edit
 from ampwise_lint.loading import data_of, is_on_device
-from ampwise_lint.queries import Steps, edit, is_hot, step_loops, trains_in_amp
+from ampwise_lint.queries.edits import edit
+from ampwise_lint.queries.precision import trains_in_amp
+from ampwise_lint.queries.steps import Steps, is_hot, step_loops
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.places import bound_to, loads, scope_of
 from ampwise_lint.source.project import Module

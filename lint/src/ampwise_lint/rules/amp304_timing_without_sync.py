@@ -34,7 +34,8 @@ import re
 from collections.abc import Iterator
 
 from ampwise_lint.analysis import Analysis, Trace
-from ampwise_lint.queries import step_loops, uses_amp
+from ampwise_lint.queries.precision import uses_amp
+from ampwise_lint.queries.steps import step_loops
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.frequency import SETTING
 from ampwise_lint.triggers import MIXED

@@ -35,7 +35,8 @@ import ast
 from collections.abc import Iterator
 
 from ampwise_lint.analysis import Analysis
-from ampwise_lint.queries import edit, steps_by_scaler
+from ampwise_lint.queries.edits import edit
+from ampwise_lint.queries.steps import steps_by_scaler
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.triggers import MIXED
 from ampwise_lint.values.abstract import Optimizer

@@ -33,7 +33,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ampwise_lint.analysis import Analysis
-from ampwise_lint.queries import uses_amp
+from ampwise_lint.queries.precision import uses_amp
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.nodes import Node, defaults_of
 from ampwise_lint.source.places import assignments, bound_in, bound_to, class_of, scope_of

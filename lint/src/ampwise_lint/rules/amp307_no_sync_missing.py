@@ -40,14 +40,9 @@ import ast
 from collections.abc import Iterator
 
 from ampwise_lint.analysis import Analysis, Trace
-from ampwise_lint.queries import (
-    accumulates,
-    given_in_parts,
-    is_managed,
-    is_scaled,
-    uses_amp,
-    zeroed_with,
-)
+from ampwise_lint.queries.precision import is_scaled, uses_amp
+from ampwise_lint.queries.windows import accumulates, zeroed_with
+from ampwise_lint.queries.wrappers import given_in_parts, is_managed
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.places import assignments, is_inside, scope_of
 from ampwise_lint.source.project import Module

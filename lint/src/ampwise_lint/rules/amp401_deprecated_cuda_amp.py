@@ -43,7 +43,7 @@ from typing import Literal
 
 from ampwise_lint.analysis import Analysis
 from ampwise_lint.findings import Edit
-from ampwise_lint.queries import edit
+from ampwise_lint.queries.edits import edit
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.imports import Imports
 from ampwise_lint.source.nodes import Node

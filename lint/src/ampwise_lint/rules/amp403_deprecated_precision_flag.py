@@ -31,7 +31,7 @@ import ast
 from collections.abc import Iterator
 
 from ampwise_lint.analysis import Analysis
-from ampwise_lint.queries import edit
+from ampwise_lint.queries.edits import edit
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.imports import Imports
 from ampwise_lint.triggers import Trigger

@@ -1,0 +1,1 @@
+"""Questions several rules ask of a file."""

@@ -1,0 +1,82 @@
+"""Windows of accumulation: several backwards before a step."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from ampwise_lint.analysis import Trace
+from ampwise_lint.queries.branches import is_rare
+from ampwise_lint.source.roles import leaves
+from ampwise_lint.values.events import Backward, Event, OptimizerStep, ScalerStep, ZeroGrad
+
+FAULT = re.compile(r"is_?nan|is_?inf(?!erence)|found_inf|has_nan|(?<!no_)overflow", re.IGNORECASE)
+"""Conditions that hold when a step went wrong."""
+
+
+SOUND = re.compile(r"is_?finite|all_?finite|no_overflow", re.IGNORECASE)
+"""Conditions that hold when it did not."""
+
+
+def accumulates(trace: Trace) -> Iterator[tuple[Backward, ScalerStep | OptimizerStep]]:
+    """Each backward that runs more often than the step behind it, with that step."""
+    if any((FAULT if taken else SOUND).search(key) for key, taken in trace.decided.items()):
+        return  # a step that went wrong is left out, which makes no window
+    for index, event in enumerate(trace.events):
+        if not isinstance(event, Backward) or not (event.context.loops or trace.root):
+            continue  # a function that is walked by itself may be called once a micro-batch
+        step = next(
+            (e for e in trace.events[index:] if isinstance(e, ScalerStep | OptimizerStep)), None
+        )
+        if step is not None and (_is_deeper(event, step) or _is_rarer(event, step)):
+            yield event, step
+
+
+def zeroed_with(trace: Trace, backward: Backward) -> Iterator[ZeroGrad]:
+    """What zeroes gradients each time a backward runs, in the loop around it."""
+    around = [each.serial for each in backward.context.loops[-1:]]
+    for event in trace.of(ZeroGrad):
+        inner = event.context.loops[-1:]
+        if [each.serial for each in inner] != around or event.context.is_periodic:
+            continue
+        loop = inner[0].node if inner else None
+        rare = (is_rare(each, loop, event.module) for each in event.context.branches)
+        if not any(rare) and not _gives_up(event, backward):
+            yield event
+
+
+def _gives_up(zero: ZeroGrad, backward: Backward) -> bool:
+    """Whether it stands in a branch behind the backward that leaves the iteration."""
+    around = {id(each.node) for each in backward.context.conditions}
+    return any(
+        isinstance(each.node, ast.If)
+        and id(each.node) not in around
+        and leaves(each.node.body if each.taken else each.node.orelse)
+        for each in zero.context.branches
+    )
+
+
+def _is_deeper(event: Event, step: Event) -> bool:
+    """A loop around the one, inside the loops around the other."""
+    nodes = [each.node for each in step.context.loops]
+    inner = [each.node for each in event.context.loops]
+    return len(inner) > len(nodes) and inner[: len(nodes)] == nodes and bool(nodes)
+
+
+def _is_rarer(event: Event, step: Event) -> bool:
+    """The step waits for the end of a window that the backward does not wait for."""
+    inner = [each.node for each in event.context.loops[-1:]]
+    if [each.node for each in step.context.loops[-1:]] != inner:
+        return False
+    held = {each.key.partition("#")[0] for each in event.context.conditions}
+    return any(
+        each.periodic and each.key.partition("#")[0] not in held for each in step.context.branches
+    ) or _skipped_to(event, step)
+
+
+def _skipped_to(event: Event, step: Event) -> bool:
+    """The step is reached in a later iteration than the backward: a ``continue`` went before."""
+    return [each.serial for each in event.context.loops[-1:]] != [
+        each.serial for each in step.context.loops[-1:]
+    ]
