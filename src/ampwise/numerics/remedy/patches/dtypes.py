@@ -107,7 +107,7 @@ def _uncast(site: Site) -> Iterator[Edit]:
     here = {**wide(site, site.statement)}
     if site.dtype in HALF:
         taken = taken_over(site, site.expressions)
-        here |= taken if site.op in _MAKES else _given(taken)
+        here |= taken if site.op in _MAKES else _given(site, taken)
     behind = {node: each for term in terms(site) for node, each in wide(site, term.node).items()}
     for name, value in assigned(site):
         if site.is_half(name):
@@ -182,9 +182,15 @@ def _is_float32(site: Site, term: Term) -> bool:
     return site.kinds(term.node) == {"float32"}
 
 
-def _given(changes: Mapping[cst.CSTNode, Change]) -> dict[cst.CSTNode, Change]:
-    """Those of changes of a format that stands there as a name: what it is, is not seen."""
-    return {node: to for node, to in changes.items() if isinstance(node, cst.Name)}
+def _given(site: Site, changes: Mapping[cst.CSTNode, Change]) -> dict[cst.CSTNode, Change]:
+    """Those of changes of a format that stands there as a name: what it is, is not seen.
+
+    An argument's default is changed itself.
+    """
+    params = [] if site.function is None else list(walk(site.function.params, cst.Param))
+    defaults = {each.name.value for each in params if each.default is not None}
+    names = {node: to for node, to in changes.items() if isinstance(node, cst.Name)}
+    return {node: to for node, to in names.items() if node.value not in defaults}
 
 
 def in_part(site: Site) -> Iterator[Edit]:

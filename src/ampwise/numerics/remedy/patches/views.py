@@ -42,16 +42,16 @@ def raised_as_one(site: Site, raised: Mapping[cst.CSTNode, Change]) -> dict[cst.
         used = [one for one in names if site.parts_with(one) is parts]
         if {one.value for one in used} == set(parts.names) and len(parts.names) > 1:
             made = _made(site, parts.of)
-            if made is None:
-                continue
+            if made is parts.of:
+                continue  # it may be a tuple
             for one in used:
                 found.pop(one)
             found[made] = widened(site, made)
     return found
 
 
-def _made(site: Site, node: cst.BaseExpression) -> cst.BaseExpression | None:
-    """What is computed where an expression is a view of it; None where it is no view."""
+def _made(site: Site, node: cst.BaseExpression) -> cst.BaseExpression:
+    """What is computed where an expression is a view of it; itself where it is none."""
     base = viewed(site, node)
     while base is not None:
         node = base
