@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from ampwise.numerics.diagnose import diagnose
-from ampwise.numerics.observe.ancestry import Ancestor, flushed_first
+from ampwise.numerics.observe.ancestry import Ancestor, flushed_first, is_of_one_sign
 from ampwise.numerics.observe.shadow import shadow
 from ampwise.numerics.observe.shares import brought, roundings
-from ampwise.places import Place
+from ampwise.places import NOWHERE, Place
 from ampwise.step import TrainStep
 from ampwise.step.replay import Replay
 from tests.numerics.cases import apart, data, line_of, task
@@ -351,3 +351,14 @@ def test_where_the_first_rounding_is_harmless_the_next_is_looked_at():
     found = diagnose(task(Decays, apart, data(2, 512, 8)), "bf16", steps=1)
     assert found.origin is not None
     assert (found.origin.op, found.origin.line) == ("cumsum", line_of(Decays.matrix))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "is_so"), [([1.0, 2.0, 0.0], True), ([-1.0, -2.0], True), ([1.0, -1.0], False)]
+)
+def test_a_sum_of_one_sign_cancels_nothing(numbers, is_so):
+    ideal = (torch.tensor(numbers, dtype=torch.float64), [0])
+    assert is_of_one_sign("sum", ideal) is is_so
+    assert not is_of_one_sign("sub", ideal)
+    lost = Ancestor("sum", NOWHERE, "float16", 60.0, 0.0, (), (), of_one_sign=is_so)
+    assert lost.cancels is not is_so

@@ -53,6 +53,8 @@ class Ancestor:
         brings. Known where it was asked for (`shares`).
     index
         Its number in the order of execution.
+    of_one_sign
+        Whether it is a sum, or a mean, of numbers that are all positive, or all negative.
     """
 
     name: str
@@ -70,6 +72,7 @@ class Ancestor:
     own: float = 0.0
     brought: tuple[float, ...] = ()
     index: int = 0
+    of_one_sign: bool = False
 
     def where(self, origin: Place) -> str:
         """Name and line, for a sentence; of backward, that it is the derivative of the line.
@@ -87,7 +90,7 @@ class Ancestor:
         """Whether it is a difference that lost its digits, as a whole or in some elements."""
         if self.name in LOGARITHMS:
             return self.cancelled > 0
-        if self.name not in DIFFERENCES:
+        if self.name not in DIFFERENCES or self.of_one_sign:
             return False
         return self.cancelled > 0 or self.inputs_db - self.propagated_db > _CANCELLED_DB
 
@@ -187,6 +190,13 @@ def cancelled(
         return count, None
     terms = pairs[0][0].expand(lost.shape)[lost].abs()
     return count, constant if bool((terms == constant).any()) else None
+
+
+def is_of_one_sign(name: str, ideal: Any) -> bool:
+    """Whether an operation adds up numbers of one sign only, of which none can cancel another."""
+    if name not in ("sum", "mean") or not isinstance(ideal[0], Tensor):
+        return False
+    return bool((ideal[0] >= 0).all()) or bool((ideal[0] <= 0).all())
 
 
 def flushed(result: Tensor, wanted: Tensor, least: float) -> int:

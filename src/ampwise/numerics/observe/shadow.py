@@ -24,7 +24,13 @@ from torch.utils._pytree import tree_map
 
 from ampwise import formats
 from ampwise.formats import dtype_name
-from ampwise.numerics.observe.ancestry import Ancestor, cancelled, flushed, lost_constants
+from ampwise.numerics.observe.ancestry import (
+    Ancestor,
+    cancelled,
+    flushed,
+    is_of_one_sign,
+    lost_constants,
+)
 from ampwise.numerics.observe.constants import Constants, originals
 from ampwise.numerics.observe.exact import FLOATS, UnsupportedError, exact
 from ampwise.numerics.observe.operation_errors import (
@@ -360,7 +366,7 @@ class Shadow(OperationMode):
         maker = Ancestor(
             name, made.place, dtype_name(result.dtype), made.inputs_db, propagated_db, lost,
             parents, count, rounded_to, gone, extreme, *self._split(made, made_by),
-            made.index,
+            made.index, is_of_one_sign(name, ideal),
         )  # fmt: skip
         self._made.update(dict.fromkeys(map(key_of, made.written), maker))
 
