@@ -83,7 +83,7 @@ def _contradiction(module: Module, call: ast.Call) -> str:
 
 
 def _null_for_cpu(module: Module, choice: ast.IfExp | ast.If) -> ast.expr | None:
-    """``nullcontext() if device == "cpu" else autocast(device, dtype=dtype)``, and as statements."""
+    """``nullcontext() if device == "cpu" else autocast(device, dtype=dtype)``, or as statements."""
     match choice.test:
         case ast.Compare(ops=[ast.Eq()], comparators=[ast.Constant(value="cpu")]):
             on_cpu = True
