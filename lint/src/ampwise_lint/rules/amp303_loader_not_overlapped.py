@@ -50,10 +50,9 @@ from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.places import bound_to, loads, scope_of
 from ampwise_lint.source.project import Module
 from ampwise_lint.source.roles import EVALUATION, dotted
-from ampwise_lint.torch_model.trainers import PREPARED
 from ampwise_lint.triggers import MIXED
 from ampwise_lint.values.abstract import Const, Loader, Tensor, Unknown
-from ampwise_lint.values.events import Forward, Made, Moved, Read
+from ampwise_lint.values.events import PREPARED, Forward, Made, Moved, Read
 
 
 @rule("AMP303", "loader-not-overlapped", "info", fix="unsafe", triggers=MIXED)

@@ -30,7 +30,7 @@ from ampwise_lint.values.abstract import (
     key_of,
 )
 from ampwise_lint.values.arguments import Arguments
-from ampwise_lint.values.events import Backward, Managed, Read
+from ampwise_lint.values.events import PREPARED, Backward, Managed, Read
 
 MIXED = {
     "fp16": "float16", "16": "float16", "16-mixed": "float16",
@@ -49,8 +49,6 @@ SETTINGS = ("precision", "mixed_precision", "fp16", "bf16")
 PREPARES = {
     "prepare", "prepare_model", "prepare_optimizer", "setup", "setup_module", "setup_optimizers",
 }  # fmt: skip
-PREPARED = "prepared"
-"""By what a loader is read that a trainer has prepared: by steps or an evaluation, nobody knows."""
 UNSCALES = {"clip_grad_norm_", "clip_grad_value_", "clip_gradients", "unscale_gradients"}
 """Methods that divide gradients by the loss scale."""
 
