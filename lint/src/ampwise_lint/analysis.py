@@ -371,12 +371,13 @@ def _inherited_roots(
 def _roots(module: Module) -> list[_Root]:
     """Functions of the file, those that nothing in it calls first."""
     found: list[_Root] = []
+    by_others = not module.roles.core
 
     def collect(body: list[ast.stmt], path: tuple[str, ...]) -> None:
         for node in body:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 is_core = id(node) in module.roles.core
-                if is_core or _belongs(node):
+                if is_core or _belongs(node) or (by_others and _hands_on(module, node)):
                     found.append(_Root(node, (*path, node.name), is_core))
             elif isinstance(node, ast.ClassDef):
                 collect(node.body, (*path, node.name))
@@ -389,6 +390,17 @@ def _roots(module: Module) -> list[_Root]:
         for each in module.index.of(ast.Call)
     }
     return sorted(found, key=lambda each: (not each.is_core, each.node.name in called))
+
+
+def _hands_on(module: Module, node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """``return fit(config, make_loaders, initialize)``: it leaves the steps to another file."""
+    own = {each.name for each in module.tree.body if isinstance(each, ast.FunctionDef)}
+    return any(
+        isinstance(each, ast.Call)
+        and dotted(each.func) not in own
+        and any(isinstance(given, ast.Name) and given.id in own for given in each.args)
+        for each in ast.walk(node)
+    )
 
 
 def _belongs(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:

@@ -44,6 +44,13 @@ NETWORK_METHODS = {
 }  # fmt: skip
 
 
+OF_TENSORS = {
+    "grad_fn", "is_leaf", "layout", "names", "itemsize", "nbytes", "output_nr", "retains_grad",
+    "real", "imag", "is_sparse", "is_quantized", "is_meta", "is_cpu", "is_mps", "is_xpu",
+}  # fmt: skip
+"""What else tensors have: no tensors of their own."""
+
+
 PLATFORM = {"os.name": Const("posix"), "sys.platform": Const("linux")}
 """Where training runs: what is there for Windows only is not what a job does."""
 
@@ -83,6 +90,8 @@ def attribute(state: State, node: Node, owner: Value, attr: str) -> Value:
         case Tensor() if (owner.forward or owner.data) and id(node) not in state.called:
             # ``output.logits``, ``output.loss``, ``batch.x``: a part of it
             return owner.but(loss=True) if LOSS.search(attr) else owner
+        case Tensor(loss=True) if attr not in OF_TENSORS and id(node) not in state.called:
+            return owner  # ``losses.total``: no tensor, but an object that holds some: each is one
         case Parameter() if attr == "data":
             return owner
         case Optimizer() if attr == "param_groups":

@@ -66,6 +66,8 @@ def _name(state: State, node: ast.Name) -> Value:
     if isinstance(found, Imported):
         found = state.resolve(found)
         state.scope.put(node.id, found)
+    if isinstance(found, Const) and node.id in state.here.set_by_signals:
+        return Unknown(node.id, "given")
     return as_role(state, found, node.id)
 
 

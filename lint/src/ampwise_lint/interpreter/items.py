@@ -105,6 +105,8 @@ def set_item(
         if isinstance(statement, ast.Assign):
             given = statement.value
             state.emit(Report, given, value, "", tensors.is_rescaled(given))
+    elif isinstance(owner, Unknown) and isinstance(where, Const):
+        state.converted[f"item {owner.key}[{where.value!r}]"] = value
     elif isinstance(owner, DictValue) and _is_state(value):
         owner.items[key_of(where)] = value
     elif isinstance(owner, DictValue):

@@ -4,7 +4,8 @@
 Reports settings that contradict each other: `fp16=True` with `use_cpu=True`
 (`TrainingArguments`), `precision="16-mixed"` with `accelerator="cpu"` (Lightning),
 `Accelerator(cpu=True, mixed_precision="fp16")`. As info: a `nullcontext()` that is chosen for the
-CPU whatever the dtype, beside an autocast with a dtype.
+CPU whatever the dtype, beside an autocast with a dtype: in one expression, in two branches, or by
+a function that returns early.
 
 ## Why is this bad
 transformers trains in float32 without a word; Lightning runs bfloat16 instead; Accelerate raises
@@ -31,6 +32,7 @@ from collections.abc import Iterator
 from ampwise_lint.analysis import Analysis
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.library import AUTOCASTS, NULL
+from ampwise_lint.source.places import assignments, block_of
 from ampwise_lint.source.project import Module
 from ampwise_lint.triggers import AUTOCAST, HALF
 
@@ -49,10 +51,11 @@ def check(code: Analysis) -> Iterator[Mistake]:
         told = _contradiction(module, call)
         if told:
             yield Mistake(call, module, told)
-    for choice in module.index.of(ast.IfExp):
-        if _drops_autocast(module, choice):
+    for choice in (*module.index.of(ast.IfExp), *module.index.of(ast.If)):
+        null = _null_for_cpu(module, choice)
+        if null is not None:
             yield Mistake(
-                choice,
+                null,
                 module,
                 "on a CPU nothing is cast, whatever the dtype: CPUs run bfloat16 under autocast; "
                 "use autocast there too, with enabled= for float32",
@@ -79,23 +82,55 @@ def _contradiction(module: Module, call: ast.Call) -> str:
     return ""
 
 
-def _drops_autocast(module: Module, choice: ast.IfExp) -> bool:
-    """``nullcontext() if device == "cpu" else autocast(device, dtype=dtype)``."""
+def _null_for_cpu(module: Module, choice: ast.IfExp | ast.If) -> ast.expr | None:
+    """``nullcontext() if device == "cpu" else autocast(device, dtype=dtype)``, or as statements."""
     match choice.test:
         case ast.Compare(ops=[ast.Eq()], comparators=[ast.Constant(value="cpu")]):
-            null, cast = choice.body, choice.orelse
+            on_cpu = True
         case (
             ast.Compare(ops=[ast.NotEq()], comparators=[ast.Constant(value="cpu")])
             | ast.Compare(ops=[ast.Eq()], comparators=[ast.Constant(value="cuda")])
         ):
-            null, cast = choice.orelse, choice.body
+            on_cpu = False
+        case ast.Compare(ops=[ast.NotEq()], comparators=[ast.Constant(value="cuda")]):
+            on_cpu = True
         case _:
-            return False
-    if not isinstance(null, ast.Call) or not isinstance(cast, ast.Call):
+            return None
+    if isinstance(choice, ast.IfExp):
+        null, cast = (choice.body, choice.orelse) if on_cpu else (choice.orelse, choice.body)
+        is_pair = _is_null(module, null) and _is_autocast(module, cast)
+        return choice if is_pair else None
+    first, other = choice.body, choice.orelse or _behind(module, choice)
+    nulls, casts = (first, other) if on_cpu else (other, first)
+    match nulls:
+        case [ast.Return(value=ast.Call() as null), *_]:
+            found = [e.value for each in casts for e in ast.walk(each) if isinstance(e, ast.Return)]
+        case [ast.Assign(targets=[ast.Name(id=name)], value=ast.Call() as null)]:
+            if not choice.orelse:
+                return None  # bound again behind it, perhaps
+            found = [e.value for each in casts for e in assignments(each, name)]
+        case _:
+            return None
+    cast_there = any(_is_autocast(module, each) for each in found)
+    return null if _is_null(module, null) and cast_there else None
+
+
+def _behind(module: Module, choice: ast.If) -> list[ast.stmt]:
+    """What runs where a branch that returns is not taken."""
+    block = block_of(module, choice)
+    return block[block.index(choice) + 1 :] if isinstance(choice.body[-1], ast.Return) else []
+
+
+def _is_null(module: Module, node: ast.expr | None) -> bool:
+    return isinstance(node, ast.Call) and module.imports.full(node.func) in NULL
+
+
+def _is_autocast(module: Module, node: ast.expr | None) -> bool:
+    """Whether it is an autocast with a dtype that CPUs run."""
+    if not isinstance(node, ast.Call) or module.imports.full(node.func) not in AUTOCASTS:
         return False
-    pair = module.imports.full(null.func) in NULL and module.imports.full(cast.func) in AUTOCASTS
-    dtypes = [each.value for each in cast.keywords if each.arg == "dtype"]
-    return pair and not all(map(_is_float16, dtypes)) and bool(dtypes)
+    dtypes = [each.value for each in node.keywords if each.arg == "dtype"]
+    return bool(dtypes) and not all(map(_is_float16, dtypes))
 
 
 def _is_float16(dtype: ast.expr) -> bool:

@@ -52,7 +52,7 @@ from ampwise_lint.source.project import Module
 from ampwise_lint.source.roles import EVALUATION, dotted
 from ampwise_lint.triggers import MIXED
 from ampwise_lint.values.abstract import Const, Loader, Tensor, Unknown
-from ampwise_lint.values.events import Forward, Made, Moved, Read
+from ampwise_lint.values.events import PREPARED, Forward, Made, Moved, Read
 
 
 @rule("AMP303", "loader-not-overlapped", "info", fix="unsafe", triggers=MIXED)
@@ -61,6 +61,8 @@ def check(code: Analysis) -> Iterator[Mistake]:
         return
     yield from _blocking_copies(code)
     aside, trained = _read(code)
+    reads = [each for trace in code.traces for each in trace.of(Read)]
+    prepared = {id(each.loader.node) for each in reads if each.by == PREPARED}
     used = [e.value for e in code.of(Made) if id(getattr(e.value, "node", None)) in trained]
     beside = {_name(each) for each in used if isinstance(each, Loader)}
     for event in code.of(Made):
@@ -71,7 +73,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
             continue
         if id(loader.node) not in trained and _has_data_for_evaluation(event):
             continue
-        if _is_left(loader, beside):
+        if id(loader.node) not in prepared and _is_left(loader, beside):
             continue
         lacking = [name for name in ("num_workers", "pin_memory") if _is_off(loader, name)]
         if lacking:
@@ -171,6 +173,8 @@ def _read(code: Analysis) -> tuple[set[int], set[int]]:
     trained: set[int] = set()
     for trace in code.traces:
         for read in trace.of(Read):
+            if read.by == PREPARED:
+                continue
             found = aside if _only_looks(read, loops, trace) else trained
             found.add(id(read.loader.node))
     return aside - trained, trained

@@ -51,6 +51,25 @@ def flags_on(index: Index) -> frozenset[str]:
     return frozenset(name for name, values in found.items() if values == {True})
 
 
+def set_by_signals(index: Index) -> frozenset[str]:
+    """Names that a function sets which is handed to ``signal.signal``."""
+    handlers = {
+        handler.id
+        for call in index.of(ast.Call)
+        if getattr(call.func, "attr", "") == "signal"
+        for handler in call.args[1:]
+        if isinstance(handler, ast.Name)
+    }
+    return frozenset(
+        name
+        for function in (index.of(ast.FunctionDef) if handlers else ())
+        if function.name in handlers
+        for each in ast.walk(function)
+        if isinstance(each, ast.Global)
+        for name in each.names
+    )
+
+
 def _defaults(index: Index) -> Iterator[tuple[str, ast.expr]]:
     for call in index.of(ast.Call):
         name = getattr(call.func, "attr", getattr(call.func, "id", ""))

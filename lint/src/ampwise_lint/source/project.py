@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 
 from ampwise_lint.source.attributes import Assigned, assigned
-from ampwise_lint.source.defaults import device_defaults, flags_on, text_defaults
+from ampwise_lint.source.defaults import device_defaults, flags_on, set_by_signals, text_defaults
 from ampwise_lint.source.imports import Imports, imports
 from ampwise_lint.source.nodes import Index, Node, span
 from ampwise_lint.source.outline import Outline, imported
@@ -71,6 +71,11 @@ class Module:
     def flags_on(self) -> frozenset[str]:
         """Names of options and parameters that are True by default."""
         return flags_on(self.index)
+
+    @cached_property
+    def set_by_signals(self) -> frozenset[str]:
+        """Names at its top that a handler of signals sets, whenever one comes."""
+        return set_by_signals(self.index)
 
     @property
     def parents(self) -> dict[int, ast.AST]:

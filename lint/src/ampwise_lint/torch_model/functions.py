@@ -39,6 +39,7 @@ from ampwise_lint.values.abstract import (
     Wrapper,
     is_low,
     key_of,
+    truth,
 )
 from ampwise_lint.values.arguments import Arguments
 from ampwise_lint.values.classes import is_network
@@ -141,6 +142,11 @@ def _asks_autocast(state: State, node: ast.Call, path: str, a: Arguments) -> Val
     if state.region is not None:
         return TRUE
     return FALSE if state.context.regions else state.unknown(node, "called", path)
+
+
+def _is_scripting(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
+    """``torch.jit.is_scripting()``: training runs in Python."""
+    return FALSE
 
 
 def _no_grad(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
@@ -255,6 +261,25 @@ def _wrapper(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
     if path.startswith("ignite.engine.") and a.positional:
         _walk_each_batch(state, node, a.positional[0])
     return wrapper
+
+
+def _deepspeed(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
+    """``deepspeed.initialize(config={"bf16": {"enabled": True}})``: an engine that runs steps."""
+    wrapper = trainers.make(path, a)
+    config = a.named.get("config") or a.named.get("config_params")
+    wrapper.lower = any(_is_on(state, config, each) for each in ("fp16", "bf16"))
+    state.emit(Made, node, wrapper)
+    return wrapper
+
+
+def _is_on(state: State, config: Value | None, name: str) -> bool:
+    """Whether a configuration has a section for a precision that is not switched off."""
+    if isinstance(config, DictValue):
+        section = config.items.get(name)
+        enabled = section.items.get("enabled") if isinstance(section, DictValue) else None
+    else:  # one that was read from a file, and set anew
+        enabled = state.converted.get(f"item {key_of(config)}[{name!r}]['enabled']")
+    return enabled is not None and truth(enabled) is not False
 
 
 def _walk_each_batch(state: State, node: ast.Call, function: Value) -> None:
@@ -587,11 +612,12 @@ NAMES: dict[str, Handler] = {
     "torch.autograd.set_grad_enabled": _set_grad_enabled,
     "torch.autograd.grad": _grad,
     "torch.is_autocast_enabled": _asks_autocast,
+    "torch.jit.is_scripting": _is_scripting,
     "torch.device": _device,
     "torch.save": _save,
     "apex.amp.scale_loss": _scale_loss,
     **dict.fromkeys(library.FULLY_SHARD, _fully_sharded),
-    "deepspeed.initialize": _wrapper,
+    "deepspeed.initialize": _deepspeed,
     **dict.fromkeys(("copy.copy", "copy.deepcopy"), _copied),
     "functools.partial": _partial,
     "types.SimpleNamespace": _namespace,

@@ -18,6 +18,7 @@ from ampwise_lint.values.abstract import (
     TRUE,
     Const,
     DictValue,
+    Function,
     Gradient,
     Instance,
     ListValue,
@@ -82,6 +83,18 @@ def _same_items(state: State, node: ast.Call, name: str, a: Arguments) -> Value:
     if isinstance(value, Parameters | ListValue | Loader | Tensor):
         return value
     return Unknown(f"{name}({key_of(value)})", of=value, op="tqdm", operands=(value,))
+
+
+def _map(state: State, node: ast.Call, name: str, a: Arguments) -> Value:
+    """``map(lambda x: x.to(device), batch)``: what the function makes of each item."""
+    match a.positional:
+        case [Function() as function, ListValue(items=items, repeats=repeats)]:
+            made = [state.call(function, Arguments([each]), node) for each in items]
+            return ListValue(made, repeats)
+        case [Function() as function, Tensor() as batch]:
+            return ListValue([state.call(function, Arguments([batch]), node)], repeats=True)
+        case _:
+            return _other(state, node, name, a)
 
 
 def _next(state: State, node: ast.Call, name: str, a: Arguments) -> Value:
@@ -255,6 +268,7 @@ FUNCTIONS: dict[str, Callable[[State, ast.Call, str, Arguments], Value]] = {
     **dict.fromkeys(("enumerate", "zip"), _zip),
     **dict.fromkeys(("list", "tuple", "set", "filter", "iter", "reversed", "sorted"), _same_items),
     **dict.fromkeys(("str", "repr", "format"), _text),
+    "map": _map,
     "next": _next,
     "sum": _sum,
     "getattr": _getattr,

@@ -18,6 +18,7 @@ from ampwise_lint.values.abstract import (
     Function,
     Instance,
     ListValue,
+    Loader,
     Manager,
     Model,
     Optimizer,
@@ -29,7 +30,7 @@ from ampwise_lint.values.abstract import (
     key_of,
 )
 from ampwise_lint.values.arguments import Arguments
-from ampwise_lint.values.events import Backward, Managed
+from ampwise_lint.values.events import PREPARED, Backward, Managed, Read
 
 MIXED = {
     "fp16": "float16", "16": "float16", "16-mixed": "float16",
@@ -115,6 +116,8 @@ def prepared(state: State, node: ast.Call, trainer: Wrapper, name: str, a: Argum
         if isinstance(each, Model | Instance) and trainer.mixed:  # else its forward stays as it is
             region = region_of(state, node, trainer)
             state.prepared[key_of(each)] = replace(region, of_trainer=True)
+        if isinstance(each, Loader):
+            state.emit(Read, node, each, PREPARED)
         kept = isinstance(each, Model | Instance | Optimizer)
         found.append(each if kept else Unknown(f"{trainer.path}.{name}()[{number}]", "called"))
     return ListValue(found) if len(found) > 1 else found[0]

@@ -109,6 +109,10 @@ class Made(Event):
     value: Scaler | Optimizer | Loader | Model | Wrapper
 
 
+PREPARED = "prepared"
+"""By what a loader is read that a trainer has prepared: by steps or an evaluation, nobody knows."""
+
+
 @dataclass(eq=False, slots=True)
 class Read(Event):
     """Batches are taken of a loader: by a loop, by ``next``, by whom it is handed to."""

@@ -1,0 +1,2 @@
+def load(config):
+    return config["loader"]
