@@ -143,6 +143,11 @@ def _asks_autocast(state: State, node: ast.Call, path: str, a: Arguments) -> Val
     return FALSE if state.context.regions else state.unknown(node, "called", path)
 
 
+def _is_scripting(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
+    """``torch.jit.is_scripting()``: training runs in Python."""
+    return FALSE
+
+
 def _no_grad(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
     return Manager("no_grad", node)
 
@@ -587,6 +592,7 @@ NAMES: dict[str, Handler] = {
     "torch.autograd.set_grad_enabled": _set_grad_enabled,
     "torch.autograd.grad": _grad,
     "torch.is_autocast_enabled": _asks_autocast,
+    "torch.jit.is_scripting": _is_scripting,
     "torch.device": _device,
     "torch.save": _save,
     "apex.amp.scale_loss": _scale_loss,
