@@ -115,7 +115,11 @@ def _is_boundary(left: Value, right: Value) -> bool:
     counts = ("accum", "update_freq", "iter_size", "grad_step")
     if any(each in key for each in counts for key in keys):
         return any("#" in key or "index of" in key for key in keys)
-    return any("index of" in key for key in keys) and any("len(" in key for key in keys)
+    # Of the share of an epoch that is done, ``i / len(loader)``, one side has both.
+    return any(
+        "index of" in one and "len(" in other and "index of" not in other
+        for one, other in (keys, keys[::-1])
+    )
 
 
 def _known_comparison(left: Const, op: ast.cmpop, right: Const | ListValue) -> bool | None:

@@ -53,6 +53,8 @@ def is_rare(branch: Condition, loop: Node | None, module: Module) -> bool:
     if not branch.taken:
         return False
     test = branch.node.test
+    if loop is not None and _is_set_back(test, loop):
+        return True
     return is_for_few(test) or _is_fault(test) or _is_of_warnings(module, test)
 
 
@@ -96,6 +98,26 @@ def _ends(body: list[ast.stmt], branch: ast.If, loop: Node | None) -> bool:
         return False
     inside = loop is not None and loop.lineno <= branch.lineno <= (loop.end_lineno or 0)
     return inside or not isinstance(body[-1], ast.Return)
+
+
+def _is_set_back(test: ast.expr, loop: Node) -> bool:
+    """``if flag: ...``, and further on in the loop ``if flag: flag = False``."""
+    asked = dotted(test)
+    return bool(asked) and any(
+        isinstance(each, ast.If) and dotted(each.test) == asked and _is_once(each)
+        for each in ast.walk(loop)
+    )
+
+
+def raises(event: Event) -> bool:
+    """Whether an exception is raised behind something, whatever it finds."""
+    statement = event.module.statement_of(event.node)
+    block = block_of(event.module, statement)
+    rest = block[block.index(statement) :]
+    leaving = (ast.Return, ast.Continue, ast.Break)
+    return isinstance(rest[-1], ast.Raise) and not any(
+        isinstance(each, leaving) for one in rest for each in ast.walk(one)
+    )
 
 
 def _is_once(branch: Node) -> bool:

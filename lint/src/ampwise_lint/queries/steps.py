@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 from ampwise_lint.analysis import Analysis, Trace
-from ampwise_lint.queries.branches import is_rare, passed
+from ampwise_lint.queries.branches import is_rare, passed, raises
 from ampwise_lint.queries.precision import evaluates, evaluates_by_name, is_by_scaler
 from ampwise_lint.queries.wrappers import is_given
 from ampwise_lint.source.frequency import SETTING, is_for_most
@@ -150,6 +150,8 @@ def _is_lower(event: Event) -> bool:
 def is_hot(event: Event, steps: Steps, trace: Trace) -> bool:
     """Whether something happens on every step of a training loop in lower precision."""
     if event.context.no_grad and not _is_of_step(event, steps, trace):
+        return False
+    if raises(event):
         return False
     conditions = list(event.context.conditions)
     if any(trace.decided.get(each.key, each.taken) != each.taken for each in conditions):

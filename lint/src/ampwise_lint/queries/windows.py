@@ -29,7 +29,7 @@ def accumulates(trace: Trace) -> Iterator[tuple[Backward, ScalerStep | Optimizer
         step = next(
             (e for e in trace.events[index:] if isinstance(e, ScalerStep | OptimizerStep)), None
         )
-        if step is not None and (_is_deeper(event, step) or _is_rarer(event, step)):
+        if step is not None and (_is_deeper(event, step) or _is_rarer(trace, event, step)):
             yield event, step
 
 
@@ -64,7 +64,7 @@ def _is_deeper(event: Event, step: Event) -> bool:
     return len(inner) > len(nodes) and inner[: len(nodes)] == nodes and bool(nodes)
 
 
-def _is_rarer(event: Event, step: Event) -> bool:
+def _is_rarer(trace: Trace, event: Event, step: Event) -> bool:
     """The step waits for the end of a window that the backward does not wait for."""
     inner = [each.node for each in event.context.loops[-1:]]
     if [each.node for each in step.context.loops[-1:]] != inner:
@@ -72,7 +72,7 @@ def _is_rarer(event: Event, step: Event) -> bool:
     held = {each.key.partition("#")[0] for each in event.context.conditions}
     return any(
         each.periodic and each.key.partition("#")[0] not in held for each in step.context.branches
-    ) or _skipped_to(event, step)
+    ) or (_skipped_to(event, step) and not _left_out(trace, step))
 
 
 def _skipped_to(event: Event, step: Event) -> bool:
@@ -80,3 +80,11 @@ def _skipped_to(event: Event, step: Event) -> bool:
     return [each.serial for each in event.context.loops[-1:]] != [
         each.serial for each in step.context.loops[-1:]
     ]
+
+
+def _left_out(trace: Trace, step: Event) -> bool:
+    """An earlier step was left out by a condition that asks for no end of a window."""
+    waits = {e.key.partition("#")[0]: e.taken for e in step.context.branches if not e.periodic}
+    return any(
+        waits.get(key.partition("#")[0], taken) is not taken for key, taken in trace.decided.items()
+    )

@@ -90,7 +90,7 @@ def _beside(event: Synchronize) -> list[ast.stmt]:
 
 
 WATCH = re.compile(
-    r"(watch|timer|clock|time)\w*\.(start|stop|begin|end|lap|elapsed|reset)$|(^|\.)(tic|toc)$",
+    r"(watch|timer|clock|time)\w*\.(start|stop|begin|end|lap|elapsed|reset)$|(^|[._])(tic|toc)$",
     re.IGNORECASE,
 )
 """What starts and stops a measurement of time."""

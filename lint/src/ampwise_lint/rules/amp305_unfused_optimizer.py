@@ -60,10 +60,10 @@ def check(code: Analysis) -> Iterator[Mistake]:
 
 def _could_be_fused(optimizer: Optimizer) -> bool:
     home, _, name = optimizer.path.rpartition(".")
+    if not home.startswith("torch.optim") or home.endswith("._multi_tensor"):
+        return False  # the old name of what `foreach` asks for
     says = {"fused", "foreach", "capturable", "**", "differentiable"}
-    return (
-        home.startswith("torch.optim") and name in FUSED and not optimizer.arguments.keys() & says
-    )
+    return name in FUSED and not optimizer.arguments.keys() & says
 
 
 def _mistake(optimizer: Optimizer) -> Mistake:

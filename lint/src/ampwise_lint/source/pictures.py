@@ -20,7 +20,7 @@ FIGURE = re.compile(
 BLOCKS = ast.For | ast.AsyncFor | ast.While | ast.FunctionDef | ast.AsyncFunctionDef
 SIMPLE = ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Expr | ast.Return | ast.Delete
 PICTURES = re.compile(
-    r"(^|\.)(make_grid|save_image|add_images?|imshow|imsave|imwrite|savefig|fromarray|mimsave"
+    r"(^|\.)(make_grid|save_image|add_images?|visuali[sz]e|imshow|imsave|imwrite|savefig|fromarray|mimsave"
     r"|write_video|log_images?|wandb\.Image|Image|to_pil\w*|ToPILImage"
     r"|(plot|draw|show|save|display|visuali[sz]e)_\w*(images?|imgs?|pics?|samples?|examples?|grids?|png|figures?)\w*)$"
 )

@@ -49,12 +49,15 @@ def _falls_back(statement: ast.Try, inner: ast.AST) -> bool:
     if not any(inner is each for each in (*statement.body, *statement.handlers)):
         return False
     simple = all(isinstance(e, ast.Import | ast.ImportFrom | ast.Assign) for e in statement.body)
-    return any(simple or _catches(each) for each in statement.handlers)
+    # What takes no such argument yet raises TypeError, where nothing but the call is tried.
+    called = len(statement.body) == 1 and isinstance(statement.body[0], ast.Return | ast.Assign)
+    names = (*MISSING, "TypeError") if called else MISSING
+    return any(simple or _catches(each, names) for each in statement.handlers)
 
 
-def _catches(handler: ast.ExceptHandler) -> bool:
+def _catches(handler: ast.ExceptHandler, names: tuple[str, ...]) -> bool:
     caught = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
-    return any(each is not None and dotted(each) in MISSING for each in caught)
+    return any(each is not None and dotted(each) in names for each in caught)
 
 
 def _left_for_others(module: Module, statement: ast.stmt) -> Iterator[ast.If]:
