@@ -9,6 +9,9 @@ import tempfile
 
 import pytest
 
+collect_ignore = ["fixtures", "projects"]
+"""What the linter reads, and nobody runs."""
+
 _CACHE = os.environ["AMPWISE_CACHE"] = tempfile.mkdtemp(prefix="ampwise-cache-")
 atexit.register(shutil.rmtree, _CACHE, ignore_errors=True)
 

@@ -6,7 +6,7 @@ import pytest
 
 from ampwise_lint.engine import lint, own_edits
 from ampwise_lint.fix import fix_files
-from ampwise_lint.queries import edit
+from ampwise_lint.queries.edits import edit
 from ampwise_lint.rule import Mistake
 from ampwise_lint.settings import Settings
 from ampwise_lint.source.project import Project

@@ -134,6 +134,7 @@ model.eval()
 with torch.no_grad():
     for x, y in batches:
         output = model(x)
+        right = (output.argmax(1) == y).float().mean()
 """,
     )
     assert (before["output"].dtype, after["output"].dtype) == (torch.float32, torch.bfloat16)
