@@ -271,7 +271,8 @@ def _run_networks(analysis: Analysis, prefilter: Prefilter, walked: set[int]) ->
     if region is None:
         return
     budget = Budget(NETWORK_NODES)
-    for path in sorted(prefilter.run_with(module.path, module.source.text, module.used)):
+    text, used = module.source.text, module.used
+    for path in sorted(prefilter.reached(module.path, text, used, packages=True)):
         imported: dict[int, Scope] = {}
         for other, root in _networks(module.project, path, region):
             walk = partial(_run, other, root, budget, imported)
@@ -371,13 +372,13 @@ def _inherited_roots(
 def _roots(module: Module) -> list[_Root]:
     """Functions of the file, those that nothing in it calls first."""
     found: list[_Root] = []
-    by_others = not module.roles.core
+    handed = set[int]() if module.roles.core else _handing_on(module)
 
     def collect(body: list[ast.stmt], path: tuple[str, ...]) -> None:
         for node in body:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 is_core = id(node) in module.roles.core
-                if is_core or _belongs(node) or (by_others and _hands_on(module, node)):
+                if is_core or _belongs(node) or id(node) in handed:
                     found.append(_Root(node, (*path, node.name), is_core))
             elif isinstance(node, ast.ClassDef):
                 collect(node.body, (*path, node.name))
@@ -392,15 +393,16 @@ def _roots(module: Module) -> list[_Root]:
     return sorted(found, key=lambda each: (not each.is_core, each.node.name in called))
 
 
-def _hands_on(module: Module, node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """``return fit(config, make_loaders, initialize)``: it leaves the steps to another file."""
+def _handing_on(module: Module) -> set[int]:
+    """``id`` of functions that leave the steps to another file: ``fit(config, make, begin)``."""
     own = {each.name for each in module.tree.body if isinstance(each, ast.FunctionDef)}
-    return any(
-        isinstance(each, ast.Call)
-        and dotted(each.func) not in own
-        and any(isinstance(given, ast.Name) and given.id in own for given in each.args)
-        for each in ast.walk(node)
-    )
+    return {
+        around
+        for call in module.index.of(ast.Call)
+        if dotted(call.func) not in own
+        and any(isinstance(given, ast.Name) and given.id in own for given in call.args)
+        for around in module.around(call)
+    }
 
 
 def _belongs(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:

@@ -50,8 +50,17 @@ class Prefilter:
     def _is_mixed(self, text: str) -> bool:
         return any(each.is_in(text) for each in self._in_step)
 
-    def reached(self, path: Path, text: str, read: set[Path]) -> Iterator[Path]:
-        """All files that a file imports, and those that they import; `read` is given them."""
+    def reached(
+        self, path: Path, text: str, read: set[Path], *, packages: bool = False
+    ) -> Iterator[Path]:
+        """All files that a file imports, and those that they import; `read` is given them.
+
+        Parameters
+        ----------
+        packages
+            The packages around those, too, which run with them: ``models/__init__.py`` of
+            ``from models.registry import build`` fills the registry.
+        """
         waiting, known = list(self._of(path, text).imports), {path}
         while waiting:
             each = waiting.pop()
@@ -60,24 +69,9 @@ class Prefilter:
                 read.add(each)
                 yield each
                 waiting += self._of(each).imports
-
-    def run_with(self, path: Path, text: str, read: set[Path]) -> set[Path]:
-        """All files that run where a file does: what it imports, and the packages around those.
-
-        ``from models.registry import build`` runs ``models/__init__.py``, which fills the registry.
-        """
-        waiting, found = list(self._of(path, text).imports), set[Path]()
-        while waiting:
-            each = waiting.pop()
-            if each in found or each == path:
-                continue
-            found.add(each)
-            read.add(each)
-            waiting += self._of(each).imports
-            package = each.parent / "__init__.py"
-            if package in self._project.files and package.parent not in path.parents:
-                waiting.append(package)
-        return found
+                package = each.parent / "__init__.py"
+                if packages and package in self._project.files:
+                    waiting += [] if package.parent in path.parents else [package]
 
     def _of(self, path: Path, text: str | None = None) -> Outline:
         seen = self._project.outlines

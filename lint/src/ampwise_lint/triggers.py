@@ -61,6 +61,8 @@ FLOAT8 = Trigger(("convert_to_float8_training",), anywhere=True)
 """Layers are converted to float8 by torchao, wherever that is."""
 
 TRAINERS = ("Trainer", "TrainingArguments", "Fabric", "Accelerator")
+"""Classes that run steps themselves."""
+
 STEP = Trigger(
     ("autocast", "GradScaler", "unscale_", "scale_loss"),
     (

@@ -195,7 +195,7 @@ def _function(state: State, node: ast.Call, function: Function, a: Arguments) ->
         state.emit(Managed, node, function.name)
         return state.unknown(node, "called")
     name = getattr(function.node, "name", "")
-    if _keeps_gradients(function):
+    if id(function.node) in function.module.keeping_gradients:
         state.emit(NoSync, node)
     if is_context_manager(function):
         return generator_manager(state, node, function, a)
@@ -214,14 +214,6 @@ def _function(state: State, node: ast.Call, function: Function, a: Arguments) ->
         if isinstance(value, Unknown):
             return Tensor(key=value.key, loss=True, inputs=tuple(a.values))
     return value
-
-
-def _keeps_gradients(function: Function) -> bool:
-    """Whether there is a ``model.no_sync()`` in it, for whichever branch."""
-    return "no_sync" in function.module.source.text and any(
-        isinstance(each, ast.Attribute) and each.attr == "no_sync"
-        for each in ast.walk(function.node)
-    )
 
 
 def _of_arguments(made: Unknown, a: Arguments) -> Unknown:

@@ -22,7 +22,7 @@ def passed(event: Event, loop: Node | None) -> Iterator[ast.If]:
 
     There, and in the functions that are called there on the way to it.
     """
-    way = [*event.context.sites, Site(event.node, event.module, event.context.functions)]
+    way = event.way
     inside = (each.node is loop or is_inside(each.module, each.node, loop) for each in way if loop)
     first = next((place for place, is_in in enumerate(inside) if is_in), 0)
     for each in way[first:]:

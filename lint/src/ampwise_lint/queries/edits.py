@@ -63,7 +63,7 @@ def site_in(event: Event, module: Module) -> Site:
         for each in reversed(context.sites):
             if each.module is module:
                 return each
-    return Site(event.node, event.module, context.functions)
+    return event.site
 
 
 def file_of(node: ast.AST, event: Event, code: Analysis) -> Module | None:

@@ -48,7 +48,7 @@ class Steps:
 
     def is_window(self, branch: Condition) -> bool:
         """Whether what is in a branch happens once a step: it holds the step, or asks the same."""
-        return id(branch.node) in self.windows or (_asked(branch), branch.taken) in self.waits
+        return id(branch.node) in self.windows or (branch.asked, branch.taken) in self.waits
 
     def is_lower(self, trace: Trace, loop: Loop | None) -> bool:
         """Whether what a loop, or a path without one, trains is in lower precision there."""
@@ -90,7 +90,7 @@ def step_loops(code: Analysis) -> Steps:
                 found.traces.add(id(trace.events))
             if not isinstance(event, Backward):
                 found.windows |= {id(each.node) for each in event.context.conditions}
-                found.waits |= {(_asked(e), e.taken) for e in event.context.conditions}
+                found.waits |= {(e.asked, e.taken) for e in event.context.conditions}
                 inner = loops[-1].node if loops else None
                 found.windows |= {id(each) for each in passed(event, inner)}
     return found
@@ -125,11 +125,6 @@ def _loops_for_rests(code: Analysis) -> set[tuple[int, ...]]:
 def _nodes(event: Event) -> tuple[int, ...]:
     """``id`` of the loops around something, outermost first."""
     return tuple(id(each.node) for each in event.context.loops)
-
-
-def _asked(branch: Condition) -> str:
-    """What a branch asks, the same in each iteration."""
-    return branch.key.partition("#")[0]
 
 
 def _is_lower(event: Event) -> bool:

@@ -9,12 +9,17 @@ from collections.abc import Iterator
 from ampwise_lint.analysis import Trace
 from ampwise_lint.queries.branches import is_rare
 from ampwise_lint.source.roles import leaves
-from ampwise_lint.values.events import Backward, Event, OptimizerStep, ScalerStep, ZeroGrad
+from ampwise_lint.values.events import (
+    Backward,
+    Event,
+    OptimizerStep,
+    ScalerStep,
+    ZeroGrad,
+    without_iteration,
+)
 
 FAULT = re.compile(r"is_?nan|is_?inf(?!erence)|found_inf|has_nan|(?<!no_)overflow", re.IGNORECASE)
 """Conditions that hold when a step went wrong."""
-
-
 SOUND = re.compile(r"is_?finite|all_?finite|no_overflow", re.IGNORECASE)
 """Conditions that hold when it did not."""
 
@@ -69,10 +74,10 @@ def _is_rarer(trace: Trace, event: Event, step: Event) -> bool:
     inner = [each.node for each in event.context.loops[-1:]]
     if [each.node for each in step.context.loops[-1:]] != inner:
         return False
-    held = {each.key.partition("#")[0] for each in event.context.conditions}
-    return any(
-        each.periodic and each.key.partition("#")[0] not in held for each in step.context.branches
-    ) or (_skipped_to(event, step) and not _left_out(trace, step))
+    held = {each.asked for each in event.context.conditions}
+    return any(each.periodic and each.asked not in held for each in step.context.branches) or (
+        _skipped_to(event, step) and not _left_out(trace, step)
+    )
 
 
 def _skipped_to(event: Event, step: Event) -> bool:
@@ -84,7 +89,8 @@ def _skipped_to(event: Event, step: Event) -> bool:
 
 def _left_out(trace: Trace, step: Event) -> bool:
     """An earlier step was left out by a condition that asks for no end of a window."""
-    waits = {e.key.partition("#")[0]: e.taken for e in step.context.branches if not e.periodic}
+    waits = {e.asked: e.taken for e in step.context.branches if not e.periodic}
     return any(
-        waits.get(key.partition("#")[0], taken) is not taken for key, taken in trace.decided.items()
+        waits.get(without_iteration(key), taken) is not taken
+        for key, taken in trace.decided.items()
     )

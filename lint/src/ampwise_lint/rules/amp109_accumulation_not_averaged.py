@@ -68,7 +68,6 @@ from ampwise_lint.values.events import (
     Managed,
     OptimizerStep,
     ScalerStep,
-    Site,
 )
 
 
@@ -165,8 +164,7 @@ def _loops_over_terms(trace: Trace, loop: Node) -> bool:
 
 def _called_in(event: Forward, loop: Node) -> ast.AST | None:
     """The call in a loop that runs a network, or leads to where it runs."""
-    way = [*event.context.sites, Site(event.node, event.module, event.context.functions)]
-    return next((each.node for each in way if is_inside(each.module, each.node, loop)), None)
+    return next((each.node for each in event.way if is_inside(each.module, each.node, loop)), None)
 
 
 def _is_given_from_outside(call: ast.AST, bound: set[str]) -> bool:

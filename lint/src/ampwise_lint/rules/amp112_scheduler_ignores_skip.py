@@ -114,7 +114,7 @@ def _site(event: SchedulerStep, step: ScalerStep | Managed) -> Site:
     apart = next((each for each in event.context.sites if id(each.node) not in own), None)
     if apart is not None and apart.module is not event.module:
         return apart
-    return Site(event.node, event.module, event.context.functions)
+    return event.site
 
 
 def _is_as_often(event: SchedulerStep, step: ScalerStep | Managed) -> bool:

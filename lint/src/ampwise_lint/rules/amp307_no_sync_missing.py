@@ -84,7 +84,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
 
 def _in_its_loop(event: Event) -> Site:
     """Where the loop over micro-batches runs backward, or calls what does."""
-    own = Site(event.node, event.module, event.context.functions)
+    own = event.site
     loops = event.context.loops[-1:]
     for each in (*event.context.sites, own):
         if any(is_inside(each.module, each.node, loop.node) for loop in loops):

@@ -16,7 +16,7 @@ def device_defaults(index: Index) -> dict[str, str]:
     for name, default in _defaults(index):
         if device := _device(default):
             found[name].add(device)
-    return {name: devices.pop() for name, devices in found.items() if len(devices) == 1}
+    return _only_ones(found)
 
 
 def text_defaults(index: Index) -> dict[str, str]:
@@ -25,6 +25,10 @@ def text_defaults(index: Index) -> dict[str, str]:
     for name, default in _defaults(index):
         if isinstance(default, ast.Constant) and isinstance(default.value, str):
             found[name].add(default.value)
+    return _only_ones(found)
+
+
+def _only_ones(found: dict[str, set[str]]) -> dict[str, str]:
     return {name: texts.pop() for name, texts in found.items() if len(texts) == 1}
 
 

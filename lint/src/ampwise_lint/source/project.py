@@ -77,6 +77,18 @@ class Module:
         """Names at its top that a handler of signals sets, whenever one comes."""
         return set_by_signals(self.index)
 
+    @cached_property
+    def keeping_gradients(self) -> frozenset[int]:
+        """``id`` of the functions, and other nodes, with a ``model.no_sync`` in them."""
+        asked = [each for each in self.index.of(ast.Attribute) if each.attr == "no_sync"]
+        return frozenset(around for each in asked for around in self.around(each))
+
+    def around(self, node: ast.AST) -> Iterator[int]:
+        """``id`` of all that a node stands in."""
+        while (above := self.parents.get(id(node))) is not None:
+            node = above
+            yield id(node)
+
     @property
     def parents(self) -> dict[int, ast.AST]:
         """The node around each node, by ``id``."""

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from ampwise_lint.source.nodes import Index
+from ampwise_lint.triggers import TRAINERS
 
 SCALER = re.compile(r"scaler", re.IGNORECASE)
 OPTIMIZER = re.compile(
@@ -68,9 +69,8 @@ STEP_NAMES = {
     "nullcontext", "clip_grad_norm", "FSDP", "FullyShardedDataParallel",
 }  # fmt: skip
 
-TRAINERS = ("Trainer", "TrainingArguments", "Fabric", "Accelerator")
 PRECISIONS = {"precision", "mixed_precision", "fp16", "bf16"}
-"""Classes that run steps themselves, and how they are told in which precision.
+"""How trainers are told in which precision.
 
 An Accelerator need not be told: its launch does that, too.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from ampwise_lint.source import library
@@ -9,8 +10,8 @@ from ampwise_lint.values.abstract import LOW, Class, DictValue, Model, Ref, Valu
 from ampwise_lint.values.classes import is_network
 
 DTYPES = library.DTYPES.keys() | {f"torch.{each}" for each in library.TYPES}
-MOST_NETWORKS = 4
-"""Classes of networks that paths try; of a longer table nothing is known, for want of time."""
+MOST = 4
+"""Networks or losses that paths try; of a longer table nothing is known, for want of time."""
 
 
 def choices_in(table: DictValue) -> dict[Any, Value]:
@@ -34,9 +35,7 @@ def _dtypes_in(table: DictValue) -> dict[Any, Value]:
 
 def _losses_in(table: DictValue) -> dict[Any, Value]:
     """``{"ce": nn.CrossEntropyLoss, "bce": nn.BCELoss()}``."""
-    items = table.items
-    are_losses = all(map(_is_loss, items.values()))
-    return dict(items) if are_losses and len(items) <= MOST_NETWORKS else {}
+    return _few(table, _is_loss)
 
 
 def _is_loss(value: Value) -> bool:
@@ -46,6 +45,10 @@ def _is_loss(value: Value) -> bool:
 
 def _networks_in(table: DictValue) -> dict[Any, Value]:
     """``{"conv": ConvBlock, "attention": AttentionBlock}``."""
+    return _few(table, lambda each: isinstance(each, Class) and is_network(each))
+
+
+def _few(table: DictValue, is_kind: Callable[[Value], bool]) -> dict[Any, Value]:
+    """A table of values of a kind; empty for others, and for too many to try."""
     items = table.items
-    are_networks = all(isinstance(e, Class) and is_network(e) for e in items.values())
-    return dict(items) if are_networks and len(items) <= MOST_NETWORKS else {}
+    return dict(items) if all(map(is_kind, items.values())) and len(items) <= MOST else {}

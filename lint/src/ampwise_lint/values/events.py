@@ -46,6 +46,16 @@ class Condition:
     known: bool
     """It could go no other way."""
 
+    @property
+    def asked(self) -> str:
+        """What it asks, the same in each iteration."""
+        return without_iteration(self.key)
+
+
+def without_iteration(key: str) -> str:
+    """The key of a value, the same in each iteration of a loop."""
+    return key.partition("#")[0]
+
 
 @dataclass(frozen=True, slots=True)
 class Site:
@@ -100,6 +110,16 @@ class Event:
     node: Node
     module: Module
     context: Context
+
+    @property
+    def site(self) -> Site:
+        """Where it happened."""
+        return Site(self.node, self.module, self.context.functions)
+
+    @property
+    def way(self) -> tuple[Site, ...]:
+        """The calls that led there, and where it happened."""
+        return (*self.context.sites, self.site)
 
 
 @dataclass(eq=False, slots=True)

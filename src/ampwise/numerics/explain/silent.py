@@ -78,12 +78,13 @@ def silent_faults(
         found.append(number or note(words))
     if damage:
         found += single_operations(step, stash, trace, run, damage)
-    if damage and not _severe(found) and _is_inner(run):
+    by_lines = bool(damage) and not _severe(found) and _is_inner(run)
+    if by_lines:
         found += spread.of_lines(step, stash, run, errors, damage)
     if not _severe(found):  # else they follow from it
         found += flushed_gradients(step, stash, run, errors)
     found = rounded_integers(run, damage) + found
-    if not floor and not _severe(found):
+    if not floor and not by_lines and not _severe(found):
         found += spread.of_lines(step, stash, run, errors, damage)
     if errors.sqnr_db < 0 and not _severe(found):
         found.append(_unexplained(run, damage))

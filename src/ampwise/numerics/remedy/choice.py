@@ -28,6 +28,7 @@ layers in float32 are not looked at where another patch does."""
 _WIDER = (Grade.FLOAT32, Grade.STATEMENTS, Grade.FUNCTION)
 """Patches that put float32 in place of float16."""
 _MANY_CASTS = 4
+"""Casts of a patch above which one statement that casts the names is rather taken."""
 _NO_LESS_DB = 1.0
 """What an edit may add, and still be superfluous."""
 

@@ -26,8 +26,14 @@ _NEAR = 0.25
 
 def function_at(file: str, line: int) -> str:
     """Name of the innermost function around a line; empty outside of any."""
+    found = function_around(file, line)
+    return "" if found is None else found.name
+
+
+def function_around(file: str, line: int) -> ast.FunctionDef | None:
+    """The innermost function around a line; None outside of any, or where it cannot be read."""
     found = [each for each in _functions(file) if each.lineno <= line <= (each.end_lineno or 0)]
-    return max(found, key=lambda each: each.lineno).name if found else ""
+    return max(found, key=lambda each: each.lineno, default=None)
 
 
 def near_the_end(step: Replayable, stash: Stash, at: Sequence[Any]) -> str:

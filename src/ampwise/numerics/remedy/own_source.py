@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import linecache
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -17,6 +16,7 @@ import ampwise
 from ampwise.formats import HALF
 from ampwise.numerics.explain.causes import CAUSES
 from ampwise.numerics.remedy.costs import Cost
+from ampwise.numerics.remedy.headroom import function_around
 from ampwise.numerics.remedy.patches import (
     Proposal,
     around,
@@ -254,14 +254,8 @@ def _makers(site: Site, file: str, led: Led) -> list[tuple[str, int]]:
 
 def _casts(file: str, line: int) -> bool:
     """Whether the function around a line has a cast in it."""
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError):
-        return False
-    functions = [each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef)]
-    around = [each for each in functions if each.lineno <= line <= (each.end_lineno or 0)]
-    inner = max(around, key=lambda each: each.lineno, default=None)
-    nodes = [] if inner is None else list(ast.walk(inner))
+    around = function_around(file, line)
+    nodes = [] if around is None else ast.walk(around)
     return any(isinstance(each, ast.Attribute) and each.attr in _CASTS for each in nodes)
 
 

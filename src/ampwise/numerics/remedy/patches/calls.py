@@ -6,7 +6,7 @@ called, all of the chain is in float32 once what it begins with is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import libcst as cst
@@ -76,9 +76,7 @@ def edits(at: CallSite) -> Iterator[Edit]:
     if not changes:
         return
     changes = raised_as_one(site, changes)
-    names = [dotted(each.func).rpartition(".")[2] for each in reversed(helpers)]
-    given = "is given" if len(dict.fromkeys(names)) == 1 else "are given"
-    what = f"what {joined(dict.fromkeys(names))} {given}, in float32"
+    what = _what_is_given(reversed(helpers))
     yield Edit(what, _WHY, changes, separable=True)
     line = site.statement
     runs_layers = any(isinstance(each, cst.Call) for each in changes)
@@ -101,10 +99,13 @@ def given_here(at: CallSite) -> Iterator[Edit]:
         for node in _begins_with(at, call, helpers)
     }
     if changes:
-        names = dict.fromkeys(dotted(each.func).rpartition(".")[2] for each in helpers)
-        given = "is given" if len(names) == 1 else "are given"
-        what = f"what {joined(names)} {given}, in float32"
-        yield Edit(what, _WHY, raised_as_one(site, changes), separable=True)
+        yield Edit(_what_is_given(helpers), _WHY, raised_as_one(site, changes), separable=True)
+
+
+def _what_is_given(helpers: Iterable[cst.Call]) -> str:
+    names = dict.fromkeys(dotted(each.func).rpartition(".")[2] for each in helpers)
+    given = "is given" if len(names) == 1 else "are given"
+    return f"what {joined(names)} {given}, in float32"
 
 
 def _begins_with(

@@ -37,7 +37,9 @@ def assigned(site: Site) -> Iterator[tuple[cst.Name, cst.BaseExpression]]:
     while queue:
         name = queue.pop(0)
         binding, parts = site.definition(name), site.parts_with(name)
-        value = binding.value if binding is not None else None if parts is None else parts.of
+        value = None if binding is None else binding.value
+        if parts is not None:
+            value = parts.of
         if value is None or value in seen:
             continue
         yield name, value

@@ -21,7 +21,7 @@ from ampwise.numerics.remedy.patches.edit import (
 from ampwise.numerics.remedy.patches.site import Site
 from ampwise.numerics.remedy.patches.source import Change, changed, code_of, dotted, walk
 from ampwise.numerics.remedy.patches.terms import Term
-from ampwise.numerics.remedy.patches.views import raised_as_one
+from ampwise.numerics.remedy.patches.views import outermost
 from ampwise_lint.base.words import joined
 
 ELEMENTWISE = frozenset(
@@ -419,11 +419,7 @@ def _formula(site: Site) -> Iterator[Edit]:
     for term in found:
         for leaf in _leaves(site, term):
             changes[leaf.node] = widened(site, leaf.node)
-    nested = [each for each in changes if any(up in changes for up in site.source.up(each))]
-    for each in nested:
-        del changes[each]
-    changes = raised_as_one(site, changes)
-    if changes:
+    if changes := outermost(site, changes):
         yield Edit("what the formula starts from in float32", FLOAT32, changes, separable=True)
 
 

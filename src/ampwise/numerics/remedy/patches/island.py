@@ -19,7 +19,7 @@ from ampwise.numerics.remedy.patches.dtypes import (
 )
 from ampwise.numerics.remedy.patches.edit import Edit, method, raised
 from ampwise.numerics.remedy.patches.products import may_multiply
-from ampwise.numerics.remedy.patches.site import LIST_OF, OTHER, Site
+from ampwise.numerics.remedy.patches.site import LIST_OF, Site, is_other, writes
 from ampwise.numerics.remedy.patches.source import Change, changed, code_of, dotted, walk
 from ampwise_lint.base.words import joined
 
@@ -289,8 +289,8 @@ def _device(site: Site, within: Sequence[cst.BaseStatement]) -> str:
     here = site.dtypes.get(line, {})
     wanted = site.statement if site.statement is not None else within[0]
     names = [each for each in walk(wanted, cst.Name) if not site.is_label(each)]
-    single = {n: {e for e in kinds if not e.startswith(LIST_OF)} for n, kinds in here.items()}
-    tensors = {name: kinds - {OTHER} for name, kinds in single.items() if kinds - {OTHER}}
+    seen = {name: {e for e in kinds if not is_other(e)} for name, kinds in here.items()}
+    tensors = {name: kinds for name, kinds in seen.items() if kinds}
     # What is assigned here may be there only from the second time on that a loop comes by.
     made = {name.value for each in within for name in walk(each, cst.Name) if _is_set(site, name)}
     one = len(within) == 1 and isinstance(within[0], cst.SimpleStatementLine)
@@ -355,11 +355,6 @@ def is_computed_with(site: Site, node: cst.BaseExpression) -> bool:
             return not isinstance(target, cst.AssignTarget)
         case _:
             return True
-
-
-def writes(method: str) -> bool:
-    """Whether a method writes into its tensor."""
-    return method.endswith("_") and not method.endswith("__")
 
 
 def _calls(node: cst.CSTNode) -> list[cst.BaseExpression]:

@@ -45,7 +45,7 @@ from ampwise.numerics.remedy.patches.products import multiplies
 from ampwise.numerics.remedy.patches.site import Site
 from ampwise.numerics.remedy.patches.source import Change, changed, walk
 from ampwise.numerics.remedy.patches.terms import Term
-from ampwise.numerics.remedy.patches.views import raised_as_one, viewed
+from ampwise.numerics.remedy.patches.views import outermost, viewed
 from ampwise_lint.base.words import joined
 
 
@@ -54,11 +54,7 @@ def operands(site: Site) -> Iterator[Edit]:
     changes: dict[cst.CSTNode, Change] = {}
     for term in (each for each in map(site.term, site.expressions) if each.op in ELEMENTWISE):
         changes |= {node: widened(site, node) for node in _sources(site, term.node)}
-    nested = [each for each in changes if any(up in changes for up in site.source.up(each))]
-    for each in nested:
-        del changes[each]
-    changes = raised_as_one(site, changes)
-    if changes:
+    if changes := outermost(site, changes):
         what = "what the formula starts from in float32, a few lines above"
         yield Edit(what, FLOAT32, changes, separable=True)
 

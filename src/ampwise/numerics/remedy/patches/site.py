@@ -22,6 +22,16 @@ LIST_OF = "list of "
 """What comes before the format of tensors that are held in a list."""
 
 
+def is_other(kind: str) -> bool:
+    """Whether what a name holds is no tensor by itself."""
+    return kind == OTHER or kind.startswith(LIST_OF)
+
+
+def writes(method: str) -> bool:
+    """Whether a method writes into its tensor."""
+    return method.endswith("_") and not method.endswith("__")
+
+
 @dataclass(frozen=True, eq=False)
 class Binding:
     """A place where a name gets a value, or where its tensor is written to.
@@ -137,7 +147,7 @@ class Site:
         statement = self.source.statement(node)
         line = self.source.start(statement or node)[0]
         here = self.dtypes.get(line) or self.dtypes.get(self.source.start(node)[0]) or {}
-        return {OTHER if each.startswith(LIST_OF) else each for each in here.get(name, ())}
+        return {OTHER if is_other(each) else each for each in here.get(name, ())}
 
     # -- what names stand for ----------------------------------------------------------------------
 
@@ -287,7 +297,6 @@ def _written(node: cst.CSTNode) -> cst.CSTNode | None:
         ):
             return target
         case cst.Call(func=cst.Attribute(value=base, attr=cst.Name(value=method))):
-            in_place = method.endswith("_") and not method.endswith("__")
-            return base if in_place else None
+            return base if writes(method) else None
         case _:
             return None

@@ -32,6 +32,12 @@ def viewed(site: Site, node: cst.BaseExpression) -> cst.BaseExpression | None:
             return None
 
 
+def outermost(site: Site, raised: dict[cst.CSTNode, Change]) -> dict[cst.CSTNode, Change]:
+    """Casts without those inside of what is cast, and with one for all parts of a tensor."""
+    nested = {each for each in raised if any(up in raised for up in site.source.up(each))}
+    return raised_as_one(site, {e: to for e, to in raised.items() if e not in nested})
+
+
 def raised_as_one(site: Site, raised: Mapping[cst.CSTNode, Change]) -> dict[cst.CSTNode, Change]:
     """Casts of all the parts that a tensor is taken into, as one cast of that tensor."""
     names = [each for each in raised if isinstance(each, cst.Name)]
