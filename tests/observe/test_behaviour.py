@@ -250,6 +250,29 @@ def test_a_terminated_script_dies_of_the_signal_and_the_report_is_written(tmp_pa
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_no_line_is_lost_when_a_signal_comes_while_it_is_made(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    sent_inside = f"""
+import os
+from ampwise.observe import records
+made = records.write
+def write(row, figures):
+    write.calls += 1
+    if write.calls == 3:
+        os.kill(os.getpid(), {int(number)})
+    made(row, figures)
+write.calls = 0
+records.write = write
+train(9)
+"""
+    (tmp_path / "job.py").write_text(TRAIN + sent_inside)
+    watched = observed(["job.py"], tmp_path)
+    assert [each["step"] for each in watched.steps()] == [1, 2, 3, 4]
+    assert watched.report["steps"] == 4
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_script_that_handles_signals_still_does(tmp_path: Path, number: signal.Signals) -> None:
     before = f"signal.signal({int(number)}, lambda *_: (print('saved'), sys.exit(4)))"
     (tmp_path / "job.py").write_text(ENDLESS.format(before=before, wait=WAIT))

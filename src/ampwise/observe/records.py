@@ -125,6 +125,8 @@ class Records(Listener):
 
     def step_ends(self, step: Step) -> None:
         """Keep it until the next."""
+        if self._pending is not None:  # Ctrl-C came while its line was made
+            self._settle(None)
         self.steps = step.number
         self._pending = _Ended(step, *self._at_update)
 
@@ -150,7 +152,7 @@ class Records(Listener):
 
     def _settle(self, scale: Tensor | None, *, last: bool = False) -> None:
         """Write the row of the step that has ended; `scale` is what came of its loss scale."""
-        ended, self._pending = self._pending, None
+        ended = self._pending
         assert ended is not None
         by_hand = _lr(ended.step.attempts[-1].optimizer) != ended.lr
         ended.moved = None if last else self._schedules.stepped > ended.scheduled or by_hand
@@ -161,6 +163,7 @@ class Records(Listener):
         write(self._ring.row, _figures(ended.step, scale, self.device, self._blanks))
         self._ring.written(ended.lr if ended.lr is not None else float("nan"))
         self._ended.append(ended)
+        self._pending = None
         if len(self._ended) >= min(_READ_EVERY, self.steps):
             self._take(self._ring.poll())
 

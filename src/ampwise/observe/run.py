@@ -117,7 +117,9 @@ class Observation:
 
         self.begin()
         try:
-            return run(self.config.target, terminated, all_frames=self.config.debug)
+            return run(
+                self.config.target, terminated, self.session.whole, all_frames=self.config.debug
+            )
         finally:
             self.finish()
 

@@ -100,18 +100,26 @@ class Ending:
     words: str
 
 
-def run(target: Target, on_terminate: Callable[[], None], *, all_frames: bool = False) -> Ending:
+def run(
+    target: Target,
+    on_terminate: Callable[[], None],
+    when: Callable[[Callable[[], None]], None],
+    *,
+    all_frames: bool = False,
+) -> Ending:
     """Run it to its end.
 
     Parameters
     ----------
     on_terminate
         Called when SIGTERM ends the process, just before it does.
+    when
+        Makes the call that ends the process, as soon as nothing is lost by it.
     all_frames
         Show our own frames, too, when it raises.
     """
     show = _show_all if all_frames else _show
-    with _as_if_alone(target), _terminable(on_terminate):
+    with _as_if_alone(target), _terminable(on_terminate, when):
         try:
             _execute(target)
         except Stopped:
@@ -181,18 +189,23 @@ def _as_if_alone(target: Target) -> Generator[None]:
 
 
 @contextlib.contextmanager
-def _terminable(on_terminate: Callable[[], None]) -> Generator[None]:
+def _terminable(
+    on_terminate: Callable[[], None], when: Callable[[Callable[[], None]], None]
+) -> Generator[None]:
     """Inside, SIGTERM ends the process as it would, but for a call just before."""
     if not _in_main_thread():
         yield
         return
     own = os.getpid()
 
-    def terminated(number: int, _: FrameType | None) -> None:
-        signal.signal(number, signal.SIG_DFL)
+    def end() -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if os.getpid() == own:
             on_terminate()
-        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def terminated(_: int, __: FrameType | None) -> None:
+        when(end)
 
     signal.signal(signal.SIGTERM, terminated)
     yield

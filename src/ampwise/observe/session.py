@@ -11,7 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 from weakref import WeakSet
 
 from ampwise.errors import kind_and_words
@@ -22,6 +22,36 @@ from ampwise.step.replay import onlookers
 
 _FORGOTTEN = 20
 """Steps after which an optimizer that no longer updates is not waited for."""
+
+
+class Uncut:
+    """A region that a signal does not cut in two: what it calls for waits until the end.
+
+    Else the line of a step whose listeners were being told would be lost.
+    """
+
+    def __init__(self) -> None:
+        self._deep = 0
+        self._waiting: Callable[[], None] | None = None
+
+    @property
+    def entered(self) -> bool:
+        """Whether it is open."""
+        return self._deep > 0
+
+    def then(self, call: Callable[[], None]) -> None:
+        """Make a call at its end."""
+        self._waiting = call
+
+    def __enter__(self) -> Self:
+        self._deep += 1
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._deep -= 1
+        if self._waiting is not None and not self._deep:
+            call, self._waiting = self._waiting, None
+            call()
 
 
 class Session:
@@ -56,6 +86,7 @@ class Session:
         self._repeated = False
         self._since = time.perf_counter()
         self._aside_s = 0.0
+        self._uncut = Uncut()
         _sessions.add(self)
         onlookers.add(self)
 
@@ -72,11 +103,12 @@ class Session:
         if not told:
             return
         began, aside_s = time.perf_counter(), self._aside_s
-        for each in told:
-            try:
-                each(*args, **kwargs)
-            except Exception as error:  # noqa: BLE001 - the report says it; the script goes on
-                self._drop(each, error)
+        with self._uncut:
+            for each in told:
+                try:
+                    each(*args, **kwargs)
+                except Exception as error:  # noqa: BLE001 - the report says it; the script goes on
+                    self._drop(each, error)
         self.spent_s += time.perf_counter() - began - (self._aside_s - aside_s)
 
     def _told(self, verb: str) -> list[Callable[..., None]]:
@@ -101,8 +133,19 @@ class Session:
         """The open step is slowed down by being looked at."""
         self.step.watched = True
 
+    def whole(self, call: Callable[[], None]) -> None:
+        """Make a call now, or once all listeners know what happens; one that is aside may last."""
+        if self._uncut.entered and self.active:
+            self._uncut.then(call)
+        else:
+            call()
+
     def attempt(self, attempt: Attempt) -> None:
         """An update was made or skipped; ends the segment, and maybe the step."""
+        with self._uncut:
+            self._attempt(attempt)
+
+    def _attempt(self, attempt: Attempt) -> None:
         now = time.perf_counter()
         key = id(attempt.optimizer)
         if self._last_seen.get(key) == self.step.number:
@@ -122,7 +165,8 @@ class Session:
     def end_step(self) -> None:
         """An iteration is over, as its loop says, or the script is; it counts if it has updates."""
         if self.step.attempts:
-            self._end_step()
+            with self._uncut:
+                self._end_step()
 
     def _drop(self, verb: Any, error: Exception) -> None:
         self._listeners.remove(verb.__self__)
