@@ -154,6 +154,12 @@ def optimizer(state: State, node: ast.Call, owner: Optimizer, name: str, a: Argu
     return state.unknown(node, "called")
 
 
+def clipped(state: State, node: Node, name: str) -> Value:
+    """What a trainer's own clipping returns: the norm, which stays on the device."""
+    made = state.unknown(node, "called")
+    return Tensor(made.key, "float32", op="grad_norm") if "norm" in name else made
+
+
 COUNT = re.compile(r"(step|iter|epoch|update|batch|idx|index|count)\w*$|^(it|i|n|num)$")
 FIGURE = re.compile(r"loss|metric|acc|score|val|best|mean|avg|error")
 
@@ -208,6 +214,7 @@ def wrapper(state: State, node: ast.Call, owner: Wrapper, name: str, a: Argument
             state.emit(Managed, node, owner.path, optimizer=stepped(a) if owner.skips else None)
         case _ if name in trainers.UNSCALES:
             state.emit(Managed, node, owner.path, unscales=True, plain=True)
+            return clipped(state, node, name)
         case _ if name in trainers.PREPARES:
             state.emit(Managed, node, owner.path, plain=not owner.divides)
             return trainers.prepared(state, node, owner, name, a)

@@ -153,6 +153,8 @@ def arithmetic(state: State, node: Node, name: str, left: Value, right: Value) -
             result.divided = False  # multiplied back
         elif name == "mul" and (_is_weight(_divisor(node, other)) or _is_by_name(node)):
             pass
+        elif name == "div" and main is left and _is_mean_of_terms(main, _divisor(node, other)):
+            pass
         elif (name == "div" and main is left) or (name == "mul" and not isinstance(other, Const)):
             result.divided = result.divided or not isinstance(other, Tensor) or other.host
             result.divisor = _divisor(node, other)
@@ -161,6 +163,18 @@ def arithmetic(state: State, node: Node, name: str, left: Value, right: Value) -
         elif isinstance(other, Const):
             result.factor = other
     return result
+
+
+def _is_mean_of_terms(total: Tensor, divisor: Value) -> bool:
+    """``(real + fake) / 2``: the mean of two losses, and no share of a window."""
+    return isinstance(divisor, Const) and divisor.value == _terms(total) > 1
+
+
+def _terms(total: Tensor) -> int:
+    """How many tensors a sum was made of."""
+    if total.op != "add":
+        return 1
+    return sum(_terms(each) for each in total.inputs if isinstance(each, Tensor))
 
 
 def _is_same(node: Node, other: Value, divisor: Value | None) -> bool:

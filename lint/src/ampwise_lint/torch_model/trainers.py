@@ -8,6 +8,7 @@ Lightning fits has its steps called there.
 from __future__ import annotations
 
 import ast
+import re
 from dataclasses import replace
 
 from ampwise_lint.path.state import State
@@ -121,6 +122,15 @@ def prepared(state: State, node: ast.Call, trainer: Wrapper, name: str, a: Argum
         kept = isinstance(each, Model | Instance | Optimizer)
         found.append(each if kept else Unknown(f"{trainer.path}.{name}()[{number}]", "called"))
     return ListValue(found) if len(found) > 1 else found[0]
+
+
+LOADERS = re.compile(r"\b(prepare|prepare_data_loader|setup_dataloaders)\(\)(@[^\[]*)?(\[\d+\])?$")
+"""Calls that give back loaders, which put batches on the device."""
+
+
+def puts_on_device(loader: Unknown) -> bool:
+    """Whether a loader is one that Accelerate or Fabric has prepared."""
+    return bool(LOADERS.search(loader.key))
 
 
 def fit(state: State, node: ast.Call, trainer: Wrapper, a: Arguments) -> None:
