@@ -267,9 +267,7 @@ def _unknown(state: State, node: ast.Call, owner: Unknown, name: str, a: Argumen
         case "no_sync":
             return Manager("other", node)
         case "autocast" if not a.count:  # of a trainer or a policy nobody showed us
-            prepares = "accelerator" in owner.key.lower()
-            region = Region(node, state.here, True, None, None, of_trainer=prepares)
-            return Manager("autocast", node, region)
+            return Manager("autocast", node, Region(node, state.here, True, None, None))
         case "log_every" if a.positional:  # the logger of torchvision's references
             over = a.positional[0]
             return Unknown(f"{name}({key_of(over)})", op="tqdm", operands=(over,))

@@ -224,7 +224,7 @@ def wrapper(state: State, node: ast.Call, owner: Wrapper, name: str, a: Argument
             return Parameters(model := a.first("model") or NONE, f"{key_of(model)}.state_dict")
         case "autocast":
             region = trainers.region_of(state, node, owner)
-            region.enabled = True
+            region.enabled = region.of_trainer = True
             return Manager("autocast", node, region)
         case "accumulate" | "no_sync" | "no_backward_sync":
             return Manager("other", node)

@@ -28,6 +28,7 @@ from ampwise_lint.values.abstract import (
     Unknown,
     Value,
     Wrapper,
+    is_low,
     key_of,
 )
 from ampwise_lint.values.arguments import Arguments
@@ -104,7 +105,7 @@ def _last(path: str) -> str:
 
 def region_of(state: State, node: ast.Call, trainer: Wrapper) -> Region:
     """The autocast region that a trainer opens."""
-    dtype = trainer.mixed if trainer.mixed != "any" else None
+    dtype = trainer.mixed if is_low(trainer.mixed) else None
     return Region(node, state.here, bool(trainer.mixed), None, dtype)
 
 
