@@ -3,7 +3,8 @@
 ## What it does
 Reports `.half()`, `.bfloat16()` or `.to(...)` one of these dtypes, of a tensor inside autocast
 or of an input just before the network's call in it. Casts up (`.float()`) are right and not
-reported; nor is anything where the network itself was made half.
+reported; nor is anything where the network itself was made half, in a branch for that dtype (`if
+dtype == torch.bfloat16`), or where an option names the dtype and autocast's own is not in sight.
 
 ## Why is this bad
 Autocast casts where an operation is faster in 16 bits and leaves alone what needs float32.

@@ -147,8 +147,11 @@ def optimizer(state: State, node: ast.Call, owner: Optimizer, name: str, a: Argu
             return state_dict(state, node, owner, name)
         case "backward" | "clip_master_grads" | "update_master_grads":  # apex FP16_Optimizer
             state.emit(Managed, node, owner.key)
-        case _ if a.named.get("zero_grad") is not None:  # the two steps of SAM
-            state.emit(ZeroGrad, node, owner)
+        case "first_step" | "second_step":  # of SAM: the second one moves the weights
+            if name == "second_step":
+                state.emit(OptimizerStep, node, owner)
+            if a.named.get("zero_grad") is not None:
+                state.emit(ZeroGrad, node, owner)
         case _:
             pass
     return state.unknown(node, "called")
