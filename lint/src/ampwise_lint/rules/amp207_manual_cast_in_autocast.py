@@ -41,11 +41,13 @@ from ampwise_lint.source.nodes import Node
 from ampwise_lint.source.places import has_comment
 from ampwise_lint.source.project import Module
 from ampwise_lint.source.roles import dotted
-from ampwise_lint.torch_model.casts import HALVES
 from ampwise_lint.triggers import AUTOCAST
 from ampwise_lint.values.abstract import Cast, Instance, Model, Tensor, key_of
 from ampwise_lint.values.contents import flatten
 from ampwise_lint.values.events import Backward, CastDown, Forward, Managed
+
+HALVES = ("half", "bfloat16")
+"""Methods that name the dtype themselves."""
 
 _MESSAGE = (
     "a tensor is cast to {dtype} by hand {where} autocast: operations that autocast keeps in "
@@ -138,7 +140,7 @@ def _edits(node: Node, module: Module) -> tuple[Edit, ...]:
     owner = module.text_of(node.func.value)
     arguments = [*node.args, *node.keywords]
     kept = [each for each in arguments if not _is_dtype(module, each)]
-    dtypes = 0 if node.func.attr in ("half", "bfloat16") else 1
+    dtypes = 0 if node.func.attr in HALVES else 1
     if len(arguments) != len(kept) + dtypes or (kept and not dtypes):
         return ()
     if kept:
