@@ -46,7 +46,13 @@ def validates(event: Forward, network: str) -> bool:
         return False
     asked = [each for branch in event.context.conditions for each in _asked(branch)]
     named = any(map(EVALUATION.search, [*functions, *data, *asked]))
+    if not named and any(map(ACTS.search, functions)):
+        return False  # what an agent does, and learns from, is not measured
     return (event.training is False or named) and not _is_dead(event)
+
+
+ACTS = re.compile(r"(^|_)(act|actions?|rollouts?|play|explore|get(_\w+)?_values?)(_|$)")
+"""Functions in which an agent acts, or rates what it has come to."""
 
 
 def _is_of_unit_test(event: Forward) -> bool:

@@ -415,7 +415,8 @@ def _output(state: State, node: ast.Call, value: Value) -> Value:
             return replace(value, items={k: _part(state, node, e) for k, e in items.items()})
         case _:
             region = state.region
-            dtype = None if region is None else tensors.low(region)
+            # What a trainer has prepared returns float32 again.
+            dtype = None if region is None or region.of_trainer else tensors.low(region)
             return Tensor(
                 key=key_of(value), dtype=dtype, guessed=True, region=region, forward=True, node=node
             )

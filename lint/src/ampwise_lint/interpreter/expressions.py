@@ -12,7 +12,7 @@ from ampwise_lint.interpreter.attributes import attribute
 from ampwise_lint.interpreter.items import element, entry, item, listed
 from ampwise_lint.interpreter.naming import as_role
 from ampwise_lint.interpreter.operators import binary, compare, negate
-from ampwise_lint.path.conditions import chosen, decide, is_known
+from ampwise_lint.path.conditions import decide, is_known, looked_up
 from ampwise_lint.path.state import State
 from ampwise_lint.source import library
 from ampwise_lint.source.roles import SCHEDULER, dotted
@@ -94,7 +94,7 @@ def _subscript(state: State, node: ast.Subscript) -> Value:
         if items and all(map(_makes_optimizer, items)):
             return items[0]
     if isinstance(owner, DictValue) and (choices := choices_in(owner)):
-        return chosen(state, choices, index)
+        return looked_up(state, choices, index)
     if isinstance(owner, Ref) and (home := owner.path.removesuffix(".__dict__")) in CHOSEN_OF:
         return class_chosen(state, home, index)
     container = dotted(node.value)

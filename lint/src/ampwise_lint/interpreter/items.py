@@ -10,7 +10,7 @@ from ampwise_lint.interpreter.naming import as_role, named
 from ampwise_lint.path.state import State
 from ampwise_lint.source.nodes import Node
 from ampwise_lint.source.roles import dotted
-from ampwise_lint.torch_model import tensors
+from ampwise_lint.torch_model import tensors, trainers
 from ampwise_lint.torch_model.python_functions import is_loader
 from ampwise_lint.values.abstract import (
     MOST,
@@ -171,7 +171,7 @@ def element(
         case Unknown(op="enumerate" | "zip" | "tqdm", operands=operands):
             return _enumerated(state, node, target, over, operands, where)
         case Unknown(op=op) if over_data and op != "range":  # ``range(len(loader))``: no batches
-            return Tensor(key=f"batch {where}", data=True)
+            return Tensor(key=f"batch {where}", data=True, moved=trainers.puts_on_device(over))
         case Unknown(op="items", operands=(DictValue(items=known), *_)) if known:
             name = _nth(state, known)
             return ListValue([Const(name), known[name]])

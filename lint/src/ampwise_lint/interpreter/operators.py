@@ -86,6 +86,8 @@ def _equality(state: State, node: Node, left: Value, right: Value) -> Value | No
             return TRUE if left.value is None else FALSE
         case Gradient(), Const(value=None):
             return state.unknown(node)
+        case (Const(value=None), Ref()) | (Ref(), Const(value=None)):
+            return FALSE
         case _, Const(value=None):
             return negate(left)
         case Unknown(), Const(value=bool(expected)):

@@ -143,6 +143,13 @@ def _is_among(state: State, value: Unknown, items: ListValue, default: bool) -> 
     return holds
 
 
+def looked_up(state: State, table: Mapping[Any, Value], index: Value) -> Value:
+    """What an index that is not known picks of a table: one of its keys, or an error is raised."""
+    subject = CLEANED.sub("", key_of(index))
+    state.oracle.among.setdefault(subject, frozenset(map(repr, table)))
+    return chosen(state, table, index)
+
+
 def chosen(state: State, items: Mapping[Any, Value], index: Value) -> Value:
     """What of some things an index that is not known picks on this path."""
     *first, last = items

@@ -58,6 +58,25 @@ def is_rare(branch: Condition, loop: Node | None, module: Module) -> bool:
     return is_for_few(test) or _is_fault(test) or _is_of_warnings(module, test)
 
 
+def is_of_evaluation(branch: Condition) -> bool:
+    """Whether a branch is for a network that does not train: ``if not self.training``."""
+    node = branch.node
+    return isinstance(node, ast.If | ast.IfExp) and _tells_evaluation(node.test, branch.taken)
+
+
+def _tells_evaluation(test: ast.expr, holds: bool) -> bool:
+    """Whether a test that holds, or does not, tells that a network does not train."""
+    match test:
+        case ast.Attribute(attr="training"):
+            return not holds
+        case ast.UnaryOp(op=ast.Not(), operand=inner):
+            return _tells_evaluation(inner, not holds)
+        case ast.BoolOp(op=op, values=values) if isinstance(op, ast.And) is holds:
+            return any(_tells_evaluation(each, holds) for each in values)
+        case _:
+            return False
+
+
 def is_of_fault(event: Event) -> bool:
     """Whether it stands in the branch for a step that went wrong."""
     return any(

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 from ampwise_lint.analysis import Analysis, Trace
-from ampwise_lint.queries.branches import is_rare, passed, raises
+from ampwise_lint.queries.branches import is_of_evaluation, is_rare, passed, raises
 from ampwise_lint.queries.precision import evaluates, evaluates_by_name, is_by_scaler
 from ampwise_lint.queries.wrappers import is_given
 from ampwise_lint.source.frequency import SETTING, is_for_most
 from ampwise_lint.source.places import is_inside
+from ampwise_lint.source.roles import dotted
 from ampwise_lint.values.abstract import Wrapper
 from ampwise_lint.values.events import (
     Backward,
@@ -58,12 +59,13 @@ class Steps:
 def step_loops(code: Analysis) -> Steps:
     """Find what runs once a step."""
     found = Steps()
-    by_trainer = code.any(Made, lambda e: isinstance(e.value, Wrapper) and e.value.lower)
+    lower = [e for e in code.of(Made) if isinstance(e.value, Wrapper) and e.value.lower]
     rests = _loops_for_rests(code)
     runs_backward = code.any(Backward, lambda e: isinstance(e.scaled, Wrapper) and e.scaled.lower)
     for trace in code.traces:
         # Where a trainer runs backward on another path, this one does without it.
         is_plain = runs_backward and not any(each.scaled for each in trace.of(Backward))
+        by_trainer = any(not _is_of_relative(each, trace) for each in lower)
         is_told = by_trainer and not (is_plain and trace.of(Backward))
         backward: tuple[Loop, ...] = ()
         # What only takes gradients, to look at them or to test them, trains nothing.
@@ -94,6 +96,21 @@ def step_loops(code: Analysis) -> Steps:
                 inner = loops[-1].node if loops else None
                 found.windows |= {id(each) for each in passed(event, inner)}
     return found
+
+
+def _is_of_relative(event: Made, trace: Trace) -> bool:
+    """Whether another class of the same family as the path's own makes it, for its objects alone.
+
+    A class derived from the path's own does, or one that has a base in common with it.
+    """
+    own, _, method = trace.root.partition(".")
+    makers = {each.partition(".")[0] for each in event.context.functions}
+    classes = [each for each in event.module.tree.body if isinstance(each, ast.ClassDef)]
+    bases = {each.name: {*map(dotted, each.bases)} for each in classes}
+    family = {own, *bases.get(own, ())} & bases.keys()
+    if not method or makers & family:
+        return False
+    return any(bases.get(each, set()) & family for each in makers)
 
 
 def _is_of_steps(event: Event, rests: set[tuple[int, ...]]) -> bool:
@@ -149,6 +166,8 @@ def is_hot(event: Event, steps: Steps, trace: Trace) -> bool:
     if raises(event):
         return False
     conditions = list(event.context.conditions)
+    if any(map(is_of_evaluation, conditions)):
+        return False
     if any(trace.decided.get(each.key, each.taken) != each.taken for each in conditions):
         return False  # in a branch that the path, as it went on, did not take
     if id(trace.events) in steps.traces:

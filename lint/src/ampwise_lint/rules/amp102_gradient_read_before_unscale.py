@@ -61,23 +61,23 @@ from ampwise_lint.values.events import (
 def check(code: Analysis) -> Iterator[Mistake]:
     for trace in code.traces:
         scaled: Backward | None = None
-        read: list[GradientRead] = []
+        read: dict[int, GradientRead] = {}
         for event in trace.events:
             match event:
                 case Backward():
                     scaled = event if is_scaled(event.scaled) else None
                 case ZeroGrad():
-                    scaled, read = None, []
+                    scaled, read = None, {}
                 case GradientRead() if scaled is not None and not _commutes(event):
-                    read.append(event)
+                    read.setdefault(id(event.module.statement_of(event.node)), event)
                 case Managed(unscales=True) | OptimizerStep():
                     trainer = scaled.scaled if scaled is not None else None
                     if isinstance(trainer, Wrapper):
-                        yield from (_by_trainer(each, trainer) for each in read)
-                    scaled, read = None, []
+                        yield from (_by_trainer(each, trainer) for each in read.values())
+                    scaled, read = None, {}
                 case Unscale() | ScalerStep():
-                    yield from (_mistake(trace, each, event) for each in read)
-                    scaled, read = None, []
+                    yield from (_mistake(trace, each, event) for each in read.values())
+                    scaled, read = None, {}
                 case _:
                     pass
 

@@ -2,7 +2,8 @@
 
 ## What it does
 Reports `optimizer.step()` on gradients of a scaled backward: in place of
-`scaler.step(optimizer)`, or beside it.
+`scaler.step(optimizer)`, or beside it. Also `second_step()` of SAM, unless `unscale_` stands
+before it.
 
 ## Why is this bad
 The optimizer takes gradients that are multiplied by the loss scale: SGD moves 65536 times too
@@ -39,12 +40,14 @@ from ampwise_lint.queries.owners import networks_in, owners
 from ampwise_lint.queries.precision import is_real
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.places import alone
+from ampwise_lint.source.roles import dotted
 from ampwise_lint.triggers import SCALER
 from ampwise_lint.values.abstract import Scaler
 from ampwise_lint.values.events import (
     Backward,
     OptimizerStep,
     ScalerStep,
+    Unscale,
     Update,
     ZeroGrad,
 )
@@ -75,14 +78,30 @@ def _pending(trace: Trace, index: int, step: OptimizerStep) -> Backward | None:
                     another = True
             case OptimizerStep() | ZeroGrad() if not through_scaler:
                 return None
+            case Unscale() if _method(step) != "step":
+                return None  # SAM's, whose steps no scaler makes
             case _:
                 pass
     return None
 
 
+def _method(step: OptimizerStep) -> str:
+    """``step``, or ``second_step`` of SAM."""
+    return dotted(getattr(step.node, "func", step.node)).rpartition(".")[2]
+
+
 def _mistake(trace: Trace, step: OptimizerStep, backward: Backward) -> Mistake:
     scaler = _name(backward)
     optimizer = receiver(step.node) or "optimizer"
+    method = _method(step)
+    if method != "step":
+        return Mistake(
+            step.node,
+            step.module,
+            f"{optimizer}.{method}() goes around the scaler after a scaled backward: it takes "
+            "gradients that are still multiplied by the loss scale, and inf and NaN too; divide "
+            f"them first ({scaler}.unscale_({optimizer})), or train in bfloat16 without a scaler",
+        )
     twice = any(
         isinstance(each, ScalerStep) and each.optimizer is step.optimizer for each in trace.events
     )

@@ -4,7 +4,8 @@
 Reports a loss computed outside autocast on the 16-bit output of a network that ran inside it,
 with no `.float()` in between; also one that is written by hand (the KL divergence of a VAE, `p *
 (p.log() - q.log())`), and inside `autocast(enabled=False)`, which by itself casts nothing up.
-Silent for `mse_loss`, `l1_loss` and `smooth_l1_loss` against a float32 target: they promote.
+Silent for what runs in the `autocast()` of Accelerate or Fabric, whose networks return float32, and
+for `mse_loss`, `l1_loss` and `smooth_l1_loss` against a float32 target: they promote.
 
 ## Why is this bad
 Inside autocast losses run in float32; outside they take the dtype of their inputs. In float16,

@@ -3,9 +3,9 @@
 ## What it does
 Reports a validation forward (no gradients, in a loop or in a method such as `val_step`) outside
 autocast, of a network that is trained inside autocast in the same file, or of a copy of it. Silent
-where outputs are shown or written and nothing is measured (samples, previews, predictions), and in
-functions that other files could call and none does; for what is frozen beside a training step; and
-where the same path trains the network outside autocast.
+where outputs are shown or written and nothing is measured (samples, previews, predictions), or an
+agent acts and rates states; in functions that other files could call and none does; for what is
+frozen beside a training step; and where the same path trains the network outside autocast.
 
 ## Why is this bad
 The figures are those of another precision than the one that trains and, mostly, the one that

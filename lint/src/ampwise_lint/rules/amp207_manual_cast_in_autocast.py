@@ -3,7 +3,8 @@
 ## What it does
 Reports `.half()`, `.bfloat16()` or `.to(...)` one of these dtypes, of a tensor inside autocast
 or of an input just before the network's call in it. Casts up (`.float()`) are right and not
-reported; nor is anything where the network itself was made half.
+reported; nor is anything where the network itself was made half, in a branch for that dtype (`if
+dtype == torch.bfloat16`), or where an option names the dtype and autocast's own is not in sight.
 
 ## Why is this bad
 Autocast casts where an operation is faster in 16 bits and leaves alone what needs float32.
@@ -45,6 +46,9 @@ from ampwise_lint.values.abstract import Cast, Instance, Model, Tensor, key_of
 from ampwise_lint.values.contents import flatten
 from ampwise_lint.values.events import Backward, CastDown, Forward, Managed
 
+HALVES = ("half", "bfloat16")
+"""Methods that name the dtype themselves."""
+
 _MESSAGE = (
     "a tensor is cast to {dtype} by hand {where} autocast: operations that autocast keeps in "
     "float32 (losses, softmax, norms) get values that are rounded already, and without autocast "
@@ -63,7 +67,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
             if halved and not (isinstance(event, Forward) and key_of(event.model) not in halved):
                 continue  # a network of 16 bits takes no other inputs
             if isinstance(event, CastDown) and event.context.region is not None:
-                if not _is_network(event):
+                if not _is_network(event) and not _is_asked_for(event):
                     message = _MESSAGE.format(dtype=event.cast, where="inside")
                     yield Mistake(
                         event.node, event.module, message, _edits(event.node, event.module)
@@ -78,6 +82,41 @@ def check(code: Analysis) -> Iterator[Mistake]:
 
 def _is_network(cast: CastDown) -> bool:
     return isinstance(cast.value, Model | Instance)
+
+
+def _is_asked_for(cast: CastDown) -> bool:
+    """Whether somebody else chooses the dtype, who may choose the one that autocast has.
+
+    An option does, in a region whose dtype is not in sight, or whoever a branch for it waits for:
+    ``if dtype == torch.bfloat16: return x.bfloat16()``.
+    """
+    region = cast.context.region
+    if region is not None and region.dtype is None and not _is_written(cast):
+        return True
+    tests = [
+        each.node.test
+        for each in cast.context.conditions
+        if each.taken and isinstance(each.node, ast.If) and cast.module.holds(each.node)
+    ]
+    return any(_asks_for(cast.module, each, cast.cast) for each in tests)
+
+
+def _is_written(cast: CastDown) -> bool:
+    """Whether the dtype stands where something is cast: ``x.half()``, ``x.to(torch.half)``."""
+    node = cast.node
+    if not isinstance(node, ast.Call):
+        return False
+    by_name = isinstance(node.func, ast.Attribute) and node.func.attr in HALVES
+    return by_name or any(_is_dtype(cast.module, each) for each in (*node.args, *node.keywords))
+
+
+def _asks_for(module: Module, test: ast.expr, dtype: str) -> bool:
+    """``dtype == torch.bfloat16``."""
+    match test:
+        case ast.Compare(ops=[ast.Eq() | ast.Is()], comparators=[right]):
+            return library.DTYPES.get(module.imports.full(right)) == dtype
+        case _:
+            return False
 
 
 MOVES = library.MOVES | {"index"}
@@ -101,7 +140,7 @@ def _edits(node: Node, module: Module) -> tuple[Edit, ...]:
     owner = module.text_of(node.func.value)
     arguments = [*node.args, *node.keywords]
     kept = [each for each in arguments if not _is_dtype(module, each)]
-    dtypes = 0 if node.func.attr in ("half", "bfloat16") else 1
+    dtypes = 0 if node.func.attr in HALVES else 1
     if len(arguments) != len(kept) + dtypes or (kept and not dtypes):
         return ()
     if kept:

@@ -2,7 +2,8 @@
 
 ## What it does
 Reports `torch.cuda.synchronize()` and `empty_cache()` on every step of a training loop in mixed
-precision. A synchronize beside a reading of the clock is a measurement, and not reported.
+precision. A synchronize beside a reading of the clock is a measurement, and not reported; nor is
+what stands in a branch for evaluation (`if not self.training`).
 
 ## Why is this bad
 `synchronize` waits for all queued work, so the device idles while the host queues the next

@@ -147,6 +147,11 @@ FACTORIES = {
     "linspace", "from_numpy", "randint", "zeros_like", "ones_like", "full_like", "rand_like",
     "randn_like", "randperm",
 }  # fmt: skip
+HOST_TENSORS = {
+    f"torch.{kind}Tensor"
+    for kind in ("", "Float", "Double", "Long", "Int", "Short", "Byte", "Bool", "Half")
+}
+"""Classes of tensors that are made on the host, of numbers or of a shape."""
 INTEGER = {
     "argmax", "argmin", "argsort", "eq", "ne", "lt", "gt", "le", "ge", "long", "int", "bool",
     "isnan", "isinf", "isfinite", "topk", "numel",

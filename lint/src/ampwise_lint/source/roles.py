@@ -202,6 +202,8 @@ class Roles:
         used = self.methods.get(text, set())
         if {"step", "zero_grad"} <= used or {"step", "param_groups"} <= used:
             return True
+        if {"first_step", "second_step"} <= used:  # SAM
+            return True
         return bool(OPTIMIZER.search(text)) and bool(
             used & {"step", "zero_grad", "param_groups", "state_dict"}
         )

@@ -63,6 +63,8 @@ def _is_scripting(state: State, node: ast.Call, path: str, a: Arguments) -> Valu
 
 def _operation(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
     name = library.operation(path)
+    if name == "as_tensor" and a.count == 1 and isinstance(same := a.first("data"), Tensor):
+        return same
     if name in library.FACTORIES:
         dtype = casts.dtype_named(a.named["dtype"]) if "dtype" in a.named else None
         kind = "float32" if name in ("zeros", "ones", "rand", "randn", "full", "empty") else None
@@ -87,6 +89,13 @@ def _operation(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
     inputs = list(a.positional)
     inputs += [a.named[key] for key in ("input", "pred", "target") if key in a.named]
     return tensors.apply(state, node, name, inputs, a.named)
+
+
+def _host_tensor(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
+    """``torch.LongTensor(lengths)``."""
+    dtype = "float32" if _last(path) in ("Tensor", "FloatTensor") else None
+    inputs = tuple(a.positional)
+    return Tensor(state.made_here(node, "tensor"), dtype, op="tensor", inputs=inputs, host=True)
 
 
 def _distribution(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
@@ -256,6 +265,7 @@ NAMES: dict[str, Handler] = {
     "torch.is_autocast_enabled": precision.asks_autocast,
     "torch.jit.is_scripting": _is_scripting,
     "torch.device": _device,
+    **dict.fromkeys(library.HOST_TENSORS, _host_tensor),
     "torch.save": training.save,
     "apex.amp.scale_loss": precision.scale_loss,
     **dict.fromkeys(library.FULLY_SHARD, precision.fully_sharded),

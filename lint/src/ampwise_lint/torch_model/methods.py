@@ -46,6 +46,7 @@ from ampwise_lint.values.events import (
     Applied,
     Backward,
     GradientRead,
+    HostSync,
     Managed,
     Read,
     Report,
@@ -182,6 +183,8 @@ def _manager(state: State, node: ast.Call, owner: Manager, name: str, a: Argumen
 
 
 def _parameters(state: State, node: ast.Call, owner: Parameters, name: str, a: Arguments) -> Value:
+    if name == "item":  # a figure of the parameters, or of the optimizer's state
+        state.emit(HostSync, node, owner, name)
     return owner
 
 
@@ -270,7 +273,7 @@ def _unknown(state: State, node: ast.Call, owner: Unknown, name: str, a: Argumen
             return Unknown(f"{name}({key_of(over)})", op="tqdm", operands=(over,))
         case _ if library.CLIP_NAME.match(name):
             state.emit(Managed, node, owner.key)
-            return state.unknown(node)
+            return steps.clipped(state, node, name)
         case "to" | "cuda" | "float" | "detach" | "clone" | "double" | "contiguous":
             return _passed(state, node, owner, name, a)
         case "lower" | "upper" | "strip" if not a.count:

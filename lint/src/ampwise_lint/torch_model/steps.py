@@ -147,11 +147,20 @@ def optimizer(state: State, node: ast.Call, owner: Optimizer, name: str, a: Argu
             return state_dict(state, node, owner, name)
         case "backward" | "clip_master_grads" | "update_master_grads":  # apex FP16_Optimizer
             state.emit(Managed, node, owner.key)
-        case _ if a.named.get("zero_grad") is not None:  # the two steps of SAM
-            state.emit(ZeroGrad, node, owner)
+        case "first_step" | "second_step":  # of SAM: the second one moves the weights
+            if name == "second_step":
+                state.emit(OptimizerStep, node, owner)
+            if a.named.get("zero_grad") is not None:
+                state.emit(ZeroGrad, node, owner)
         case _:
             pass
     return state.unknown(node, "called")
+
+
+def clipped(state: State, node: Node, name: str) -> Value:
+    """What a trainer's own clipping returns: the norm, which stays on the device."""
+    made = state.unknown(node, "called")
+    return Tensor(made.key, "float32", op="grad_norm") if "norm" in name else made
 
 
 COUNT = re.compile(r"(step|iter|epoch|update|batch|idx|index|count)\w*$|^(it|i|n|num)$")
@@ -208,6 +217,7 @@ def wrapper(state: State, node: ast.Call, owner: Wrapper, name: str, a: Argument
             state.emit(Managed, node, owner.path, optimizer=stepped(a) if owner.skips else None)
         case _ if name in trainers.UNSCALES:
             state.emit(Managed, node, owner.path, unscales=True, plain=True)
+            return clipped(state, node, name)
         case _ if name in trainers.PREPARES:
             state.emit(Managed, node, owner.path, plain=not owner.divides)
             return trainers.prepared(state, node, owner, name, a)
@@ -217,7 +227,7 @@ def wrapper(state: State, node: ast.Call, owner: Wrapper, name: str, a: Argument
             return Parameters(model := a.first("model") or NONE, f"{key_of(model)}.state_dict")
         case "autocast":
             region = trainers.region_of(state, node, owner)
-            region.enabled = True
+            region.enabled = region.of_trainer = True
             return Manager("autocast", node, region)
         case "accumulate" | "no_sync" | "no_backward_sync":
             return Manager("other", node)

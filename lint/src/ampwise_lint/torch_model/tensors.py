@@ -151,7 +151,7 @@ def arithmetic(state: State, node: Node, name: str, left: Value, right: Value) -
                 result.divided = False  # multiplied back
         elif name == "mul" and main.divided and _is_same(node, other, main.divisor):
             result.divided = False  # multiplied back
-        elif name == "mul" and (_is_weight(_divisor(node, other)) or _is_by_name(node)):
+        elif _is_no_share(node, name, left, _divisor(node, other)):
             pass
         elif (name == "div" and main is left) or (name == "mul" and not isinstance(other, Const)):
             result.divided = result.divided or not isinstance(other, Tensor) or other.host
@@ -161,6 +161,25 @@ def arithmetic(state: State, node: Node, name: str, left: Value, right: Value) -
         elif isinstance(other, Const):
             result.factor = other
     return result
+
+
+def _is_no_share(node: Node, name: str, left: Value, factor: Value) -> bool:
+    """Whether it is weighted, or the mean of several losses: that divides by no window."""
+    if name == "mul":
+        return _is_weight(factor) or _is_by_name(node)
+    return name == "div" and _is_mean_of_terms(left, factor)
+
+
+def _is_mean_of_terms(total: Value, divisor: Value) -> bool:
+    """``(real + fake) / 2``: the mean of two losses, and no share of a window."""
+    return isinstance(divisor, Const) and divisor.value == _terms(total) > 1
+
+
+def _terms(total: Value) -> int:
+    """How many tensors a sum was made of."""
+    if not isinstance(total, Tensor):
+        return 0
+    return sum(map(_terms, total.inputs)) if total.op == "add" else 1
 
 
 def _is_same(node: Node, other: Value, divisor: Value | None) -> bool:

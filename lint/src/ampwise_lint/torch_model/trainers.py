@@ -8,6 +8,7 @@ Lightning fits has its steps called there.
 from __future__ import annotations
 
 import ast
+import re
 from dataclasses import replace
 
 from ampwise_lint.path.state import State
@@ -27,6 +28,7 @@ from ampwise_lint.values.abstract import (
     Unknown,
     Value,
     Wrapper,
+    is_low,
     key_of,
 )
 from ampwise_lint.values.arguments import Arguments
@@ -101,7 +103,7 @@ def _last(path: str) -> str:
 
 def region_of(state: State, node: ast.Call, trainer: Wrapper) -> Region:
     """The autocast region that a trainer opens."""
-    dtype = trainer.mixed if trainer.mixed != "any" else None
+    dtype = trainer.mixed if is_low(trainer.mixed) else None
     return Region(node, state.here, bool(trainer.mixed), None, dtype)
 
 
@@ -119,6 +121,15 @@ def prepared(state: State, node: ast.Call, trainer: Wrapper, name: str, a: Argum
         kept = isinstance(each, Model | Instance | Optimizer)
         found.append(each if kept else Unknown(f"{trainer.path}.{name}()[{number}]", "called"))
     return ListValue(found) if len(found) > 1 else found[0]
+
+
+LOADERS = re.compile(r"\b(prepare|prepare_data_loader|setup_dataloaders)\(\)(@[^\[]*)?(\[\d+\])?$")
+"""Calls that give back loaders, which put batches on the device."""
+
+
+def puts_on_device(loader: Unknown) -> bool:
+    """Whether a loader is one that Accelerate or Fabric has prepared."""
+    return bool(LOADERS.search(loader.key))
 
 
 def fit(state: State, node: ast.Call, trainer: Wrapper, a: Arguments) -> None:

@@ -366,7 +366,7 @@ class Region:
     dtype: str | None
     """``float16``, ``bfloat16``, None where the code does not tell."""
     of_trainer: bool = False
-    """It goes with a network that a trainer has prepared, wherever that is called."""
+    """It is that of a trainer which prepares networks: they run in it wherever they are called."""
 
 
 @dataclass(eq=False, slots=True)
