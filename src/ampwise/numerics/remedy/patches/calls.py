@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import libcst as cst
 
 from ampwise.numerics.remedy.patches.constants import assigned
-from ampwise.numerics.remedy.patches.dtypes import ELEMENTWISE, TENSORS, may_be_half
-from ampwise.numerics.remedy.patches.edit import Edit, of_parts, raised_before, separable, widened
+from ampwise.numerics.remedy.patches.dtypes import ELEMENTWISE, TENSORS, casts, may_be_half
+from ampwise.numerics.remedy.patches.edit import Edit, of_parts, separable, widened
 from ampwise.numerics.remedy.patches.island import bare, outside_autocast
 from ampwise.numerics.remedy.patches.site import OTHER, Site
 from ampwise.numerics.remedy.patches.source import Change, changed, dotted, walk
@@ -102,19 +102,9 @@ def given_here(at: CallSite) -> Iterator[Edit]:
         if at.is_helper(call)
         for node in _begins_with(at, call, helpers)
     }
-    if not changes:
-        return
-    what = _what_is_given(helpers)
-    line = site.source.statement(next(iter(changes)))
-    names = {each.value for each in changes if isinstance(each, cst.Name)}
-    if isinstance(line, cst.SimpleStatementLine) and all(
-        isinstance(each, cst.Name) and site.source.inside(each, line) for each in changes
-    ):
-        used = [each.value for each in walk(line, cst.Name) if not site.is_label(each)]
-        if any(used.count(name) > 1 for name in names):
-            yield raised_before(line, sorted(names, key=used.index), what, _WHY)
-            return
-    yield separable(what, _WHY, raised_as_one(site, changes))
+    if changes:
+        cast = raised_as_one(site, changes)
+        yield casts(site, _what_is_given(helpers), _WHY, cast, alone=False)
 
 
 def _what_is_given(helpers: Iterable[cst.Call]) -> str:

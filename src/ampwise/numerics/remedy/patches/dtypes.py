@@ -11,6 +11,7 @@ from ampwise.numerics.remedy.patches.constants import assigned, terms
 from ampwise.numerics.remedy.patches.edit import (
     Edit,
     cast_of,
+    comments,
     comments_moved,
     enclosed,
     method,
@@ -20,7 +21,7 @@ from ampwise.numerics.remedy.patches.edit import (
     widened,
 )
 from ampwise.numerics.remedy.patches.site import Site
-from ampwise.numerics.remedy.patches.source import Change, changed, code_of, dotted, walk
+from ampwise.numerics.remedy.patches.source import Change, changed, code_of, dotted, same, walk
 from ampwise.numerics.remedy.patches.terms import Term
 from ampwise.numerics.remedy.patches.views import outermost, viewed
 from ampwise_lint.base.words import joined
@@ -194,7 +195,7 @@ def without_casts(
     idle = 0
     for statement in dict.fromkeys(map(site.source.statement, changes)):
         own = {e: to for e, to in changes.items() if site.source.statement(e) is statement}
-        less = {call: value for each in own if (call := calls[each]) and (value := cast_of(call))}
+        less = {call: _instead(site, call) for each in own if (call := calls[each])}
         if len(less) < len(own):
             left |= own
             continue
@@ -216,6 +217,14 @@ def _idle_cast(site: Site, node: cst.CSTNode) -> cst.Call | None:
     call = next((each for each in around if isinstance(each, cst.Call)), None)
     value = None if call is None else cast_of(call)
     return call if value is not None and _is_float32(site, site.term(value)) else None
+
+
+def _instead(site: Site, call: cst.Call) -> cst.BaseExpression:
+    """What a call casts, without parentheses that only the call needed."""
+    value = cast_of(call)
+    assert value is not None
+    bound = isinstance(site.source.parents[call], cst.BaseExpression) or len(value.lpar) != 1
+    return value if bound or comments(value) else value.with_changes(lpar=(), rpar=())
 
 
 def _is_float32(site: Site, term: Term) -> bool:
@@ -422,7 +431,37 @@ def _raised(site: Site) -> Iterator[Edit]:
             changes[operand] = widened(site, operand)
     if changes:
         what = f"the operands of {found[0].op} in float32"
-        yield from (separable(what, FLOAT32, each) for each in _from_their_making(site, changes))
+        yield from (casts(site, what, FLOAT32, e) for e in _from_their_making(site, changes))
+
+
+def casts(
+    site: Site, what: str, why: str, changes: Mapping[cst.CSTNode, Change], *, alone: bool = True
+) -> Edit:
+    """Casts; of names that would be cast more than once, in front of the first statement of them.
+
+    But where these are used below: so much need not be in float32.
+
+    Parameters
+    ----------
+    alone
+        Whether a name may be in 16 bits beside its cast.
+    """
+    source, statement = site.source, site.source.statement
+    names = {each.value: each for each in changes if isinstance(each, cst.Name)}
+    lines = list(dict.fromkeys(map(statement, changes)))
+    uses = [use for name in names for use in _uses(site, name)]
+    cast = [each for each in uses if each in changes or (not alone and statement(each) in lines)]
+    first = lines[0]
+    if (
+        isinstance(first, cst.SimpleStatementLine)
+        and len(cast) > len(names)
+        and all(isinstance(e, cst.Name) and site.unchanged(e, source.start(first)) for e in changes)
+        and all(each and source.parents[each] is source.parents[first] for each in lines)
+        and not any(source.start(e) > max(source.end(o) for o in lines if o) for e in uses)
+        and not any(isinstance(each, cst.For | cst.While) for each in source.up(first))
+    ):
+        return raised_before(first, list(names), what, why)
+    return separable(what, why, changes, lambda node: (code_of(node), id(statement(node))))
 
 
 def _meant(site: Site) -> list[Term]:
@@ -446,6 +485,8 @@ def half_operands(site: Site, term: Term) -> Iterator[cst.BaseExpression]:
             yield from half_operands(site, each)
         elif may_be_half(site, each):
             yield each.node
+            if isinstance(term.node, cst.BinaryOperation) and same(each.node, term.node.right):
+                yield term.node.right  # x * x
 
 
 def may_be_half(site: Site, term: Term) -> bool:
@@ -482,10 +523,9 @@ def _from_their_making(
     """Casts, and first: what is made like another tensor in float32 where it is made."""
     found: dict[cst.CSTNode, Change] = {}
     for node, to in casts.items():
-        binding = site.definition(node) if isinstance(node, cst.Name) else None
-        made = node if binding is None else binding.value
-        like = {} if made is None else made_like(site, made)
-        found |= like if made in like else {node: to}
+        values = site.values_of(node.value) if isinstance(node, cst.Name) else [node]
+        like = {made: new for each in values for made, new in made_like(site, each).items()}
+        found |= {made: like[made] for made in values if made in like} or {node: to}
     if found.keys() != casts.keys():
         yield found
     yield casts

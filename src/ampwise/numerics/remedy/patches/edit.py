@@ -63,11 +63,20 @@ def of_parts(parts: Sequence[P], made: Callable[[Sequence[P]], Edit | None]) -> 
     return replace(edit, parts=len(parts), fewer=fewer)
 
 
-def separable(what: str, why: str, changes: Mapping[cst.CSTNode, Change]) -> Edit:
-    """An edit each of whose changes can be made without the others."""
-    return of_parts(
-        list(changes.items()), lambda some: Edit(what, why, dict(some)) if some else None
-    )
+def separable(
+    what: str, why: str, changes: Mapping[cst.CSTNode, Change],
+    together: Callable[[cst.CSTNode], object] = id,
+) -> Edit:  # fmt: skip
+    """An edit whose changes can be made without each other, but for those that belong together."""
+    parts: dict[object, dict[cst.CSTNode, Change]] = {}
+    for node, to in changes.items():
+        parts.setdefault(together(node), {})[node] = to
+
+    def made(some: Sequence[Mapping[cst.CSTNode, Change]]) -> Edit | None:
+        kept = {node: to for each in some for node, to in each.items()}
+        return Edit(what, why, kept) if kept else None
+
+    return of_parts(list(parts.values()), made)
 
 
 def enclosed(node: cst.BaseExpression) -> cst.BaseExpression:

@@ -136,7 +136,7 @@ def can_be_moved(site: Site, node: cst.BaseStatement) -> bool:
 def span(
     site: Site, part: Sequence[cst.BaseStatement], rest: Sequence[cst.BaseStatement]
 ) -> Edit:  # fmt: skip
-    """Statements in float32, outside of autocast; around a loop where they are all of its body."""
+    """Statements in float32, outside of autocast; around their loop if that can be."""
     while _leaves_autocast(site, part) and (around := _loop_of(site, part)) is not None:
         part, rest = around
 
@@ -177,12 +177,15 @@ def _casts_in(parts: Sequence[_Part]) -> dict[cst.CSTNode, Change]:
 def _loop_of(
     site: Site, part: Sequence[cst.BaseStatement]
 ) -> tuple[list[cst.BaseStatement], list[cst.BaseStatement]] | None:  # fmt: skip
-    """The loop that some statements are all of, and what stands below it; None where they are not.
+    """The loop of some statements, and what stands below it; None where other ones need autocast.
 
     What is cast in a loop would be cast, and autocast left, each time that it comes by.
     """
     block = site.source.parents[part[0]]
-    if not isinstance(block, cst.IndentedBlock) or len(block.body) > len(part):
+    if not isinstance(block, cst.IndentedBlock):
+        return None
+    beside = [each for each in block.body if each not in part]
+    if not all(can_be_moved(site, each) and not may_multiply(site, each) for each in beside):
         return None
     loop = site.source.parents[block]
     if not isinstance(loop, cst.For) or loop.orelse is not None:
@@ -388,7 +391,7 @@ def _device(site: Site, within: Sequence[cst.BaseStatement]) -> str:
     read = [
         each.value for each in names if each.value in tensors and (one or each.value not in made)
     ]
-    known = read or [each for each in tensors if each not in made]
+    known = read or sorted((e for e in tensors if e not in made), key=code_of(site.scope).find)
     known.sort(key=lambda each: not any("float" in kind for kind in tensors[each]))
     if known:
         return f"{known[0]}.device.type"
