@@ -195,7 +195,9 @@ def without_casts(
     idle = 0
     for statement in dict.fromkeys(map(site.source.statement, changes)):
         own = {e: to for e, to in changes.items() if site.source.statement(e) is statement}
-        less = {call: _instead(site, call) for each in own if (call := calls[each])}
+        less: dict[cst.CSTNode, Change] = {
+            call: _instead(site, call) for each in own if (call := calls[each])
+        }
         if len(less) < len(own):
             left |= own
             continue
@@ -437,7 +439,7 @@ def _raised(site: Site) -> Iterator[Edit]:
 def casts(
     site: Site, what: str, why: str, changes: Mapping[cst.CSTNode, Change], *, alone: bool = True
 ) -> Edit:
-    """Casts; of names that would be cast more than once, in front of the first statement of them.
+    """Casts; of tensors that would be cast more than once, in front of the first statement.
 
     But where these are used below: so much need not be in float32.
 
@@ -447,20 +449,22 @@ def casts(
         Whether a name may be in 16 bits beside its cast.
     """
     source, statement = site.source, site.source.statement
-    names = {each.value: each for each in changes if isinstance(each, cst.Name)}
-    lines = list(dict.fromkeys(map(statement, changes)))
-    uses = [use for name in names for use in _uses(site, name)]
-    cast = [each for each in uses if each in changes or (not alone and statement(each) in lines)]
-    first = lines[0]
+    tensors = {e: e.value if isinstance(e, cst.Subscript) else e for e in changes}
+    names = [each.value for each in tensors.values() if isinstance(each, cst.Name)]
+    lines = [each for each in dict.fromkeys(map(statement, changes)) if each is not None]
+    uses = [use for name in dict.fromkeys(names) for use in _uses(site, name)]
+    beside = [] if alone else [e for e in uses if statement(e) in lines and e not in changes]
+    first, end = lines[0], max(map(source.end, lines))
     if (
         isinstance(first, cst.SimpleStatementLine)
-        and len(cast) > len(names)
-        and all(isinstance(e, cst.Name) and site.unchanged(e, source.start(first)) for e in changes)
-        and all(each and source.parents[each] is source.parents[first] for each in lines)
-        and not any(source.start(e) > max(source.end(o) for o in lines if o) for e in uses)
+        and len(names) == len(changes)
+        and len(names) + len(beside) > len(set(names))
+        and all(site.unchanged(each, source.start(first)) for each in tensors.values())
+        and all(source.parents[each] is source.parents[first] for each in lines)
+        and not any(source.start(each) > end for each in uses)
         and not any(isinstance(each, cst.For | cst.While) for each in source.up(first))
     ):
-        return raised_before(first, list(names), what, why)
+        return raised_before(first, list(dict.fromkeys(names)), what, why)
     return separable(what, why, changes, lambda node: (code_of(node), id(statement(node))))
 
 

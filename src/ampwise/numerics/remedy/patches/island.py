@@ -72,7 +72,9 @@ def statement(site: Site) -> Iterator[Edit]:
     def made(some: Sequence[_Part]) -> Edit:
         casts = _casts_in(some)
         bodies = {each: [bare(changed(each, casts))] for each in several}
-        changes = {e: _island(site, body, [e], some) for e, body in bodies.items()}
+        changes: dict[cst.CSTNode, Change] = {
+            each: _island(site, body, [each], some) for each, body in bodies.items()
+        }
         return Edit(f"{what} in float32{_where(site, [line])}", WHY, changes)
 
     yield of_parts(_parts(site, several), made)
