@@ -389,6 +389,7 @@ def _device(site: Site, within: Sequence[cst.BaseStatement]) -> str:
     tensors = {name: kinds for name, kinds in seen.items() if kinds}
     # What is assigned here may be there only from the second time on that a loop comes by.
     made = {name.value for each in within for name in walk(each, cst.Name) if _is_set(site, name)}
+    made -= set() if site.function is None else set(arguments_of(site.function))
     one = len(within) == 1 and isinstance(within[0], cst.SimpleStatementLine)
     read = [
         each.value for each in names if each.value in tensors and (one or each.value not in made)
