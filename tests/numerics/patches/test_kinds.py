@@ -938,6 +938,12 @@ def test_a_tensor_that_is_cast_twice_is_cast_once_in_front():
     )
 
 
+def test_a_tensor_is_cast_in_front_where_its_name_is_another_one_below():
+    code = "def f(x):\n    x = x * x  # <-\n    return x.sum()\n"
+    found = texts(code, "x", op="mul", cause="RANGE_OVERFLOW")
+    assert found[0] == code.replace("    x =", "    x = x.float()\n    x =")
+
+
 def test_a_tensor_that_is_used_below_is_cast_where_it_has_to_be():
     code = "def f(x):\n    y = (x * x).sum(-1)  # <-\n    return x / y\n"
     found = texts(code, "x", op="sum", cause="RANGE_OVERFLOW")

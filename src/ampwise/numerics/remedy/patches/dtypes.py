@@ -461,7 +461,11 @@ def casts(
         and len(names) + len(beside) > len(set(names))
         and all(site.unchanged(each, source.start(first)) for each in tensors.values())
         and all(source.parents[each] is source.parents[first] for each in lines)
-        and not any(source.start(each) > end for each in uses)
+        and not any(
+            source.start(use) > end and site.unchanged(each, source.start(use))
+            for each in tensors.values()
+            for use in _uses(site, code_of(each))
+        )
         and not any(isinstance(each, cst.For | cst.While) for each in source.up(first))
     ):
         return raised_before(first, list(dict.fromkeys(names)), what, why)
