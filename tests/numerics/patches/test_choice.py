@@ -86,6 +86,16 @@ def test_layers_in_float32_are_not_looked_at_where_another_patch_is_near():
     assert may_win(layers.proposal, held("a statement", Grade.STATEMENTS, 30, 12), MOST)
 
 
+def test_layers_stay_in_16_bits_where_one_step_of_ten_is_worse_without_them():
+    layers = held("the caller", Grade.LAYERS, *[63] * 12, 39)
+    statement = held("a statement", Grade.STATEMENTS, *[53] * 12, 18)
+    assert not may_win(layers.proposal, statement, MOST)
+    assert best_of([statement, layers], MOST, BEFORE) is statement
+    worse = held("a statement", Grade.STATEMENTS, *[53] * 11, 18, 18)
+    assert best_of([worse, layers], MOST, BEFORE) is layers
+    assert may_win(layers.proposal, held("a statement", Grade.STATEMENTS, 53, 53, 18), MOST)
+
+
 def test_what_cannot_be_compared_is_taken_as_it_comes():
     first = held("clamp", Grade.LIMIT, 60, own=True)
     assert best_of([first, FLOAT32], MOST, BEFORE) is first
@@ -176,6 +186,30 @@ def test_an_edit_that_nothing_is_lost_without_is_left_out():
     assert search.tried[-1].proposal.data == b"0,1"
     assert [data for _, data in tries.tried] == [whole.data, b"0,1", b"0", b"1"]
     assert len({number for number, _ in tries.tried}) == 4
+
+
+def test_a_statement_may_leave_an_island_at_the_cost_of_digits_that_no_layer_keeps():
+    """And only from its ends; a cast is left out only where nothing is lost."""
+    near, rounded = Outcome("", sqnr_db=84.0), Outcome("", sqnr_db=MOST + 5)
+
+    def island(kept):
+        if {1, 3} <= set(kept) and 2 not in kept:
+            return None
+        data = ",".join(map(str, sorted(kept))).encode()
+        return Proposal("island", "", data, Grade.FUNCTION, 4, island, statements=3)
+
+    lost = Outcome("not finite")
+    tries = Tries({
+        b"0,1,2,3": near, b"0,1,2": rounded, b"0,1": lost, b"0,2": rounded, b"2": rounded,
+        b"": lost, b"0": lost,
+    })  # fmt: skip
+    search = Search(SITE, [island(range(4))], tries, mock.Mock())
+    search.run()
+    assert search.tried[-1].proposal.data == b"2"
+    tries.outcomes[b"2"] = Outcome("", sqnr_db=MOST + 3)
+    search = Search(SITE, [island(range(4))], tries, mock.Mock())
+    search.run()
+    assert search.tried[-1].proposal.data == b"0,2"
 
 
 def test_what_reaches_further_back_is_tried_where_all_that_holds_is_noise_on_some_step():

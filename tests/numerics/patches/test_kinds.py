@@ -13,6 +13,7 @@ from ampwise.numerics.remedy.patches import (
     around,
     back_from,
     casts_in,
+    given_to_helpers,
     made_by,
     proposals,
     softmaxes_in,
@@ -137,7 +138,9 @@ def test_a_constant_is_found_where_its_name_was_assigned():
 def test_a_cast_to_a_format_that_was_given_is_undone_above_the_line():
     code = "def f(table, n, dtype):\n    a = table[n].to(dtype)\n    return a / (1 - a)  # <-\n"
     found = texts(code, "a", cause="CANCELLATION", op="rsub")
-    assert found[0] == code.replace("to(dtype)", "to(torch.float32)")
+    raised = code.replace("to(dtype)", "to(torch.float32)")
+    returned = raised.replace("a / (1 - a)", "(a / (1 - a)).to(dtype)")
+    assert found[:2] == [returned, raised]  # an argument that nothing reads is no help
     assert not any("to(torch.float32)" in each for each in texts(code, cause="CANCELLATION"))
 
 
@@ -614,7 +617,8 @@ def test_the_device_is_not_asked_of_what_a_loop_makes():
     code = "def f(pairs, z):\n    for slow in pairs:\n        slow.copy_(slow @ z)  # <-\n"
     found = "\n".join(texts(code, "slow z", op="mm", cause="PRECISION_LOSS"))
     assert "    with torch.autocast(z.device.type, enabled=False):\n        z = z.float()" in found
-    assert "slow.copy_(slow.float() @ z.float())" in found
+    assert "slow.copy_(slow.float() @ z)" in found
+    assert "        for slow in pairs:" in found
 
 
 def test_a_length_is_not_cast():
@@ -798,3 +802,168 @@ def test_a_product_is_not_scaled_before_by_a_tensor():
     code = line("return torch.bmm(x, x.mT) / (mask * 2)")
     found = texts(code, "x mask", cause="RANGE_OVERFLOW", op="bmm")
     assert not any("x / (mask" in each for each in found)
+
+
+def left_of(each: Proposal, kept: list[int]) -> str | None:
+    """What a proposal is with some of its parts."""
+    assert each.only is not None
+    less = each.only(kept)
+    return None if less is None else less.data.decode().removeprefix(HEAD)
+
+
+SQUARINGS = (
+    "def f(x, n):\n"
+    "    for _ in range(n):\n"
+    "        x = x @ x  # <-\n"
+    "    return x.mean(1)\n"
+)  # fmt: skip
+
+
+def test_an_island_goes_around_its_loop_and_casts_in_front():
+    found = made(SQUARINGS, "x", op="mm", cause="PRECISION_LOSS")
+    around = next(
+        each for each in found if each.what == "lines 6 to 7 in float32, outside of autocast"
+    )
+    island = (
+        "    with torch.autocast(x.device.type, enabled=False):\n"
+        "        x = x.float()\n"
+        "        for _ in range(n):\n"
+        "            x = x @ x  # <-\n"
+    )
+    assert island in around.data.decode()
+    idle = island.replace("        x = x.float()\n", "")
+    assert idle in (left_of(around, [0]) or "")
+
+
+def test_an_island_stays_in_a_loop_that_calls_layers():
+    code = SQUARINGS.replace("  # <-\n", "  # <-\n        x = self.layer(x)\n")
+    found = texts(code, "x", op="mm", cause="PRECISION_LOSS")
+    assert any(
+        "n):\n        with torch.autocast(x.device.type, enabled=False):" in e for e in found
+    )
+
+
+def test_what_a_loop_makes_and_reads_is_not_cast_in_front_of_it():
+    code = (
+        "def f(x, n):\n"
+        "    for _ in range(n):\n"
+        "        y = x + x\n"
+        "        x = y @ y  # <-\n"
+        "    return x\n"
+    )
+    found = "\n".join(texts(code, "x y", op="mm", cause="PRECISION_LOSS"))
+    assert "        y = y.float()\n        for" not in found
+    assert "y, x =" not in found
+
+
+def test_the_casts_of_an_island_and_the_island_can_be_left_out():
+    code = "def f(x, y):\n    z = x @ y  # <-\n    return z.sum()\n"
+    whole = made(code, "x y", op="mm", cause="PRECISION_LOSS")[0]
+    assert whole.parts == 3  # the island, and two names
+    assert "x.float() @ y.float()" in whole.data.decode()
+    assert "enabled=False):\n        z = x @ y.float()" in (left_of(whole, [0, 2]) or "")
+    assert left_of(whole, [1, 2]) == code.replace("x @ y", "x.float() @ y.float()")
+
+
+def test_statements_at_the_ends_of_an_island_can_be_left_out():
+    code = (
+        "def f(self, x):\n"
+        "    a = self.first(x)\n"
+        "    b = self.second(a)\n"
+        "    return self.third(b)  # <-\n"
+    )
+    whole = next(
+        each
+        for each in made(code, "", op="addmm", cause="PRECISION_LOSS")
+        if each.what == "the function in float32, outside of autocast"
+    )
+    assert (whole.parts, whole.statements) == (3, 3)
+    middle = left_of(whole, [1]) or ""
+    assert "    a = self.first(x)\n    with torch.autocast(" in middle
+    assert "enabled=False):\n        b = self.second(a)\n    return" in middle
+    assert left_of(whole, [0, 2]) is None
+    assert left_of(whole, []) is None
+
+
+@pytest.mark.parametrize("name", ["rand", "randn", "zeros"])
+def test_what_is_made_like_another_tensor_is_made_in_float32_and_not_cast(name):
+    code = f"def f(x):\n    u = torch.{name}_like(x)\n    return torch.log(u + 1e-9)  # <-\n"
+    found = texts(code, "x u", op="log", cause="EPS_UNDERFLOW")
+    cast = code.replace("u + 1e-9", "u.float() + 1e-9")
+    like = code.replace("_like(x)", "_like(x, dtype=torch.float32)")
+    assert found.index(like) < found.index(cast)
+
+
+def test_what_a_loop_adds_up_is_made_in_float32():
+    code = (
+        "def f(x):\n"
+        "    total = torch.zeros_like(x[0])\n"
+        "    for each in x:\n"
+        "        total = total + each  # <-\n"
+        "    return total\n"
+    )
+    found = texts(code, "x total each", op="add", cause="PRECISION_LOSS")
+    assert "zeros_like(x[0], dtype=torch.float32)" in found[0]
+    assert "        total = total + each.float()" in found[0]
+
+
+def test_a_mask_of_ones_is_not_made_in_float32_to_promote_what_it_is_multiplied_by():
+    code = (
+        "def f(x):\n"
+        "    y = torch.exp(x)\n"
+        "    y = y * (1 - torch.eye(len(y), dtype=x.dtype))\n"
+        "    return y / y.sum()  # <-\n"
+    )
+    found = texts(code, "x y", op="sum", cause="RANGE_OVERFLOW")
+    assert not any("eye(len(y), dtype=torch.float32)" in each for each in found[:1])
+    assert found[0] == code.replace("y.sum()", "y.float().sum()")
+
+
+def test_a_cast_of_a_part_of_what_is_float32_is_left_out():
+    code = "def f(self, i, x):\n    y = self.shares[i].to(x.dtype)  # <-\n    return x - y.log()\n"
+    marked = site(code, "x y", op="_to_copy", cause="UNDERFLOW")
+    for here in marked.dtypes.values():
+        here["self.shares"] = {"float32"}
+    found = [each.data.decode().removeprefix(HEAD) for each in proposals(marked)]
+    assert found[0] == code.replace(".to(x.dtype)", "")
+
+
+def test_a_tensor_that_is_cast_twice_is_cast_once_in_front():
+    code = "def f(x):\n    return (x * x).sum(-1)  # <-\n"
+    found = texts(code, "x", op="sum", cause="RANGE_OVERFLOW")
+    assert found[0] == code.replace("    return", "    x = x.float()\n    return")
+    parts = "def f(x):\n    return x[0] * x[1]  # <-\n"
+    assert parts.replace("    return", "    x = x.float()\n    return") in texts(
+        parts, "x", op="mul", cause="RANGE_OVERFLOW"
+    )
+
+
+def test_a_tensor_is_cast_in_front_where_its_name_is_another_one_below():
+    code = "def f(x):\n    x = x * x  # <-\n    return x.sum()\n"
+    found = texts(code, "x", op="mul", cause="RANGE_OVERFLOW")
+    assert found[0] == code.replace("    x =", "    x = x.float()\n    x =")
+
+
+def test_a_tensor_that_is_used_below_is_cast_where_it_has_to_be():
+    code = "def f(x):\n    y = (x * x).sum(-1)  # <-\n    return x / y\n"
+    found = texts(code, "x", op="sum", cause="RANGE_OVERFLOW")
+    assert found[0] == code.replace("x * x", "x.float() * x.float()")
+
+
+def given_here(code: str, half: str, *called: str) -> list[str]:
+    """What helpers are given, in float32."""
+    here = site(code, half, op="add", cause="PRECISION_LOSS")
+    ends = {
+        here.source.end(each)
+        for each in here.roots
+        if any(code_of(each).startswith(f"{name}(") for name in called)
+    }
+    found = given_to_helpers(CallSite(here, (0, 0), helpers=frozenset(ends)))
+    return [each.data.decode().removeprefix(HEAD) for each in found]
+
+
+def test_what_a_helper_is_given_is_cast_and_with_it_what_is_used_beside():
+    code = "def f(x, n):\n    y = grid(n, like=x) + x.t()  # <-\n    return y\n"
+    assert given_here(code, "x", "grid") == [code.replace("    y =", "    x = x.float()\n    y =")]
+    alone = "def f(x, z):\n    y = spread(x) + z  # <-\n    return y\n"
+    assert given_here(alone, "x z", "spread") == [alone.replace("(x) +", "(x.float()) +")]

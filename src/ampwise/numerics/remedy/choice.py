@@ -25,6 +25,8 @@ _COARSE_DB = 10.0
 _SOUND_DB = 20.0
 """A stable formula that keeps this on all steps is taken, whatever float32 around it would add; and
 layers in float32 are not looked at where another patch does."""
+_STEPS_A_KINK = 10
+"""Steps of which one may be worse, where a patch would put layers in float32 for it."""
 _WIDER = (Grade.FLOAT32, Grade.STATEMENTS, Grade.FUNCTION)
 """Patches that put float32 in place of float16."""
 _MANY_CASTS = 4
@@ -62,6 +64,11 @@ class Held:
         """The least of these, and no more than a limit."""
         return min(most, *self.steps_db)
 
+    @property
+    def usual(self) -> float:
+        """The least of these; of ten, but for one: any rounding turns a gradient at a kink."""
+        return sorted(self.steps_db)[len(self.steps_db) // _STEPS_A_KINK]
+
     def mean(self, most: float) -> float:
         """Their mean, with none above a limit."""
         return fmean(max(0.0, min(each, most)) for each in self.steps_db)
@@ -92,9 +99,7 @@ def may_win(each: Proposal, best: Held, most: float) -> bool:
         return True
     if not best.measured:
         return False
-    if _is_sound_formula(best) or (each.grade == Grade.LAYERS and best.worst() >= _SOUND_DB):
-        return False
-    if each.has_layers and _is_small_and_sound(best):
+    if _is_sound_formula(best) or (_has_layers(each) and _is_sound_without_layers(best)):
         return False
     return each.grade < best.proposal.grade or best.worst() < most - _ALIKE_DB
 
@@ -127,14 +132,18 @@ def best_of(held: Sequence[Held], most: float, before: bytes) -> Held:
 
 def _without_layers(held: Sequence[Held]) -> Sequence[Held]:
     """Those that leave layers alone, where one of them is sound: float32 there is always nearer."""
-    if not any(map(_is_small_and_sound, held)):
+    if not any(map(_is_sound_without_layers, held)):
         return held
-    return [each for each in held if not each.proposal.has_layers]
+    return [each for each in held if not _has_layers(each.proposal)]
 
 
-def _is_small_and_sound(each: Held) -> bool:
-    small = each.proposal.grade <= Grade.STATEMENTS and not each.proposal.has_layers
-    return small and each.worst() >= _SOUND_DB and not _is_narrow(each)
+def _has_layers(each: Proposal) -> bool:
+    return each.has_layers or each.grade is Grade.LAYERS
+
+
+def _is_sound_without_layers(each: Held) -> bool:
+    without = each.proposal.grade <= Grade.FUNCTION and not _has_layers(each.proposal)
+    return without and each.usual >= _SOUND_DB and not _is_narrow(each)
 
 
 def _least(some: Sequence[Held], before: bytes) -> Held:
@@ -166,8 +175,8 @@ def _is_sound_formula(each: Held) -> bool:
     return each.proposal.grade == Grade.FORMULA and each.worst() >= _SOUND_DB
 
 
-def is_as_good(less: Outcome, best: Held) -> bool:
-    """Whether nothing is lost with a part of a patch left out."""
+def is_as_good(less: Outcome, best: Held, most: float) -> bool:
+    """Whether nothing below a limit is lost with a part of a patch left out."""
     pairs = zip(Held(0, best.proposal, less).steps_db, best.steps_db, strict=False)
     same_length = len(less.next_db) == len(best.outcome.next_db)
     return (
@@ -175,7 +184,7 @@ def is_as_good(less: Outcome, best: Held) -> bool:
         and less.left == best.outcome.left
         and (not less.near or bool(best.outcome.near))
         and same_length
-        and all(a >= b - _NO_LESS_DB for a, b in pairs)
+        and all(min(a, most) >= min(b, most) - _NO_LESS_DB for a, b in pairs)
     )
 
 
@@ -191,7 +200,7 @@ def _before(taken: Held, other: Held, most: float, before: bytes) -> str:
         return f"taken before {name}: there {other.outcome.left}"
     if other.outcome.near and not taken.outcome.near:
         return f"taken before {name}: there {other.outcome.near}"
-    if other.proposal.has_layers and _is_small_and_sound(taken):
+    if _has_layers(other.proposal) and _is_sound_without_layers(taken):
         return f"taken before {name}: what its function calls is in float32 there, too"
     if taken.worst(most) > other.worst(most) + _ALIKE_DB:
         return f"taken before {name}: it is nearer"

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import chain, islice, takewhile
 from pathlib import Path
 
 import libcst as cst
@@ -18,6 +18,7 @@ from ampwise.numerics.explain.causes import CAUSES
 from ampwise.numerics.remedy.costs import Cost
 from ampwise.numerics.remedy.headroom import function_around
 from ampwise.numerics.remedy.patches import (
+    Grade,
     Proposal,
     around,
     as_made,
@@ -109,12 +110,10 @@ class OwnSource:
             return [*self.proposals, *islice(casts, _MOST_BEYOND)]
         made = made_by(self.site, [*self.makers, *self.casting])
         beyond = around(self.site, self.callers, self.chains)
-        given = given_to_helpers(CallSite(self.site, (0, 0), helpers=self.helpers))
         return [
             *self.proposals,
             *islice(casts, _MOST_BEYOND),
             *islice(made, _MOST_BEYOND),
-            *given,  # what is only asked for its format is not cast
             *islice(beyond, _MOST_BEYOND),
         ]
 
@@ -136,7 +135,10 @@ class OwnSource:
             return list(as_made(self.site, self.parameter_lines))[:_MOST]
         first = list(as_made(self.site, self.parameter_lines)) if self.parameter_lines else []
         first += softmaxes_in(self.site, self.before)
-        return [*first, *proposals(self.site)][:_MOST]
+        given = given_to_helpers(CallSite(self.site, (0, 0), helpers=self.helpers))
+        found = proposals(self.site)
+        formulas = list(takewhile(lambda each: each.grade is Grade.FORMULA, found))
+        return [*first, *formulas, *given, *found[len(formulas) :]][:_MOST]
 
     def diff(self, proposal: Proposal) -> str:
         """A proposal as a unified diff."""

@@ -6,6 +6,7 @@ Where they are tried is not known here: in fresh processes (`verify`), or in the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -31,8 +32,8 @@ from ampwise.numerics.result import HOLDS_TOO
 _MORE, _MANY_MORE = 3, 8
 """Patches that are tried after one holds, if they could be better; and while all that hold leave
 something wrong, or noise."""
-_MOST_PARTS = 10
-"""Edits of a patch up to which it is tried without each."""
+_MOST_PARTS = 12
+"""Parts of a patch up to which it is tried without each."""
 
 
 class Tries(Protocol):
@@ -140,19 +141,26 @@ class Search:
         (self._held if tried.outcome.verified else self._failed).append(tried)
 
     def _without_idle(self, best: Held) -> Held:
-        """A patch without the edits that nothing is lost without."""
-        only, kept = best.proposal.only, list(range(best.proposal.parts))
-        if only is None or not best.measured or len(kept) > _MOST_PARTS:
+        """A patch without the parts that nothing is lost without: of an island, from its ends."""
+        whole, kept = best.proposal, set(range(best.proposal.parts))
+        if whole.only is None or not best.measured or len(kept) > _MOST_PARTS:
             return best
-        for part in reversed(range(best.proposal.parts)):
-            if len(kept) == 1 or self._tries.over:
+        needed: set[int] = set()
+        for part in (*reversed(range(whole.parts)), *range(whole.parts)):
+            if self._tries.over:
                 break
-            fewer = [each for each in kept if each != part]
-            self._progress.stage(f"the patch without one of its edits: {best.proposal.what}")
-            less, number = only(fewer), self._most_tried + 1 + part
+            less = whole.only(kept - {part}) if part in kept - needed else None
+            if less is None or _texts(less) == (self._before, {}):
+                continue
+            self._progress.stage(f"the patch without one of its edits: {whole.what}")
+            number = self._most_tried + 1 + part
             outcome = self._tries.of(number, less.data, less.beside)
-            if is_as_good(outcome, best):
-                best, kept = Held(number, less, outcome), fewer
+            most = self._most if part >= whole.parts - whole.statements else math.inf
+            if is_as_good(outcome, best, most):
+                best = Held(number, less, outcome)
+                kept.remove(part)
+            else:
+                needed.add(part)
         return best
 
 

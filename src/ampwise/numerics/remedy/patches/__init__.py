@@ -105,7 +105,10 @@ class Proposal:
     data
         The whole file of the fault with the change made.
     parts, only
-        Edits that may be made without each other, and the proposal of some of them.
+        Of how many parts it is that may be left out, and the proposal of some of them; None where
+        there is none.
+    statements
+        How many of the parts, the last ones, are statements of an island.
     beside
         Other files that change, too, or in its place.
     has_layers
@@ -116,8 +119,9 @@ class Proposal:
     why: str
     data: bytes
     grade: Grade = Grade.FORMULA
-    parts: int = 1
-    only: Callable[[Collection[int]], Proposal] | None = None
+    parts: int = 0
+    only: Callable[[Collection[int]], Proposal | None] | None = None
+    statements: int = 0
     beside: Mapping[Path, bytes] = field(default_factory=dict[Path, bytes])
     has_layers: bool = False
 
@@ -153,7 +157,7 @@ def around(
             what = f"the calling function, line {caller.line}, in float32, outside of autocast"
             grade = Grade.LAYERS if among_layers else Grade.FUNCTION
             for each in _made(caller, island.function, grade):
-                yield _of_files(what, each.why, grade, site, {caller: each.data})
+                yield replace(_in_caller(each, site, caller), what=what)
         if not among_layers:
             kinds = (reach.function, island.function)
             islands = (islands_in(each, site, kind) for each in chains for kind in kinds)
@@ -282,7 +286,12 @@ def _in_caller(made: Proposal, site: Site, caller: Site) -> Proposal:
     only = made.only
     if only is None:
         return found
-    return replace(found, parts=made.parts, only=lambda kept: _in_caller(only(kept), site, caller))
+
+    def fewer(kept: Collection[int]) -> Proposal | None:
+        less = only(kept)
+        return None if less is None else _in_caller(less, site, caller)
+
+    return replace(found, parts=made.parts, only=fewer, statements=made.statements)
 
 
 def _of_kind(site: Site, kind: Kind, grade: Grade) -> Iterator[Proposal]:
@@ -307,13 +316,15 @@ def _proposal(site: Site, edit: Edit, grade: Grade) -> Proposal:
     """The file with an edit made."""
     data = site.source.edited(edit.changes)
     ast.parse(data)
-    if edit.parts < _SEVERAL:
+    fewer = edit.fewer
+    if fewer is None:
         return Proposal(edit.what, edit.why, data, grade)
 
-    def only(kept: Collection[int]) -> Proposal:
-        return _proposal(site, edit.only(kept), grade)
+    def only(kept: Collection[int]) -> Proposal | None:
+        less = fewer(kept)
+        return None if less is None else _proposal(site, less, grade)
 
-    return Proposal(edit.what, edit.why, data, grade, edit.parts, only)
+    return Proposal(edit.what, edit.why, data, grade, edit.parts, only, edit.statements)
 
 
 def _also_float32(site: Site, first: Proposal) -> Iterator[Proposal]:

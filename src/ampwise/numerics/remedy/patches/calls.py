@@ -6,14 +6,14 @@ called, all of the chain is in float32 once what it begins with is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import libcst as cst
 
 from ampwise.numerics.remedy.patches.constants import assigned
-from ampwise.numerics.remedy.patches.dtypes import ELEMENTWISE, TENSORS, may_be_half
-from ampwise.numerics.remedy.patches.edit import Edit, widened
+from ampwise.numerics.remedy.patches.dtypes import ELEMENTWISE, TENSORS, casts, may_be_half
+from ampwise.numerics.remedy.patches.edit import Edit, of_parts, separable, widened
 from ampwise.numerics.remedy.patches.island import bare, outside_autocast
 from ampwise.numerics.remedy.patches.site import OTHER, Site
 from ampwise.numerics.remedy.patches.source import Change, changed, dotted, walk
@@ -77,14 +77,18 @@ def edits(at: CallSite) -> Iterator[Edit]:
         return
     changes = raised_as_one(site, changes)
     what = _what_is_given(reversed(helpers))
-    yield Edit(what, _WHY, changes, separable=True)
+    yield separable(what, _WHY, changes)
     line = site.statement
     runs_layers = any(isinstance(each, cst.Call) for each in changes)
     if isinstance(line, cst.SimpleStatementLine) and not runs_layers:
-        within = {each: new for each, new in changes.items() if site.source.inside(each, line)}
-        rest = {each: new for each, new in changes.items() if each not in within}
-        block = outside_autocast(site, [bare(changed(line, within))], [line])
-        yield Edit(f"{what}, outside of autocast", _WHY, {**rest, line: block})
+
+        def made(some: Sequence[tuple[cst.CSTNode, Change]]) -> Edit:
+            within = {each: new for each, new in some if site.source.inside(each, line)}
+            rest = {each: new for each, new in some if each not in within}
+            block = outside_autocast(site, [bare(changed(line, within))], [line])
+            return Edit(f"{what}, outside of autocast", _WHY, {**rest, line: block})
+
+        yield of_parts(list(changes.items()), made)
 
 
 def given_here(at: CallSite) -> Iterator[Edit]:
@@ -99,7 +103,8 @@ def given_here(at: CallSite) -> Iterator[Edit]:
         for node in _begins_with(at, call, helpers)
     }
     if changes:
-        yield Edit(_what_is_given(helpers), _WHY, raised_as_one(site, changes), separable=True)
+        cast = raised_as_one(site, changes)
+        yield casts(site, _what_is_given(helpers), _WHY, cast, alone=False)
 
 
 def _what_is_given(helpers: Iterable[cst.Call]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 
 import libcst as cst
 
@@ -11,17 +11,19 @@ from ampwise.numerics.remedy.patches.constants import assigned, terms
 from ampwise.numerics.remedy.patches.edit import (
     Edit,
     cast_of,
+    comments,
     comments_moved,
     enclosed,
     method,
-    raised,
+    raised_before,
     says_nothing,
+    separable,
     widened,
 )
 from ampwise.numerics.remedy.patches.site import Site
-from ampwise.numerics.remedy.patches.source import Change, changed, code_of, dotted, walk
+from ampwise.numerics.remedy.patches.source import Change, changed, code_of, dotted, same, walk
 from ampwise.numerics.remedy.patches.terms import Term
-from ampwise.numerics.remedy.patches.views import outermost
+from ampwise.numerics.remedy.patches.views import outermost, viewed
 from ampwise_lint.base.words import joined
 
 ELEMENTWISE = frozenset(
@@ -54,7 +56,9 @@ _ATEN: Mapping[str, tuple[str, ...]] = {
 _MAKES = ("_to_copy", "arange", "full", "zeros", "ones", "empty", "linspace", "scalar_tensor")
 """Operations that give a tensor its format."""
 _NEW = ("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor")
-_LIKE = ("torch.zeros_like", "torch.ones_like", "torch.full_like", "torch.empty_like")
+_LIKE = tuple(f"torch.{each}_like" for each in ("zeros", "ones", "full", "empty", "rand", "randn"))
+_EXACT = ("torch.eye", "torch.zeros", "torch.ones")
+"""Tensors whose numbers every format holds: in a formula, theirs only changes that of others."""
 _TIGHT = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
 _ASKED = ("dtype", "device", "shape", "ndim", "dim", "size", "numel")
 """What may be asked of a tensor without its numbers."""
@@ -120,11 +124,11 @@ def _uncast(site: Site) -> Iterator[Edit]:
     state = behind | of_half(site, taken_over(site, _casts_of(site)))
     for changes in (here, state, behind, everywhere, of_class):
         if changes:
-            yield in_place_of("a cast to float32", "16 bits", site, changes)
+            yield from in_place_of("a cast to float32", "16 bits", site, changes)
     if followed:
         asked = [code_of(each) for each in followed if isinstance(each, cst.Attribute)]
         what = joined(dict.fromkeys(asked)) or "another format"
-        yield in_place_of("float32", what, site, followed)
+        yield from in_place_of("float32", what, site, followed)
 
 
 def _casts_of(site: Site) -> list[cst.BaseExpression]:
@@ -141,36 +145,88 @@ def _casts_of(site: Site) -> list[cst.BaseExpression]:
 
 def in_place_of(
     wider: str, format_: str, site: Site, changes: Mapping[cst.CSTNode, Change]
-) -> Edit:
-    """Another format in place of one; where all are casts of what is float32, no cast."""
-    less = without_casts(site, changes)
-    what = f"{wider} in place of {format_}" if less is changes else f"no cast to {format_}"
-    return Edit(what, FLOAT32, less, separable=True)
+) -> Iterator[Edit]:
+    """Another format in place of one; no cast of what is float32 in that.
+
+    First with what the function returns in the format that was given for it.
+    """
+    less, all_left_out = without_casts(site, changes)
+    what = f"no cast to {format_}" if all_left_out else f"{wider} in place of {format_}"
+    if returned := _returned_as_asked(site, less):
+        yield Edit(f"{what} but of the result", FLOAT32, returned)
+    yield separable(what, FLOAT32, less)
+
+
+def _returned_as_asked(
+    site: Site, changes: Mapping[cst.CSTNode, Change]
+) -> dict[cst.CSTNode, Change]:  # fmt: skip
+    """Changes after which a format that is an argument is that of the result; else of no use."""
+    if site.function is None:
+        return {}
+    arguments = {each.name.value for each in walk(site.function.params, cst.Param)}
+    within = {name.value for each in changes for name in walk(each, cst.Name)}
+    unused = [
+        name
+        for name in sorted(arguments & within)
+        if _is_a_dtype(cst.Name(name))
+        and all(any(site.source.inside(use, e) for e in changes) for use in _uses(site, name))
+    ]
+    returned = [each.value for each in walk(site.function.body, cst.Return)]
+    if (
+        len(unused) != 1
+        or not returned
+        or any(e is None or isinstance(e, cst.Tuple) for e in returned)
+    ):
+        return {}
+    found = dict(changes)
+    for each in returned:
+        assert each is not None
+        found = {node: to for node, to in found.items() if not site.source.inside(node, each)}
+        found[each] = method(changed(each, changes), "to", cst.Name(unused[0]))
+    return found
 
 
 def without_casts(
     site: Site, changes: Mapping[cst.CSTNode, Change]
-) -> Mapping[cst.CSTNode, Change]:  # fmt: skip
-    """The same changes with casts left out, where each is a cast of what is float32."""
+) -> tuple[Mapping[cst.CSTNode, Change], bool]:  # fmt: skip
+    """The same changes with casts of what is float32 left out, and whether all were such."""
+    calls = {node: _idle_cast(site, node) for node in changes}
     left: dict[cst.CSTNode, Change] = {}
-    for node in changes:
-        around = (node, *site.source.up(node))
-        call = next((each for each in around if isinstance(each, cst.Call)), None)
-        value = None if call is None else cast_of(call)
-        if call is None or value is None or not _is_float32(site, site.term(value)):
-            return changes
-        left[call] = value
-    for statement in dict.fromkeys(map(site.source.statement, left)):
-        within = {e: to for e, to in left.items() if site.source.statement(e) is statement}
+    idle = 0
+    for statement in dict.fromkeys(map(site.source.statement, changes)):
+        own = {e: to for e, to in changes.items() if site.source.statement(e) is statement}
+        less: dict[cst.CSTNode, Change] = {
+            call: _instead(site, call) for each in own if (call := calls[each])
+        }
+        if len(less) < len(own):
+            left |= own
+            continue
+        idle += len(own)
         if isinstance(statement, cst.SimpleStatementLine) and says_nothing(
-            changed(statement, within)
+            changed(statement, less)
         ):
             block = site.source.parents[statement]
             if not isinstance(block, cst.IndentedBlock) or len(block.body) == 1:
-                return changes  # nothing would be left in it
-            left = {each: to for each, to in left.items() if each not in within}
-            left[statement] = cst.RemoveFromParent()
-    return left | comments_moved(site, left)
+                return changes, False  # nothing would be left in it
+            less = {statement: cst.RemoveFromParent()}
+        left |= less
+    return left | comments_moved(site, left), idle == len(changes)
+
+
+def _idle_cast(site: Site, node: cst.CSTNode) -> cst.Call | None:
+    """The call around a format, where it is a cast of what is float32."""
+    around = (node, *site.source.up(node))
+    call = next((each for each in around if isinstance(each, cst.Call)), None)
+    value = None if call is None else cast_of(call)
+    return call if value is not None and _is_float32(site, site.term(value)) else None
+
+
+def _instead(site: Site, call: cst.Call) -> cst.BaseExpression:
+    """What a call casts, without parentheses that only the call needed."""
+    value = cast_of(call)
+    assert value is not None
+    bound = isinstance(site.source.parents[call], cst.BaseExpression) or len(value.lpar) != 1
+    return value if bound or comments(value) else value.with_changes(lpar=(), rpar=())
 
 
 def _is_float32(site: Site, term: Term) -> bool:
@@ -179,6 +235,8 @@ def _is_float32(site: Site, term: Term) -> bool:
         given = [each for each in map(term.get, TENSORS) if each is not None]
         tensors = [each for each in given if not each.is_constant]
         return bool(tensors) and all(_is_float32(site, each) for each in tensors)
+    if (base := viewed(site, term.node)) is not None:
+        return _is_float32(site, site.term(base))
     return site.kinds(term.node) == {"float32"}
 
 
@@ -196,7 +254,7 @@ def _given(site: Site, changes: Mapping[cst.CSTNode, Change]) -> dict[cst.CSTNod
 def in_part(site: Site) -> Iterator[Edit]:
     """All casts to 16 bits in a part of a file: a class, a function, a statement outside of any."""
     if changes := wide(site, site.source.module):
-        yield Edit("casts to float32 in place of 16 bits", FLOAT32, changes, separable=True)
+        yield separable("casts to float32 in place of 16 bits", FLOAT32, changes)
 
 
 def copied(site: Site) -> Iterator[Edit]:
@@ -213,7 +271,7 @@ def copied(site: Site) -> Iterator[Edit]:
                 changes[call] = made.with_changes(args=[*made.args, *copy.args])
         if changes:
             what = "a copy in float32 in place of a cast to 16 bits"
-            yield Edit(what, FLOAT32, changes, separable=True)
+            yield separable(what, FLOAT32, changes)
 
 
 def _cast_of(site: Site, call: cst.Call) -> cst.BaseExpression | None:
@@ -235,7 +293,7 @@ def taken_over(site: Site, expressions: Iterable[cst.BaseExpression]) -> dict[cs
     changes: dict[cst.CSTNode, Change] = {}
     float32 = cst.parse_expression(site.source.spelled("torch.float32"))
     for node in expressions:
-        if not isinstance(node, cst.Call):
+        if not isinstance(node, cst.Call) or _only_promotes(site, node):
             continue
         name = node.func.attr.value if isinstance(node.func, cst.Attribute) else ""
         for arg in node.args:
@@ -251,6 +309,11 @@ def taken_over(site: Site, expressions: Iterable[cst.BaseExpression]) -> dict[cs
             assert isinstance(node.func, cst.Attribute)
             changes[node] = method(node.func.value, "float")
     return changes
+
+
+def _only_promotes(site: Site, node: cst.Call) -> bool:
+    in_formula = isinstance(site.source.parents.get(node), cst.BinaryOperation)
+    return in_formula and site.source.full(node.func) in _EXACT
 
 
 def made_like(site: Site, node: cst.CSTNode) -> dict[cst.CSTNode, Change]:
@@ -271,8 +334,7 @@ def _like(site: Site) -> Iterator[Edit]:
     """
     for scope in (site.statement, site.function):
         if changes := {} if scope is None else made_like(site, scope):
-            yield Edit("float32 in place of the format of another tensor", FLOAT32, changes,
-                       separable=True)  # fmt: skip
+            yield separable("float32 in place of the format of another tensor", FLOAT32, changes)
 
 
 def _is_made_like(site: Site, call: cst.Call) -> bool:
@@ -370,7 +432,44 @@ def _raised(site: Site) -> Iterator[Edit]:
         for operand in half_operands(site, term):
             changes[operand] = widened(site, operand)
     if changes:
-        yield Edit(f"the operands of {found[0].op} in float32", FLOAT32, changes, separable=True)
+        what = f"the operands of {found[0].op} in float32"
+        yield from (casts(site, what, FLOAT32, e) for e in _from_their_making(site, changes))
+
+
+def casts(
+    site: Site, what: str, why: str, changes: Mapping[cst.CSTNode, Change], *, alone: bool = True
+) -> Edit:
+    """Casts; of tensors that would be cast more than once, in front of the first statement.
+
+    But where these are used below: so much need not be in float32.
+
+    Parameters
+    ----------
+    alone
+        Whether a name may be in 16 bits beside its cast.
+    """
+    source, statement = site.source, site.source.statement
+    tensors = {e: e.value if isinstance(e, cst.Subscript) else e for e in changes}
+    names = [each.value for each in tensors.values() if isinstance(each, cst.Name)]
+    lines = [each for each in dict.fromkeys(map(statement, changes)) if each is not None]
+    uses = [use for name in dict.fromkeys(names) for use in _uses(site, name)]
+    beside = [] if alone else [e for e in uses if statement(e) in lines and e not in changes]
+    first, end = lines[0], max(map(source.end, lines))
+    if (
+        isinstance(first, cst.SimpleStatementLine)
+        and len(names) == len(changes)
+        and len(names) + len(beside) > len(set(names))
+        and all(site.unchanged(each, source.start(first)) for each in tensors.values())
+        and all(source.parents[each] is source.parents[first] for each in lines)
+        and not any(
+            source.start(use) > end and site.unchanged(each, source.start(use))
+            for each in tensors.values()
+            for use in _uses(site, code_of(each))
+        )
+        and not any(isinstance(each, cst.For | cst.While) for each in source.up(first))
+    ):
+        return raised_before(first, list(dict.fromkeys(names)), what, why)
+    return separable(what, why, changes, lambda node: (code_of(node), id(statement(node))))
 
 
 def _meant(site: Site) -> list[Term]:
@@ -394,6 +493,8 @@ def half_operands(site: Site, term: Term) -> Iterator[cst.BaseExpression]:
             yield from half_operands(site, each)
         elif may_be_half(site, each):
             yield each.node
+            if isinstance(term.node, cst.BinaryOperation) and same(each.node, term.node.right):
+                yield term.node.right  # x * x
 
 
 def may_be_half(site: Site, term: Term) -> bool:
@@ -420,7 +521,22 @@ def _formula(site: Site) -> Iterator[Edit]:
         for leaf in _leaves(site, term):
             changes[leaf.node] = widened(site, leaf.node)
     if changes := outermost(site, changes):
-        yield Edit("what the formula starts from in float32", FLOAT32, changes, separable=True)
+        what = "what the formula starts from in float32"
+        yield from (separable(what, FLOAT32, each) for each in _from_their_making(site, changes))
+
+
+def _from_their_making(
+    site: Site, casts: Mapping[cst.CSTNode, Change]
+) -> Iterator[Mapping[cst.CSTNode, Change]]:  # fmt: skip
+    """Casts, and first: what is made like another tensor in float32 where it is made."""
+    found: dict[cst.CSTNode, Change] = {}
+    for node, to in casts.items():
+        values = site.values_of(node.value) if isinstance(node, cst.Name) else [node]
+        like = {made: new for each in values for made, new in made_like(site, each).items()}
+        found |= {made: like[made] for made in values if made in like} or {node: to}
+    if found.keys() != casts.keys():
+        yield found
+    yield casts
 
 
 def _leaves(site: Site, term: Term) -> Iterator[Term]:
@@ -453,17 +569,8 @@ def _from_here_on(site: Site) -> Iterator[Edit]:
     used = [each for each in walk(line, cst.Name) if site.is_half(each)]
     names = list(dict.fromkeys(each.value for each in used if not site.is_label(each)))
     names = [each for each in names if not only_asked(site, each)]
-    below = line.with_changes(leading_lines=())
-
-    def raises(some: Sequence[str]) -> Edit:
-        cast = raised(some).with_changes(leading_lines=line.leading_lines)
-        what = f"{joined(some)} in float32 from here on"
-        return Edit(
-            what, FLOAT32, {line: cst.FlattenSentinel([cast, below])}, names=some, fewer=raises
-        )
-
     if names:
-        yield raises(names)
+        yield raised_before(line, names, f"{joined(names)} in float32 from here on", FLOAT32)
 
 
 # -- a cast that is missing -----------------------------------------------------------------------

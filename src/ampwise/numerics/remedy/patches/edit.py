@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import libcst as cst
 
 from ampwise.formats import HALF
 from ampwise.numerics.remedy.patches.site import Binding, Site
 from ampwise.numerics.remedy.patches.source import Change, changed, dotted, same, walk
+
+P = TypeVar("P")
 
 _WEAK = (
     cst.BinaryOperation, cst.UnaryOperation, cst.BooleanOperation, cst.Comparison, cst.IfExp,
@@ -34,31 +37,46 @@ class Edit:
         In a few words, for a list of fixes.
     why
         One sentence of what it changes in the numbers.
-    separable
-        Whether each change can be made without the others.
-    names, fewer
-        Names that a change casts at once, and the same edit for some of them.
+    parts, fewer
+        Of how many parts it is that may be left out, and the same edit of some of them; None where
+        it cannot be made of these.
+    statements
+        How many of the parts, the last ones, are statements of an island.
     """
 
     what: str
     why: str
     changes: Mapping[cst.CSTNode, Change]
-    separable: bool = False
-    names: Sequence[str] = ()
-    fewer: Callable[[Sequence[str]], Edit] | None = None
+    parts: int = 0
+    fewer: Callable[[Collection[int]], Edit | None] | None = None
+    statements: int = 0
 
-    @property
-    def parts(self) -> int:
-        """Of how many parts it is that may be made without each other."""
-        return len(self.changes) if self.separable else max(1, len(self.names))
 
-    def only(self, kept: Collection[int]) -> Edit:
-        """The edit with some of its parts."""
-        if self.fewer is not None:
-            return self.fewer([each for n, each in enumerate(self.names) if n in kept])
-        return replace(self, changes={
-            each: to for n, (each, to) in enumerate(self.changes.items()) if n in kept
-        })  # fmt: skip
+def of_parts(parts: Sequence[P], made: Callable[[Sequence[P]], Edit | None]) -> Edit:
+    """An edit that is made of parts, and can be made of some of them."""
+    edit = made(parts)
+    assert edit is not None
+
+    def fewer(kept: Collection[int]) -> Edit | None:
+        return made([each for number, each in enumerate(parts) if number in kept])
+
+    return replace(edit, parts=len(parts), fewer=fewer)
+
+
+def separable(
+    what: str, why: str, changes: Mapping[cst.CSTNode, Change],
+    together: Callable[[cst.CSTNode], object] = id,
+) -> Edit:  # fmt: skip
+    """An edit whose changes can be made without each other, but for those that belong together."""
+    parts: dict[object, dict[cst.CSTNode, Change]] = {}
+    for node, to in changes.items():
+        parts.setdefault(together(node), {})[node] = to
+
+    def made(some: Sequence[Mapping[cst.CSTNode, Change]]) -> Edit | None:
+        kept = {node: to for each in some for node, to in each.items()}
+        return Edit(what, why, kept) if kept else None
+
+    return of_parts(list(parts.values()), made)
 
 
 def enclosed(node: cst.BaseExpression) -> cst.BaseExpression:
@@ -230,3 +248,18 @@ def raised(names: Sequence[str], lists: Container[str] = ()) -> cst.BaseStatemen
     made = cst.parse_statement(f"{', '.join(names)} = {values}\n")
     assert isinstance(made, cst.SimpleStatementLine)
     return made
+
+
+def raised_before(
+    line: cst.SimpleStatementLine, names: Sequence[str], what: str, why: str
+) -> Edit:  # fmt: skip
+    """Names in float32 from a statement on."""
+
+    def made(some: Sequence[str]) -> Edit | None:
+        if not some:
+            return None
+        cast = raised(some).with_changes(leading_lines=line.leading_lines)
+        below = line.with_changes(leading_lines=())
+        return Edit(what, why, {line: cst.FlattenSentinel([cast, below])})
+
+    return of_parts(names, made)

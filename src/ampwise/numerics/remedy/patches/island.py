@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import libcst as cst
 
@@ -17,7 +18,7 @@ from ampwise.numerics.remedy.patches.dtypes import (
     taken_over,
     wide,
 )
-from ampwise.numerics.remedy.patches.edit import Edit, method, raised
+from ampwise.numerics.remedy.patches.edit import Edit, method, of_parts, raised
 from ampwise.numerics.remedy.patches.products import may_multiply
 from ampwise.numerics.remedy.patches.site import LIST_OF, Site, is_other, writes
 from ampwise.numerics.remedy.patches.source import Change, changed, code_of, dotted, walk
@@ -62,13 +63,21 @@ def statement(site: Site) -> Iterator[Edit]:
     own = {each: _in_float32(site, each) for each in (line, *_twins(site, line))}
     if not own[line] and all(each.op in ELEMENTWISE for each in map(site.term, _calls(line))):
         return
-    changes: dict[cst.CSTNode, Change] = {
-        each: _island(site, [bare(changed(each, to))], [each])
-        for each, to in own.items()
-        if to or each is line
-    }
-    what = "the statement" if len(changes) == 1 else "the statement, and those like it beside it,"
-    yield Edit(f"{what} in float32{_where(site, [line])}", WHY, changes)
+    several = [each for each, to in own.items() if to or each is line]
+    if several == [line] and _leaves_autocast(site, several) and _loop_of(site, several):
+        yield span(site, several, [])
+        return
+    what = "the statement" if len(several) == 1 else "the statement, and those like it beside it,"
+
+    def made(some: Sequence[_Part]) -> Edit:
+        casts = _casts_in(some)
+        bodies = {each: [bare(changed(each, casts))] for each in several}
+        changes: dict[cst.CSTNode, Change] = {
+            each: _island(site, body, [each], some) for each, body in bodies.items()
+        }
+        return Edit(f"{what} in float32{_where(site, [line])}", WHY, changes)
+
+    yield of_parts(_parts(site, several), made)
 
 
 def _twins(site: Site, line: cst.SimpleStatementLine) -> list[cst.SimpleStatementLine]:
@@ -129,15 +138,65 @@ def can_be_moved(site: Site, node: cst.BaseStatement) -> bool:
 def span(
     site: Site, part: Sequence[cst.BaseStatement], rest: Sequence[cst.BaseStatement]
 ) -> Edit:  # fmt: skip
-    """Statements in float32, outside of autocast."""
-    kept = [*_cast_first(site, part, rest)]
-    gone = dict.fromkeys(part[1:], cst.RemoveFromParent())
-    first, last = (site.source.start(each)[0] for each in (part[0], part[-1]))
-    return Edit(
-        f"lines {first} to {last} in float32{_where(site, part)}",
-        WHY,
-        {part[0]: _island(site, kept, part), **gone},
-    )
+    """Statements in float32, outside of autocast; around their loop if that can be."""
+    while _leaves_autocast(site, part) and (around := _loop_of(site, part)) is not None:
+        part, rest = around
+
+    def made(some: Sequence[_Part]) -> Edit:
+        kept = [*_cast_first(site, part, rest, _casts_in(some))]
+        gone = dict.fromkeys(part[1:], cst.RemoveFromParent())
+        return Edit(
+            f"{_lines_of(site, part)} in float32{_where(site, part)}",
+            WHY,
+            {part[0]: _island(site, kept, part, some), **gone},
+        )
+
+    return of_parts(_parts(site, part), made)
+
+
+def _lines_of(site: Site, part: Sequence[cst.BaseStatement]) -> str:
+    first, last = site.source.start(part[0])[0], site.source.end(part[-1])[0]
+    return f"line {first}" if first == last else f"lines {first} to {last}"
+
+
+_Part = Mapping[cst.CSTNode, Change] | None
+"""Casts that an island is made with, or without; None for that it leaves autocast."""
+
+
+def _parts(site: Site, several: Sequence[cst.BaseStatement]) -> list[_Part]:
+    """What an island of statements is made of: casts, those of a name together; the island."""
+    found: dict[object, dict[cst.CSTNode, Change]] = {}
+    for each in several:
+        for node, to in _in_float32(site, each).items():
+            found.setdefault(dotted(node) or node, {})[node] = to
+    return [None, *found.values()] if _leaves_autocast(site, several) else [*found.values()]
+
+
+def _casts_in(parts: Sequence[_Part]) -> dict[cst.CSTNode, Change]:
+    return {node: to for each in parts if each is not None for node, to in each.items()}
+
+
+def _loop_of(
+    site: Site, part: Sequence[cst.BaseStatement]
+) -> tuple[list[cst.BaseStatement], list[cst.BaseStatement]] | None:  # fmt: skip
+    """The loop of some statements, and what stands below it; None where other ones need autocast.
+
+    What is cast in a loop would be cast, and autocast left, each time that it comes by.
+    """
+    block = site.source.parents[part[0]]
+    if not isinstance(block, cst.IndentedBlock):
+        return None
+    beside = [each for each in block.body if each not in part]
+    if not all(can_be_moved(site, each) and not may_multiply(site, each) for each in beside):
+        return None
+    loop = site.source.parents[block]
+    if not isinstance(loop, cst.For) or loop.orelse is not None:
+        return None
+    above = site.source.parents[loop]
+    if not isinstance(above, cst.IndentedBlock):
+        return None
+    below = list(above.body)
+    return [loop], below[below.index(loop) + 1 :]
 
 
 def _where(site: Site, part: Sequence[cst.BaseStatement]) -> str:
@@ -150,10 +209,11 @@ def _leaves_autocast(site: Site, part: Sequence[cst.BaseStatement]) -> bool:
 
 
 def _island(
-    site: Site, body: Sequence[cst.BaseStatement], part: Sequence[cst.BaseStatement]
-) -> Change:
+    site: Site, body: Sequence[cst.BaseStatement], part: Sequence[cst.BaseStatement],
+    made_of: Sequence[_Part],
+) -> Change:  # fmt: skip
     """Statements in float32 in place of others; outside of autocast where that would cast."""
-    if _leaves_autocast(site, part):
+    if None in made_of:
         return outside_autocast(site, body, part)
     leading: Sequence[cst.EmptyLine] = getattr(part[0], "leading_lines", ())
     first = bare(body[0]).with_changes(leading_lines=leading)
@@ -198,24 +258,45 @@ def names_read(site: Site, node: cst.CSTNode) -> set[str]:
 
 
 def _cast_first(
-    site: Site, part: Sequence[cst.BaseStatement], rest: Sequence[cst.BaseStatement]
-) -> Iterator[cst.BaseStatement]:
-    """The statements on float32 inputs: what is used often and not again is cast in front."""
+    site: Site, part: Sequence[cst.BaseStatement], rest: Sequence[cst.BaseStatement],
+    casts: Mapping[cst.CSTNode, Change],
+) -> Iterator[cst.BaseStatement]:  # fmt: skip
+    """The statements on float32 inputs: what is used often and not again is cast in front.
+
+    So is what a loop computes with: also what it writes anew.
+    """
     made: set[str] = set()
+    loops = [each for each in part if isinstance(each, cst.For)]
+    anew = names_bound(site, loops)
+    items = {name.value for each in loops for name in walk(each, cst.Name) if _is_set(site, name)}
     changes: dict[cst.CSTNode, Change] = {}
-    for each in part:
-        own = _in_float32(site, each)
+    for each in _in_order(part):
+        own = {node: to for node, to in casts.items() if site.source.inside(node, each)}
         changes |= {n: to for n, to in own.items() if dotted(n).partition(".")[0] not in made}
         made |= names_bound(site, [each])
     names = [each for each in changes if isinstance(each, cst.Name)]
     used = [each.value for each in names if not site.is_label(each)]
     later = {name for each in rest for name in names_read(site, each)}
-    often = [name for name in dict.fromkeys(used) if used.count(name) > 1 and name not in later]
+    often = [
+        name
+        for name in dict.fromkeys(used)
+        if name in anew or (name not in later | items and (used.count(name) > 1 or loops))
+    ]
     if often:
         yield raised(often)
     left = {n: to for n, to in changes.items() if dotted(n) not in often}
     first, *others = (changed(each, left) for each in part)
     yield from (bare(first), *others)
+
+
+def _in_order(part: Iterable[cst.BaseStatement]) -> Iterator[cst.CSTNode]:
+    """Statements, and those of loops in place of these."""
+    for each in part:
+        if isinstance(each, cst.For) and isinstance(each.body, cst.IndentedBlock):
+            yield each.iter
+            yield from _in_order(each.body.body)
+        else:
+            yield each
 
 
 def arguments(site: Site) -> Iterator[Edit]:
@@ -232,17 +313,17 @@ def arguments(site: Site) -> Iterator[Edit]:
     if not names or any(calls_a_module(each) for each in rest):
         return
 
-    def raises(some: Sequence[str]) -> Edit:
+    def raises(some: Sequence[str]) -> Edit | None:
+        if not some:
+            return None
         cast = raised(some, lists).with_changes(leading_lines=getattr(rest[0], "leading_lines", ()))
         return Edit(
             f"{joined(some)} in float32 from the start of the function",
             "What is computed with float32 is float32, but for products of matrices.",
             {rest[0]: cst.FlattenSentinel([cast, bare(rest[0])])},
-            names=some,
-            fewer=raises,
         )
 
-    yield raises(names)
+    yield of_parts(names, raises)
 
 
 def function(site: Site) -> Iterator[Edit]:
@@ -254,17 +335,32 @@ def function(site: Site) -> Iterator[Edit]:
     rest = body[kept:]
     if not rest or calls_an_argument(site.function, site):
         return
+    block = site.function.body
     half = [each for each in arguments_of(site.function) if is_half_at(site, each, rest[0])]
     asked = [each for each in half if only_asked(site, each)]
-    names = [each for each in half if each not in asked]
     lists = lists_at(site, rest[0])
-    casts = [raised([each], lists) for each in (*names, *lists)]
-    changes = {node: made for each in rest for node, made in wide(site, each).items()}
-    changes |= formats_asked(site, asked)
-    first, *others = (changed(each, changes) for each in rest)
-    block = outside_autocast(site, [*casts, bare(first), *others], rest[:1])
-    new = site.function.body.with_changes(body=[*body[:kept], block])
-    yield Edit("the function in float32, outside of autocast", WHY, {site.function.body: new})
+    names = [*(each for each in half if each not in asked), *lists]
+
+    def made(some: Sequence[str | cst.BaseStatement]) -> Edit | None:
+        part = [each for each in rest if each in some]
+        if not part:
+            return None
+        begin, end = (rest.index(part[number]) for number in (0, -1))
+        if len(part) < end - begin + 1:
+            return None
+        changes = {node: to for each in part for node, to in wide(site, each).items()}
+        changes |= formats_asked(site, asked)
+        casts = [raised([each], lists) for each in names if each in some]
+        first, *others = (changed(each, changes) for each in part)
+        island = outside_autocast(site, [*casts, bare(first), *others], part[:1])
+        now = [*body[: kept + begin], island, *rest[end + 1 :]]
+        what = "the function" if len(part) == len(rest) else _lines_of(site, part)
+        return Edit(
+            f"{what} in float32, outside of autocast", WHY, {block: block.with_changes(body=now)}
+        )
+
+    edit = of_parts([*names, *rest], made)
+    yield replace(edit, statements=len(rest))
 
 
 def outside_autocast(
@@ -293,11 +389,12 @@ def _device(site: Site, within: Sequence[cst.BaseStatement]) -> str:
     tensors = {name: kinds for name, kinds in seen.items() if kinds}
     # What is assigned here may be there only from the second time on that a loop comes by.
     made = {name.value for each in within for name in walk(each, cst.Name) if _is_set(site, name)}
+    made -= set() if site.function is None else set(arguments_of(site.function))
     one = len(within) == 1 and isinstance(within[0], cst.SimpleStatementLine)
     read = [
         each.value for each in names if each.value in tensors and (one or each.value not in made)
     ]
-    known = read or [each for each in tensors if each not in made]
+    known = read or sorted((e for e in tensors if e not in made), key=code_of(site.scope).find)
     known.sort(key=lambda each: not any("float" in kind for kind in tensors[each]))
     if known:
         return f"{known[0]}.device.type"
@@ -344,6 +441,8 @@ def is_computed_with(site: Site, node: cst.BaseExpression) -> bool:
         case cst.Attribute(value=value, attr=cst.Name(value=asked)) if value is node:
             return asked not in _SHAPES and not writes(asked)
         case cst.AssignTarget() | cst.Attribute():
+            return False
+        case cst.For(target=target) if target is node:
             return False
         case cst.Arg(keyword=label) as given:
             call = site.source.parents[given]

@@ -20,6 +20,7 @@ from ampwise.numerics.remedy.patches.edit import (
     like,
     method,
     says_nothing,
+    separable,
 )
 from ampwise.numerics.remedy.patches.site import Site
 from ampwise.numerics.remedy.patches.source import Change, dotted, walk
@@ -44,7 +45,7 @@ def edits(site: Site) -> Iterator[Edit]:
         yield Edit(what, WHY, here)
     for scope in (site.function, around):
         if scope is not None and (changes := wide(site, scope)):
-            yield Edit(what, WHY, changes, separable=True)
+            yield separable(what, WHY, changes)
     if changes := taken_over(site, site.expressions):
         yield Edit(what, WHY, changes)
 

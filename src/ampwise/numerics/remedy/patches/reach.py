@@ -7,7 +7,7 @@ float32, then the function; and the formats that helpers write.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import libcst as cst
@@ -26,7 +26,14 @@ from ampwise.numerics.remedy.patches.dtypes import (
     taken_over,
     wide,
 )
-from ampwise.numerics.remedy.patches.edit import Edit, method, raised, widened
+from ampwise.numerics.remedy.patches.edit import (
+    Edit,
+    method,
+    of_parts,
+    raised,
+    separable,
+    widened,
+)
 from ampwise.numerics.remedy.patches.island import (
     WHY,
     arguments_of,
@@ -56,7 +63,7 @@ def operands(site: Site) -> Iterator[Edit]:
         changes |= {node: widened(site, node) for node in _sources(site, term.node)}
     if changes := outermost(site, changes):
         what = "what the formula starts from in float32, a few lines above"
-        yield Edit(what, FLOAT32, changes, separable=True)
+        yield separable(what, FLOAT32, changes)
 
 
 def _sources(site: Site, node: cst.BaseExpression) -> Iterator[cst.BaseExpression]:
@@ -86,7 +93,7 @@ def formats(site: Site) -> Iterator[Edit]:
     changes = {} if site.function is None else wide(site, site.function)
     changes |= of_half(site, taken_over(site, site.roots))
     if changes:
-        yield in_place_of("a cast to float32", "16 bits", site, changes)
+        yield from in_place_of("a cast to float32", "16 bits", site, changes)
 
 
 def softmaxes(site: Site) -> Iterator[Edit]:
@@ -110,7 +117,7 @@ def _in_float32(site: Site, found: Iterable[Term]) -> Iterator[Edit]:
     }
     if changes:
         what = f"{joined(dict.fromkeys(each.op for each in several))} in float32"
-        yield Edit(what, FLOAT32, changes, separable=True)
+        yield separable(what, FLOAT32, changes)
 
 
 _SOFTMAXES = ("log_softmax", "softmax", "logsumexp", "logsigmoid", "cross_entropy", "nll_loss")
@@ -154,23 +161,28 @@ def function(site: Site) -> Iterator[Edit]:
     asked = [each for each in half if only_asked(site, each)]
     plain = {name for each in lines if each not in products for name in names_read(site, each)}
     used = [name.value for each in products for name in walk(each, cst.Name)]
-    first = [e for e in half if e not in asked and (e in plain or used.count(e) > 1)]
-    within = {each for each in half if each not in asked and each not in first}
-    changes: dict[cst.CSTNode, Change] = {**formats_asked(site, asked)}
-    for each in products:
-        casts = {
-            node: method(node, "float")
-            for node in walk(each, cst.Name)
-            if node.value in within and not site.is_label(node) and is_computed_with(site, node)
-        }
-        casts |= {node: to for node, to in changes.items() if site.source.inside(node, each)}
-        here = replace(site, line=site.source.start(each)[0])
-        changes[each] = outside_autocast(here, [bare(changed(each, casts))], [each])
-    if first:
-        leading = getattr(rest[0], "leading_lines", ())
-        now = changes[rest[0]] if rest[0] in changes else changed(rest[0], changes)
-        assert isinstance(now, cst.BaseStatement)
-        cast = raised(first).with_changes(leading_lines=leading)
-        changes[rest[0]] = cst.FlattenSentinel([cast, bare(now)])
-    if changes:
-        yield Edit("the function in float32", WHY, changes)
+
+    def made(names: Sequence[str]) -> Edit | None:
+        first = [e for e in names if e in plain or used.count(e) > 1]
+        within = {each for each in names if each not in first}
+        changes: dict[cst.CSTNode, Change] = {**formats_asked(site, asked)}
+        for each in products:
+            casts = {
+                node: method(node, "float")
+                for node in walk(each, cst.Name)
+                if node.value in within and not site.is_label(node) and is_computed_with(site, node)
+            }
+            casts |= {node: to for node, to in changes.items() if site.source.inside(node, each)}
+            here = replace(site, line=site.source.start(each)[0])
+            changes[each] = outside_autocast(here, [bare(changed(each, casts))], [each])
+        if first:
+            leading = getattr(rest[0], "leading_lines", ())
+            now = changes[rest[0]] if rest[0] in changes else changed(rest[0], changes)
+            assert isinstance(now, cst.BaseStatement)
+            cast = raised(first).with_changes(leading_lines=leading)
+            changes[rest[0]] = cst.FlattenSentinel([cast, bare(now)])
+        return Edit("the function in float32", WHY, changes) if changes else None
+
+    names = [each for each in half if each not in asked]
+    if made(names) is not None:
+        yield of_parts(names, made)

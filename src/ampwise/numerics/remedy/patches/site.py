@@ -208,6 +208,10 @@ class Site:
         last = self._certain(name)
         return None if last is None or last.value is None else last
 
+    def values_of(self, name: str) -> list[cst.BaseExpression]:
+        """All that is assigned to a name."""
+        return [each.value for each in self._bindings.get(name, ()) if each.value is not None]
+
     def parts_with(self, name: cst.Name) -> Parts | None:
         """What a name is a part of where it is used; None where that is not certain."""
         last = self._certain(name)
