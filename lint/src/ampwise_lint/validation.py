@@ -6,13 +6,13 @@ import ast
 import re
 from collections.abc import Iterator
 
-from ampwise_lint.source.pictures import FIGURE, is_pictured
-from ampwise_lint.source.places import functions_of, loads, scope_of
+from ampwise_lint.source.pictures import FIGURE, bound, is_pictured, names_read
+from ampwise_lint.source.places import functions_of, loads, names, scope_of
 from ampwise_lint.source.project import Module
-from ampwise_lint.source.roles import EVALUATION
+from ampwise_lint.source.roles import EVALUATION, dotted
 from ampwise_lint.values.abstract import Const, Tensor
 from ampwise_lint.values.contents import flatten
-from ampwise_lint.values.events import Condition, Forward
+from ampwise_lint.values.events import Condition, Forward, Site
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef
 TRAINING = re.compile(r"^(is_|do_|self\.)?(train|training|is_train)$")
@@ -34,7 +34,9 @@ def validates(event: Forward, network: str) -> bool:
         return False
     if _is_discarded(event.module, event.node):
         return False  # a warm-up, a measurement of speed
-    if is_pictured(event.module, event.node) or _is_of_unit_test(event):
+    if any(is_pictured(each.module, each.node) for each in _calls(event)):
+        return False
+    if _is_of_unit_test(event) or _is_sampling(event):
         return False
     if not event.context.no_grad and event.training is not False:
         return False
@@ -47,6 +49,35 @@ def validates(event: Forward, network: str) -> bool:
     asked = [each for branch in event.context.conditions for each in _asked(branch)]
     named = any(map(EVALUATION.search, [*functions, *data, *asked]))
     return (event.training is False or named) and not _is_dead(event)
+
+
+def _calls(event: Forward) -> Iterator[Site]:
+    """Where a network is called, and where the method of its own is that calls it there."""
+    yield event.site
+    functions = event.context.functions
+    if (
+        functions
+        and event.context.sites
+        and dotted(getattr(event.node, "func", event.node)).startswith("self.")
+    ):
+        yield event.context.sites[-1]
+
+
+def _is_sampling(event: Forward) -> bool:
+    """Whether a script draws a sample step by step: a loop gives a network what it made before.
+
+    Inside of functions, what a generated output is for tells more.
+    """
+    loop = event.context.loops[-1] if event.context.loops else None
+    if loop is None or loop.over_data or event.context.functions:
+        return False
+    given = {name for each in getattr(event.node, "args", []) for name in names(each)}
+    made = bound(event.module.statement_of(event.node))
+    inside = [each for each in ast.walk(loop.node) if isinstance(each, ast.Assign)]
+    assigned = [(names_read(each), bound(each)) for each in inside]
+    for _ in assigned:
+        made |= {name for read, written in assigned if made & read for name in written}
+    return bool(made & given)
 
 
 def _is_of_unit_test(event: Forward) -> bool:

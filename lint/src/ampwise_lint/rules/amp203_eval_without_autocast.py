@@ -4,7 +4,8 @@
 Reports a validation forward (no gradients, in a loop or in a method such as `val_step`) outside
 autocast, of a network that is trained inside autocast in the same file, or of a copy of it. Silent
 where outputs are shown or written and nothing is measured (samples, previews, predictions), and in
-functions that other files could call and none does; for what is frozen beside a training step; and
+functions that other files could call and none does; for networks whose forward opens autocast
+itself; for what is frozen beside a training step; and
 where the same path trains the network outside autocast.
 
 ## Why is this bad
@@ -131,13 +132,16 @@ def _casts(event: Forward, module: Module) -> bool:
     network = _original(event.model)
     if isinstance(network, Instance):
         found = network.class_.lookup("forward")
-        return found is not None and isinstance(found[0], Function) and _is_decorated(found[0])
+        return found is not None and isinstance(found[0], Function) and _runs_in(found[0])
     is_given = isinstance(network, Model) and not network.path and "@" not in network.key
     return is_given and module.project.made_beside(module, CASTS)
 
 
-def _is_decorated(function: Function) -> bool:
+def _runs_in(function: Function) -> bool:
+    """Whether a function is decorated with autocast, or opens it where a setting says so."""
     texts = [ast.unparse(each) for each in getattr(function.node, "decorator_list", [])]
+    blocks = [each for each in ast.walk(function.node) if isinstance(each, ast.With)]
+    texts += [ast.unparse(item.context_expr) for each in blocks for item in each.items]
     return any("autocast" in each and "False" not in each for each in texts)
 
 
