@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from itertools import dropwhile
 
+from ampwise_lint.source.nodes import Node
 from ampwise_lint.source.pictures import FIGURE, bound, is_pictured, names_read
 from ampwise_lint.source.places import functions_of, loads, names, scope_of
 from ampwise_lint.source.project import Module
-from ampwise_lint.source.roles import EVALUATION, dotted
+from ampwise_lint.source.roles import EVALUATION, LOSS, dotted
 from ampwise_lint.values.abstract import Const, Tensor
 from ampwise_lint.values.contents import flatten
 from ampwise_lint.values.events import Condition, Forward, Site
@@ -23,9 +25,12 @@ MEASURES = re.compile(
 """Networks that are no more than a loss or a figure."""
 
 
-def validates(event: Forward, network: str) -> bool:
-    """Whether a forward of a network of that name belongs to a validation."""
-    if MEASURES.search(network):
+def validates(event: Forward, network: str, place: Node) -> bool:
+    """Whether a forward of a network of that name belongs to a validation.
+
+    `place`: the forward, or a call of a helper that leads to it, from which on to look around.
+    """
+    if MEASURES.search(network) or _is_of_loss(event):
         return False
     is_repeated = bool(event.context.loops) or _is_step(event)
     if not event.is_root or not is_repeated or _is_fallback(event):
@@ -44,11 +49,19 @@ def validates(event: Forward, network: str) -> bool:
     if functions and "train" in functions[-1] and not event.context.no_grad:
         return False
     data = _loops_over(event)
-    if not any(map(EVALUATION.search, data)) and _only_shows(event):
+    if not any(map(EVALUATION.search, data)) and _only_shows(event, place):
         return False
     asked = [each for branch in event.context.conditions for each in _asked(branch)]
     named = any(map(EVALUATION.search, [*functions, *data, *asked]))
     return (event.training is False or named) and not _is_dead(event)
+
+
+def _is_of_loss(event: Forward) -> bool:
+    """Whether it is a part of a loss, as what matches outputs with targets is."""
+    classes = (
+        e.removesuffix(".forward") for e in event.context.functions if e.endswith(".forward")
+    )
+    return any(map(LOSS.search, classes))
 
 
 def _calls(event: Forward) -> Iterator[Site]:
@@ -109,12 +122,12 @@ OF_TOKENS = re.compile(r"\bscores\b")
 """What a function that samples draws tokens by: no figure."""
 
 
-def _only_shows(event: Forward) -> bool:
+def _only_shows(event: Forward, place: Node) -> bool:
     """Whether outputs are shown or written and nothing is measured: no figure goes wrong.
 
     What a function that predicts gives back may be measured by whom it is given to.
     """
-    around = list(_functions(event))[:2]
+    around = list(_functions(event, place))[:2]
     if any(EVALUATION.search(each.name) and not _is_shown(each) for _, each in around):
         return False
     texts = [OF_TOKENS.sub("", module.unparsed(e)) for module, e in around if _is_shown(e)]
@@ -128,12 +141,11 @@ def _is_shown(function: Definition) -> bool:
     return bool(PREDICTS.search(function.name)) and not returns
 
 
-def _functions(event: Forward) -> Iterator[tuple[Module, Definition]]:
-    """The function it stands in, and those that lead there, innermost first."""
-    places = [(event.module, event.node)]
-    places += [(each.module, each.node) for each in reversed(event.context.sites)]
-    for module, node in places:
-        yield from ((module, e) for e in functions_of(module, node) if isinstance(e, Definition))
+def _functions(event: Forward, place: Node) -> Iterator[tuple[Module, Definition]]:
+    """The function a place on the way to a forward stands in, and those that lead there."""
+    for each in dropwhile(lambda site: site.node is not place, reversed(event.way)):
+        functions = functions_of(each.module, each.node)
+        yield from ((each.module, e) for e in functions if isinstance(e, Definition))
 
 
 def _is_dead(event: Forward) -> bool:

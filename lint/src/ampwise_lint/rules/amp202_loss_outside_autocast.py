@@ -38,7 +38,7 @@ from collections.abc import Iterator
 from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.findings import Edit
 from ampwise_lint.queries.edits import edit, site_in
-from ampwise_lint.queries.precision import is_half_output, losses_by_hand
+from ampwise_lint.queries.precision import evaluates, is_half_output, losses_by_hand
 from ampwise_lint.queries.wrappers import is_given
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.library import LOSS_FUNCTIONS
@@ -77,7 +77,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
 
 def _half(event: Loss) -> Tensor | None:
     """What a network in autocast returned, and a loss outside it computes with in 16 bits."""
-    if event.context.region is not None or event.context.no_grad:
+    if event.context.region is not None or evaluates(event):
         return None
     if event.context.regions and event.path not in LOSS_FUNCTIONS:
         return None  # a function that is called with autocast switched off may cast by itself

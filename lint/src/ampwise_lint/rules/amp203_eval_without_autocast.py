@@ -99,7 +99,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
                 same = _network(event) in networks
             if not same or place is None or _casts(event, code.module):
                 continue
-            if validates(event, _name(event)):
+            if validates(event, _name(event), place.node):
                 yield Mistake(
                     place.node,
                     place.module,
