@@ -13,7 +13,16 @@ from ampwise_lint.path.state import State
 from ampwise_lint.source import library
 from ampwise_lint.source.nodes import Node
 from ampwise_lint.source.roles import HANDLES, LOSS, NETWORK, RUNS, SCALER, dotted
-from ampwise_lint.torch_model import functions, methods, networks, steps, tensors
+from ampwise_lint.torch_model import (
+    functions,
+    layers,
+    methods,
+    networks,
+    precision,
+    steps,
+    tensors,
+    training,
+)
 from ampwise_lint.values.abstract import (
     NONE,
     Bound,
@@ -252,9 +261,9 @@ def _construct(state: State, node: ast.Call, class_: Class, a: Arguments) -> Val
         state.emit(Made, node, wrapper)
         return wrapper
     if any(library.is_optimizer(each) or each == "torch.optim.Optimizer" for each in ancestors[1:]):
-        return functions.make_optimizer(state, node, class_.node.name, a)
+        return training.make_optimizer(state, node, class_.node.name, a)
     if any("torch.optim.lr_scheduler." in each for each in ancestors[1:]):
-        return functions.make_scheduler(state, node, class_.node.name, a)
+        return training.make_scheduler(state, node, class_.node.name, a)
     if any(each.endswith(".DataLoader") for each in ancestors[1:]):
         return functions.call(state, node, "torch.utils.data.DataLoader", a)
     made = Instance(class_, key=state.nth_made(node, class_.node.name))
@@ -281,7 +290,7 @@ def _construct_scaler(
     if class_.lookup("__init__") is not None:  # its parameters stand in an order of their own
         a = Arguments(named=a.named, open=a.open)
     own = any(class_.lookup(each) is not None for each in SCALER_METHODS)
-    return functions.make_scaler(state, node, base, a, opaque=own)
+    return precision.make_scaler(state, node, base, a, opaque=own)
 
 
 def initialise(state: State, made: Instance, a: Arguments, node: Node) -> None:
@@ -425,9 +434,9 @@ def _model(state: State, node: ast.Call, model: Model, a: Arguments) -> Value:
         return _sequential(state, node, model, a)
     if model.path.startswith("torch.nn.") and not model.wrapped:
         if state.in_forward or library.LOSS_LAYERS.match(model.path):
-            return functions.apply_layer(state, node, model, a)
+            return layers.apply_layer(state, node, model, a)
         networks.run(state, node, model, a)
-        return _output(state, node, functions.apply_layer(state, node, model, a))
+        return _output(state, node, layers.apply_layer(state, node, model, a))
     with _prepared(state, model):
         networks.run(state, node, model, a)
     return _as_returned(state, model, _output(state, node, state.unknown(node)))

@@ -8,6 +8,7 @@ from typing import Any
 
 from ampwise_lint.path.oracle import PRECISION
 from ampwise_lint.path.state import State
+from ampwise_lint.source import library
 from ampwise_lint.values.abstract import (
     Const,
     ListValue,
@@ -112,8 +113,8 @@ def _equals(state: State, value: Unknown, default: bool) -> bool:
         return False
     if repr(right.value) not in state.oracle.among.get(subject, {repr(right.value)}):
         return False
-    if right.value in FULL and PRECISION.search(subject):
-        default = False
+    if right.value in library.FULL_PRECISION and PRECISION.search(subject):
+        default = False  # paths begin with a lower one
     holds = _ask(state, key, default)
     if holds:
         equal[subject] = repr(right.value)
@@ -122,10 +123,6 @@ def _equals(state: State, value: Unknown, default: bool) -> bool:
 
 CLEANED = re.compile(r"\.(lower|strip)\(\)")
 """What a text is asked for under another key, and is the same: ``kind.lower() == "ddp"``."""
-
-
-FULL = {"fp32", "float32", "32", "32-true", "full", "no", "none", "f32", "float", "single"}
-"""Names of the precision that is not lower: paths begin with another one."""
 
 
 def _is_among(state: State, value: Unknown, items: ListValue, default: bool) -> bool:

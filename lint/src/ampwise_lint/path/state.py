@@ -184,6 +184,10 @@ class State:
             key += f"#{self._loops[-1].serial}"
         return Unknown(key, made, loop=self.iteration)
 
+    def made_here(self, node: Node, what: str) -> str:
+        """A key for what this line makes in this iteration."""
+        return f"{what}@{self.here.path.name}:{node.lineno}#{self.iteration}"
+
     def nth_made(self, node: Node, name: str) -> str:
         """A key for what is made here: that of the same object on every path."""
         place = f"{name}@{self.here.path.name}:{node.lineno}:{node.col_offset}"

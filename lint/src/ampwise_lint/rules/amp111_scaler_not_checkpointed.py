@@ -46,8 +46,8 @@ from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.findings import Edit
 from ampwise_lint.queries.edits import edit, file_of, receiver
 from ampwise_lint.queries.precision import in_float16, is_real
+from ampwise_lint.queries.scalers import recreated
 from ampwise_lint.rule import Mistake, rule
-from ampwise_lint.rules.amp110_scaler_recreated import recreated
 from ampwise_lint.source.nodes import Node
 from ampwise_lint.source.places import (
     alone,

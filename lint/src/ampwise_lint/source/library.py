@@ -31,6 +31,12 @@ MOVED = (
     ("torch.amp.autocast_mode.", "torch.amp."),
     ("torch.amp.grad_scaler.", "torch.amp."),
 )
+FULL_PRECISION = {
+    "fp32", "float32", "f32", "32", "32-true", "64", "64-true",
+    "float", "full", "no", "none", "false", "single",
+}  # fmt: skip
+"""What a precision that is not lower is called, in small letters."""
+
 NO_GRAD = {"torch.no_grad", "torch.inference_mode", "torch.autograd.no_grad"}
 ENABLE_GRAD = {"torch.enable_grad", "torch.autograd.enable_grad"}
 NULL = {"contextlib.nullcontext", "contextlib.suppress"}

@@ -41,8 +41,6 @@ MIXED = {
 TRUE = {"bf16-true": "bfloat16", "16-true": "float16"}
 """What dtype parameters themselves are cast to under a precision's name."""
 
-OFF = ("no", "32", "32-true", "64", "64-true", "False", "None")
-
 SETTINGS = ("precision", "mixed_precision", "fp16", "bf16")
 """Parameters that tell the precision."""
 
@@ -61,7 +59,7 @@ def make(path: str, a: Arguments) -> Wrapper:
         mixed, weights, lower = given.mixed, given.weights, given.lower
     else:
         mixed, weights = MIXED.get(told or "", ""), TRUE.get(told or "", "")
-        lower = told is not None and told not in OFF
+        lower = told is not None and told.lower() not in library.FULL_PRECISION
         if told is None and _last(path) == "Accelerator":
             # `accelerate launch` may tell it: nothing is known of what, only of how fast it is.
             return Wrapper(path, lower=True, divides=_divides(a))
