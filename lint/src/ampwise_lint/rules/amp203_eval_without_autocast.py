@@ -5,8 +5,8 @@ Reports a validation forward (no gradients, in a loop or in a method such as `va
 autocast, of a network that is trained inside autocast in the same file, or of a copy of it. Silent
 where outputs are shown or written and nothing is measured (samples, previews, predictions), and in
 functions that other files could call and none does; for networks whose forward opens autocast
-itself; for what is frozen beside a training step; and
-where the same path trains the network outside autocast.
+itself, or that the call tells what to run in (`mixed_precision=`); for what is frozen beside a
+training step; and where the same path trains the network outside autocast.
 
 ## Why is this bad
 The figures are those of another precision than the one that trains and, mostly, the one that
@@ -92,7 +92,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
             )
             if contexts.intersection(_contexts(event)):
                 continue  # whoever calls it sets the same name
-            if event.context.functions in here or _is_choice(event, beside):
+            if _is_told(event) or event.context.functions in here or _is_choice(event, beside):
                 continue  # it says itself what validates, if not on every path
             place = _place(event, covered)
             if place is not event:  # a helper calls all networks by one name
@@ -135,6 +135,20 @@ def _casts(event: Forward, module: Module) -> bool:
         return found is not None and isinstance(found[0], Function) and _runs_in(found[0])
     is_given = isinstance(network, Model) and not network.path and "@" not in network.key
     return is_given and module.project.made_beside(module, CASTS)
+
+
+TELLS = re.compile(r"(^|_)(amp|fp16|half|mixed_precision|autocast)$")
+
+
+def _is_told(event: Forward) -> bool:
+    """Whether the call tells the network what precision to run in: ``mixed_precision=mixed``."""
+    given = event.node.keywords if isinstance(event.node, ast.Call) else []
+    return any(
+        each.arg is not None
+        and TELLS.search(each.arg)
+        and not (isinstance(each.value, ast.Constant) and not each.value.value)
+        for each in given
+    )
 
 
 def _runs_in(function: Function) -> bool:
