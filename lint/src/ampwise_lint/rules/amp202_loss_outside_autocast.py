@@ -5,7 +5,7 @@ Reports a loss computed outside autocast on the 16-bit output of a network that 
 with no `.float()` in between; also one that is written by hand (the KL divergence of a VAE, `p *
 (p.log() - q.log())`), and inside `autocast(enabled=False)`, which by itself casts nothing up.
 Silent for `mse_loss`, `l1_loss` and `smooth_l1_loss` against a float32 target: they promote; and
-for a loss that is given nothing but what a network returned, target and all.
+for what a network is given and returns with more in it (`batch = model(batch)`).
 
 ## Why is this bad
 Inside autocast losses run in float32; outside they take the dtype of their inputs. In float16,
@@ -82,16 +82,9 @@ def _half(event: Loss) -> Tensor | None:
     if event.context.regions and event.path not in LOSS_FUNCTIONS:
         return None  # a function that is called with autocast switched off may cast by itself
     given = flatten(event.inputs)
-    if event.path not in LOSS_FUNCTIONS and len(given) == 1 and _is_returned(given[0]):
-        return None  # a record of what it needs, target and all: of which parts nobody tells
     if event.path in PROMOTE and any(map(_is_float32, given)):
         return None
     return next((e for e in given if isinstance(e, Tensor) and is_half_output(e)), None)
-
-
-def _is_returned(value: Value) -> bool:
-    """Whether it is what a network that is not in sight has returned, as it is."""
-    return isinstance(value, Tensor) and value.guessed and not value.op
 
 
 def _is_float32(value: Value) -> bool:
