@@ -49,7 +49,8 @@ def validates(event: Forward, network: str, place: Node) -> bool:
     if functions and "train" in functions[-1] and not event.context.no_grad:
         return False
     data = _loops_over(event)
-    if not any(map(EVALUATION.search, data)) and _only_shows(event, place):
+    is_shown = any(_only_shows(event, each) for each in (event.node, place))
+    if not any(map(EVALUATION.search, data)) and is_shown:
         return False
     asked = [each for branch in event.context.conditions for each in _asked(branch)]
     named = any(map(EVALUATION.search, [*functions, *data, *asked]))
