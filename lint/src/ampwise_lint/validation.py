@@ -5,14 +5,16 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from itertools import dropwhile
 
-from ampwise_lint.source.pictures import FIGURE, is_pictured
-from ampwise_lint.source.places import functions_of, loads, scope_of
+from ampwise_lint.source.nodes import Node
+from ampwise_lint.source.pictures import FIGURE, bound, is_pictured, names_read
+from ampwise_lint.source.places import functions_of, loads, names, scope_of
 from ampwise_lint.source.project import Module
-from ampwise_lint.source.roles import EVALUATION
+from ampwise_lint.source.roles import EVALUATION, LOSS, dotted
 from ampwise_lint.values.abstract import Const, Tensor
 from ampwise_lint.values.contents import flatten
-from ampwise_lint.values.events import Condition, Forward
+from ampwise_lint.values.events import Condition, Forward, Site
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef
 TRAINING = re.compile(r"^(is_|do_|self\.)?(train|training|is_train)$")
@@ -23,18 +25,15 @@ MEASURES = re.compile(
 """Networks that are no more than a loss or a figure."""
 
 
-def validates(event: Forward, network: str) -> bool:
-    """Whether a forward of a network of that name belongs to a validation."""
-    if MEASURES.search(network):
-        return False
+def validates(event: Forward, network: str, place: Node) -> bool:
+    """Whether a forward of a network of that name belongs to a validation.
+
+    `place`: the forward, or a call of a helper that leads to it, from which on to look around.
+    """
     is_repeated = bool(event.context.loops) or _is_step(event)
-    if not event.is_root or not is_repeated or _is_fallback(event):
+    if MEASURES.search(network) or not event.is_root or not is_repeated:
         return False
-    if _is_given_nothing(event):
-        return False
-    if _is_discarded(event.module, event.node):
-        return False  # a warm-up, a measurement of speed
-    if is_pictured(event.module, event.node) or _is_of_unit_test(event):
+    if any(is_meant(event) for is_meant in OTHER_USES):
         return False
     if not event.context.no_grad and event.training is not False:
         return False
@@ -42,7 +41,8 @@ def validates(event: Forward, network: str) -> bool:
     if functions and "train" in functions[-1] and not event.context.no_grad:
         return False
     data = _loops_over(event)
-    if not any(map(EVALUATION.search, data)) and _only_shows(event):
+    is_shown = any(_only_shows(event, each) for each in (event.node, place))
+    if not any(map(EVALUATION.search, data)) and is_shown:
         return False
     asked = [each for branch in event.context.conditions for each in _asked(branch)]
     named = any(map(EVALUATION.search, [*functions, *data, *asked]))
@@ -51,8 +51,49 @@ def validates(event: Forward, network: str) -> bool:
     return (event.training is False or named) and not _is_dead(event)
 
 
+def _is_picture(event: Forward) -> bool:
+    return any(is_pictured(each.module, each.node) for each in _calls(event))
+
+
 ACTS = re.compile(r"(^|_)(act|actions?|rollouts?|play|explore|get(_\w+)?_values?)(_|$)")
 """Functions in which an agent acts, or rates what it has come to."""
+
+
+def _is_of_loss(event: Forward) -> bool:
+    """Whether it is a part of a loss, as what matches outputs with targets is."""
+    classes = (
+        e.removesuffix(".forward") for e in event.context.functions if e.endswith(".forward")
+    )
+    return any(map(LOSS.search, classes))
+
+
+def _calls(event: Forward) -> Iterator[Site]:
+    """Where a network is called, and where the method of its own is that calls it there."""
+    yield event.site
+    functions = event.context.functions
+    if (
+        functions
+        and event.context.sites
+        and dotted(getattr(event.node, "func", event.node)).startswith("self.")
+    ):
+        yield event.context.sites[-1]
+
+
+def _is_sampling(event: Forward) -> bool:
+    """Whether a script draws a sample step by step: a loop gives a network what it made before.
+
+    Inside of functions, what a generated output is for tells more.
+    """
+    loop = event.context.loops[-1] if event.context.loops else None
+    if loop is None or loop.over_data or event.context.functions:
+        return False
+    given = {name for each in getattr(event.node, "args", []) for name in names(each)}
+    made = bound(event.module.statement_of(event.node))
+    inside = [each for each in ast.walk(loop.node) if isinstance(each, ast.Assign)]
+    assigned = [(names_read(each), bound(each)) for each in inside]
+    for _ in assigned:
+        made |= {name for read, written in assigned if made & read for name in written}
+    return bool(made & given)
 
 
 def _is_of_unit_test(event: Forward) -> bool:
@@ -84,12 +125,12 @@ OF_TOKENS = re.compile(r"\bscores\b")
 """What a function that samples draws tokens by: no figure."""
 
 
-def _only_shows(event: Forward) -> bool:
+def _only_shows(event: Forward, place: Node) -> bool:
     """Whether outputs are shown or written and nothing is measured: no figure goes wrong.
 
     What a function that predicts gives back may be measured by whom it is given to.
     """
-    around = list(_functions(event))[:2]
+    around = list(_functions(event, place))[:2]
     if any(EVALUATION.search(each.name) and not _is_shown(each) for _, each in around):
         return False
     texts = [OF_TOKENS.sub("", module.unparsed(e)) for module, e in around if _is_shown(e)]
@@ -103,12 +144,11 @@ def _is_shown(function: Definition) -> bool:
     return bool(PREDICTS.search(function.name)) and not returns
 
 
-def _functions(event: Forward) -> Iterator[tuple[Module, Definition]]:
-    """The function it stands in, and those that lead there, innermost first."""
-    places = [(event.module, event.node)]
-    places += [(each.module, each.node) for each in reversed(event.context.sites)]
-    for module, node in places:
-        yield from ((module, e) for e in functions_of(module, node) if isinstance(e, Definition))
+def _functions(event: Forward, place: Node) -> Iterator[tuple[Module, Definition]]:
+    """The function a place on the way to a forward stands in, and those that lead there."""
+    for each in dropwhile(lambda site: site.node is not place, reversed(event.way)):
+        functions = functions_of(each.module, each.node)
+        yield from ((each.module, e) for e in functions if isinstance(e, Definition))
 
 
 def _is_dead(event: Forward) -> bool:
@@ -162,13 +202,13 @@ def _asked(branch: Condition) -> list[str]:
     return ["eval"] if any(TRAINING.search(each) for each in asked) else []
 
 
-def _is_discarded(module: Module, node: ast.AST) -> bool:
-    """Whether nobody looks at the output."""
-    match module.parents.get(id(node)):
+def _is_discarded(event: Forward) -> bool:
+    """Whether nobody looks at the output: a warm-up, a measurement of speed."""
+    match event.module.parents.get(id(event.node)):
         case ast.Expr():
             return True
         case ast.Assign(targets=[ast.Name(id=name)]):
-            return name == "_" or not loads(scope_of(module, node), name)
+            return name == "_" or not loads(scope_of(event.module, event.node), name)
         case _:
             return False
 
@@ -190,3 +230,15 @@ def _is_without(test: str, *, taken: bool) -> bool:
     if FULL.search(test):
         return taken is not ("not " in test or "!=" in test)
     return not taken and bool(OFF.search(test))
+
+
+OTHER_USES = (
+    _is_of_loss,
+    _is_fallback,
+    _is_given_nothing,
+    _is_discarded,
+    _is_picture,
+    _is_of_unit_test,
+    _is_sampling,
+)
+"""What else a network may be run for."""

@@ -58,6 +58,8 @@ PLATFORM = {"os.name": Const("posix"), "sys.platform": Const("linux")}
 def attribute(state: State, node: Node, owner: Value, attr: str) -> Value:
     """An attribute of a value."""
     if isinstance(owner, Ref):  # torch.nn.functional.relu: most of all
+        if attr == "value" and owner.value is not None:
+            return owner.value
         path = library.canonical(f"{owner.path}.{attr}")
         return PLATFORM.get(path) or Ref(path)
     text = dotted(node)
@@ -172,7 +174,9 @@ def _is_placeholder(state: State, class_: Class, value: Value, attr: str, text: 
 
 def _of_class(node: Node, owner: Class, attr: str) -> Value:
     if attr in owner.attributes and any(e.endswith(ENUMS) for e in owner.ancestors()[1:]):
-        return Ref(f"{owner.node.name}.{attr}")  # a member is itself, and none of the others
+        held = owner.attributes[attr]
+        # A member is itself, and none of the others.
+        return Ref(f"{owner.node.name}.{attr}", held if isinstance(held, Const) else None)
     if found := owner.lookup(attr):
         return found[0]
     if attr == "apply" and is_autograd_function(owner):

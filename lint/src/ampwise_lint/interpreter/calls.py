@@ -440,7 +440,22 @@ def _model(state: State, node: ast.Call, model: Model, a: Arguments) -> Value:
         return _output(state, node, layers.apply_layer(state, node, model, a))
     with _prepared(state, model):
         networks.run(state, node, model, a)
-    return _as_returned(state, model, _output(state, node, state.unknown(node)))
+    output = _output(state, node, state.unknown(node))
+    if isinstance(output, Tensor) and _is_filled(state, node):
+        output.dtype = None  # of which of its parts it is nobody tells
+    return _as_returned(state, model, output)
+
+
+RECORD = re.compile(r"^(data|batch|record|samples?)(_(dict|data|batch))?$")
+
+
+def _is_filled(state: State, node: ast.Call) -> bool:
+    """``batch = model(batch)``: a network is given a record, and writes its outputs into it."""
+    around = state.here.parents.get(id(node))
+    given = {dotted(each) for each in node.args}
+    return isinstance(around, ast.Assign) and any(
+        dotted(each) in given and RECORD.search(dotted(each)) for each in around.targets
+    )
 
 
 def _has_own(model: Model) -> bool:

@@ -29,6 +29,7 @@ from ampwise_lint.values.abstract import (
     Value,
     Wrapper,
     is_low,
+    truth,
 )
 from ampwise_lint.values.contents import modules_in
 from ampwise_lint.values.events import CastDown, CastUp, GradientRead, ZeroGrad
@@ -61,9 +62,14 @@ def assign(state: State, target: ast.expr, value: Value) -> None:
 def _either(
     state: State, target: ast.Name | ast.Attribute, before: Value | None, value: Value
 ) -> Value:
-    """What is bound in a branch that may not be taken: of optimizers both, of constants one."""
+    """What is bound in a branch that may not be taken: of optimizers both, of constants one.
+
+    Of a dict that is empty without it: when it holds something.
+    """
     if not state.unsure:
         return value
+    if isinstance(before, DictValue) and truth(before) is False and isinstance(value, DictValue):
+        return replace(value, periodic=state.context.is_periodic)
     if isinstance(before, Optimizer) and isinstance(value, Optimizer):
         value.others = (*before.others, before)
     if isinstance(before, Optimizer) and isinstance(value, Unknown) and value.made == "called":

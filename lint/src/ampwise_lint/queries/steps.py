@@ -43,6 +43,8 @@ class Steps:
     in them, or behind, happens once a step."""
     waits: set[tuple[str, bool]] = field(default_factory=set[tuple[str, bool]])
     """What those branches ask, and which way they go."""
+    always: set[int] = field(default_factory=set[int])
+    """``id`` of those of the branches without which no step is made."""
     lower: set[tuple[int, int | None]] = field(default_factory=set[tuple[int, int | None]])
     """``id`` of the events of a path, with those of the loops that train in lower precision on it;
     with None for the path itself."""
@@ -62,6 +64,7 @@ def step_loops(code: Analysis) -> Steps:
     lower = [e for e in code.of(Made) if isinstance(e.value, Wrapper) and e.value.lower]
     rests = _loops_for_rests(code)
     runs_backward = code.any(Backward, lambda e: isinstance(e.scaled, Wrapper) and e.scaled.lower)
+    held: dict[int, set[int]] = {}
     for trace in code.traces:
         # Where a trainer runs backward on another path, this one does without it.
         is_plain = runs_backward and not any(each.scaled for each in trace.of(Backward))
@@ -91,10 +94,14 @@ def step_loops(code: Analysis) -> Steps:
             elif trace.root and not trace.root.rpartition(".")[2].startswith("test_"):
                 found.traces.add(id(trace.events))
             if not isinstance(event, Backward):
-                found.windows |= {id(each.node) for each in event.context.conditions}
+                branches = {id(each.node) for each in event.context.conditions}
+                around = id(loops[-1].node) if loops else 0
+                held[around] = held.get(around, branches) & branches
+                found.windows |= branches
                 found.waits |= {(e.asked, e.taken) for e in event.context.conditions}
                 inner = loops[-1].node if loops else None
                 found.windows |= {id(each) for each in passed(event, inner)}
+    found.always = set[int]().union(*held.values())
     return found
 
 
@@ -220,7 +227,7 @@ def is_always(event: Event, steps: Steps) -> bool:
     """Whether something hot happens on every step, whatever branches are taken."""
     around = [each for each in event.context.loops if id(each.node) in steps.nodes]
     branches = event.context.branches_in(around[0]) if around else event.context.conditions
-    return all(each.known or steps.is_window(each) for each in branches)
+    return all(each.known or id(each.node) in steps.always for each in branches)
 
 
 def steps_by_scaler(trace: Trace) -> Iterator[ScalerStep | Managed]:

@@ -47,11 +47,11 @@ def zeroed_with(trace: Trace, backward: Backward) -> Iterator[ZeroGrad]:
             continue
         loop = inner[0].node if inner else None
         rare = (is_rare(each, loop, event.module) for each in event.context.branches)
-        if not any(rare) and not _gives_up(event, backward):
+        if not any(rare) and not gives_up(event, backward):
             yield event
 
 
-def _gives_up(zero: ZeroGrad, backward: Backward) -> bool:
+def gives_up(zero: ZeroGrad, backward: Backward) -> bool:
     """Whether it stands in a branch behind the backward that leaves the iteration."""
     around = {id(each.node) for each in backward.context.conditions}
     return any(

@@ -5,7 +5,8 @@ Reports gradients that are zeroed between backward and step, zeroed on every mic
 accumulation window or before its last one, or never zeroed at all; also those of one of several
 networks that share a step, between its backward and that step, by the network or by the optimizer
 they share. In `with accelerator.accumulate(...)` also before backward: Accelerate zeroes in the
-last micro-batch only.
+last micro-batch only. Silent between backward and step in a branch that gives the step up: for
+gradients that are not finite, or one that leaves the iteration.
 
 ## Why is this bad
 Zeroed before the step, there is nothing to apply: AssertionError "No inf checks were recorded
@@ -40,10 +41,11 @@ from collections.abc import Iterator
 from functools import partial
 
 from ampwise_lint.analysis import Analysis, Trace
+from ampwise_lint.queries.branches import is_of_fault
 from ampwise_lint.queries.edits import is_of_each
 from ampwise_lint.queries.owners import owners, same_owner
 from ampwise_lint.queries.precision import uses_amp
-from ampwise_lint.queries.windows import accumulates, zeroed_with
+from ampwise_lint.queries.windows import accumulates, gives_up, zeroed_with
 from ampwise_lint.queries.wrappers import is_managed
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.library import ACCUMULATES
@@ -174,7 +176,7 @@ def _before_step(trace: Trace) -> Iterator[Mistake]:
             continue
         if not event.context.loops or before.context.loops[-1:] != after.context.loops[-1:]:
             continue
-        if _same(event, after):
+        if _same(event, after) and not gives_up(event, before) and not is_of_fault(event):
             yield Mistake(
                 event.node,
                 event.module,

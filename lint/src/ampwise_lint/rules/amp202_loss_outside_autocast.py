@@ -4,8 +4,9 @@
 Reports a loss computed outside autocast on the 16-bit output of a network that ran inside it,
 with no `.float()` in between; also one that is written by hand (the KL divergence of a VAE, `p *
 (p.log() - q.log())`), and inside `autocast(enabled=False)`, which by itself casts nothing up.
-Silent for what runs in the `autocast()` of Accelerate or Fabric, whose networks return float32, and
-for `mse_loss`, `l1_loss` and `smooth_l1_loss` against a float32 target: they promote.
+Silent for what runs in the `autocast()` of Accelerate or Fabric, whose networks return float32; for
+`mse_loss`, `l1_loss` and `smooth_l1_loss` against a float32 target: they promote; and for what a
+network is given and returns with more in it (`batch = model(batch)`).
 
 ## Why is this bad
 Inside autocast losses run in float32; outside they take the dtype of their inputs. In float16,
@@ -38,7 +39,7 @@ from collections.abc import Iterator
 from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.findings import Edit
 from ampwise_lint.queries.edits import edit, site_in
-from ampwise_lint.queries.precision import is_half_output, losses_by_hand
+from ampwise_lint.queries.precision import evaluates, is_half_output, losses_by_hand
 from ampwise_lint.queries.wrappers import is_given
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.library import LOSS_FUNCTIONS
@@ -77,7 +78,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
 
 def _half(event: Loss) -> Tensor | None:
     """What a network in autocast returned, and a loss outside it computes with in 16 bits."""
-    if event.context.region is not None or event.context.no_grad:
+    if event.context.region is not None or evaluates(event):
         return None
     if event.context.regions and event.path not in LOSS_FUNCTIONS:
         return None  # a function that is called with autocast switched off may cast by itself

@@ -4,8 +4,9 @@
 Reports a validation forward (no gradients, in a loop or in a method such as `val_step`) outside
 autocast, of a network that is trained inside autocast in the same file, or of a copy of it. Silent
 where outputs are shown or written and nothing is measured (samples, previews, predictions), or an
-agent acts and rates states; in functions that other files could call and none does; for what is
-frozen beside a training step; and where the same path trains the network outside autocast.
+agent acts and rates states; in functions that other files could call and none does; for networks
+whose forward opens autocast itself, or that the call tells what to run in (`mixed_precision=`); for
+what is frozen beside a training step; and where the same path trains the network outside autocast.
 
 ## Why is this bad
 The figures are those of another precision than the one that trains and, mostly, the one that
@@ -91,14 +92,14 @@ def check(code: Analysis) -> Iterator[Mistake]:
             )
             if contexts.intersection(_contexts(event)):
                 continue  # whoever calls it sets the same name
-            if event.context.functions in here or _is_choice(event, beside):
+            if _is_told(event) or event.context.functions in here or _is_choice(event, beside):
                 continue  # it says itself what validates, if not on every path
             place = _place(event, covered)
             if place is not event:  # a helper calls all networks by one name
                 same = _network(event) in networks
             if not same or place is None or _casts(event, code.module):
                 continue
-            if validates(event, _name(event)):
+            if validates(event, _name(event), place.node):
                 yield Mistake(
                     place.node,
                     place.module,
@@ -131,13 +132,30 @@ def _casts(event: Forward, module: Module) -> bool:
     network = _original(event.model)
     if isinstance(network, Instance):
         found = network.class_.lookup("forward")
-        return found is not None and isinstance(found[0], Function) and _is_decorated(found[0])
+        return found is not None and isinstance(found[0], Function) and _runs_in(found[0])
     is_given = isinstance(network, Model) and not network.path and "@" not in network.key
     return is_given and module.project.made_beside(module, CASTS)
 
 
-def _is_decorated(function: Function) -> bool:
+TELLS = re.compile(r"(^|_)(amp|fp16|half|mixed_precision|autocast)$")
+
+
+def _is_told(event: Forward) -> bool:
+    """Whether the call tells the network what precision to run in: ``mixed_precision=mixed``."""
+    given = event.node.keywords if isinstance(event.node, ast.Call) else []
+    return any(
+        each.arg is not None
+        and TELLS.search(each.arg)
+        and not (isinstance(each.value, ast.Constant) and not each.value.value)
+        for each in given
+    )
+
+
+def _runs_in(function: Function) -> bool:
+    """Whether a function is decorated with autocast, or opens it where a setting says so."""
     texts = [ast.unparse(each) for each in getattr(function.node, "decorator_list", [])]
+    blocks = [each for each in ast.walk(function.node) if isinstance(each, ast.With)]
+    texts += [ast.unparse(item.context_expr) for each in blocks for item in each.items]
     return any("autocast" in each and "False" not in each for each in texts)
 
 

@@ -3,8 +3,8 @@
 ## What it does
 Reports the training forward of one network outside autocast, in a step that runs another network
 inside it; under a scaler that one may also be run without gradients, as a copy that follows is.
-Silent for a region that is switched off on purpose (`enabled=False`), and for networks
-that no optimizer in sight trains.
+Silent for a region that is switched off on purpose (`enabled=False`), for an embedding alone, and
+for networks that no optimizer in sight trains.
 
 ## Why is this bad
 The network outside computes in float32: its time and memory are those of full precision, and what
@@ -35,7 +35,7 @@ from ampwise_lint.queries.steps import steps_by_scaler
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.roles import LOSS
 from ampwise_lint.triggers import AUTOCAST
-from ampwise_lint.values.abstract import Optimizer, key_of
+from ampwise_lint.values.abstract import Model, Optimizer, key_of
 from ampwise_lint.values.events import Backward, Forward, Managed, OptimizerStep
 
 
@@ -61,6 +61,8 @@ def check(code: Analysis) -> Iterator[Mistake]:
                 continue
             if event.context.regions or id(event.node) in covered:
                 continue
+            if isinstance(event.model, Model) and event.model.path == "torch.nn.Embedding":
+                continue  # which autocast would not change: it only picks rows
             if not owners(event.model) & trained:
                 continue
             if _is_a_look(event, trace) or LOSS.search(key):

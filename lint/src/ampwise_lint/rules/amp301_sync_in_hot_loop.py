@@ -50,7 +50,7 @@ from ampwise_lint.queries.edits import edit
 from ampwise_lint.queries.precision import trains_in_amp
 from ampwise_lint.queries.steps import Steps, is_always, is_hot, step_loops
 from ampwise_lint.rule import Mistake, rule
-from ampwise_lint.source.places import block_of, functions_of, loads, names, stores
+from ampwise_lint.source.places import block_of, functions_of, loads, names, scope_of, stores
 from ampwise_lint.source.roles import dotted
 from ampwise_lint.triggers import MIXED
 from ampwise_lint.values.abstract import Scaler, Tensor, Unknown, Wrapper
@@ -69,7 +69,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
     edits: dict[int, tuple[Edit, ...]] = {}
     for trace in code.traces:
         for event in trace.of(HostSync):
-            if event.how == "get_scale" and event.context.functions in waits:
+            if event.how == "get_scale" and (event.context.functions in waits or _is_asked(event)):
                 continue  # the price of a schedule that waits for skipped steps: AMP112
             # Of what another file is given more has to be known.
             sure = event.module is code.module or isinstance(event.tensor, KNOWN)
@@ -179,6 +179,21 @@ def _mistake(places: list[_Place]) -> Mistake:
 
 def _asks_scale(event: SchedulerStep) -> bool:
     return any("get_scale" in each.key for each in event.context.conditions)
+
+
+SCHEDULE = re.compile(r"sched|(^|[._])lr(_|$)", re.IGNORECASE)
+
+
+def _is_asked(event: HostSync) -> bool:
+    """Whether a branch asks for the scale to move a schedule on, whose steps are not in sight."""
+    return any(
+        "get_scale" in ast.unparse(branch.test)
+        and any(
+            SCHEDULE.search(dotted(e.func)) for e in ast.walk(branch) if isinstance(e, ast.Call)
+        )
+        for branch in ast.walk(scope_of(event.module, event.node))
+        if isinstance(branch, ast.If)
+    )
 
 
 # ---------------------------------------------------------------------- fixes

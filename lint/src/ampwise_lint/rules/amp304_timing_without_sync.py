@@ -4,7 +4,8 @@
 Reports a time taken in a training loop in mixed precision, or of a network in autocast, around
 work on the device, with no synchronize, event or read value before the clock is read the second
 time. `scaler.step` of an optimizer that is not fused reads found_inf, and so waits, too; one that
-comes from elsewhere is taken for such. What is read now and then, to be logged, is no wait.
+comes from elsewhere is taken for such. What is read now and then, to be logged, is no wait. Silent
+for a time over many steps each of which waits somewhere: little of the last one is still queued.
 
 ## Why is this bad
 Calls to CUDA return when work is queued. The difference is the time of queuing, not of
@@ -76,8 +77,17 @@ def check(code: Analysis) -> Iterator[Mistake]:
             inside = of_step or _times_forward(event, timed)
             # Over a whole epoch, what is still queued at its end does not count.
             always = [each for each in timed if not _is_perhaps(each, event, trace)]
-            if inside and begun == event.context.loops[-1:] and _ends_at_work(always):
+            if not inside or begun != event.context.loops[-1:] or not _ends_at_work(always):
+                continue
+            if not (_spans_steps(event, trace) and any(map(_is_wait, always))):
                 yield _mistake(trace.events[event.end - 1])
+
+
+def _spans_steps(event: Elapsed, trace: Trace) -> bool:
+    """Whether the clock was started in an earlier step: in a branch for some of them alone."""
+    started = trace.events[event.begin - 1].context
+    held = {(each.asked, each.taken) for each in event.context.conditions}
+    return any((each.asked, each.taken) not in held for each in started.branches)
 
 
 def _is_perhaps(event: Event, elapsed: Elapsed, trace: Trace) -> bool:
@@ -129,11 +139,9 @@ def _ends_at_work(events: list[Event]) -> bool:
     """
     updates = False
     for event in reversed(events):
+        if _is_wait(event):
+            return False
         match event:
-            case HostSync() | Synchronize():
-                return False
-            case ScalerStep(optimizer=optimizer) if _reads_found_inf(optimizer):
-                return False
             case ScalerStep() | OptimizerStep():
                 updates = True
             case Forward() | Backward():
@@ -141,6 +149,17 @@ def _ends_at_work(events: list[Event]) -> bool:
             case _:
                 pass
     return updates
+
+
+def _is_wait(event: Event) -> bool:
+    """Whether the host waits there until the device has done what it was given."""
+    match event:
+        case HostSync() | Synchronize():
+            return True
+        case ScalerStep(optimizer=optimizer):
+            return _reads_found_inf(optimizer)
+        case _:
+            return False
 
 
 def _reads_found_inf(optimizer: Value | None) -> bool:

@@ -32,7 +32,7 @@ def is_pictured(module: Module, output: ast.AST) -> bool:
     own = module.statement_of(output)
     if _is_shown(own):
         return True
-    derived = _bound(own)
+    derived = bound(own)
     if not derived:
         return False
     shown = False
@@ -42,15 +42,15 @@ def is_pictured(module: Module, output: ast.AST) -> bool:
         if _is_shown(each):
             shown = True
             continue
-        if not _bound(each) or _measures(each):
+        if not bound(each) or _measures(each):
             return False
-        derived |= _bound(each)
+        derived |= bound(each)
     return shown
 
 
 def names_read(node: ast.AST) -> set[str]:
     """Names that some code reads."""
-    return names(node) - _bound(node)
+    return names(node) - bound(node)
 
 
 def _statements(module: Module, statement: ast.stmt) -> Iterator[ast.stmt]:
@@ -63,7 +63,7 @@ def _statements(module: Module, statement: ast.stmt) -> Iterator[ast.stmt]:
     yield from sorted(behind, key=lambda each: each.lineno)
 
 
-def _bound(statement: ast.AST) -> set[str]:
+def bound(statement: ast.AST) -> set[str]:
     """Names that an assignment binds, by themselves or in a tuple; empty if it does more."""
     targets = statement.targets if isinstance(statement, ast.Assign) else []
     parts = [e for each in targets for e in (each.elts if isinstance(each, ast.Tuple) else [each])]

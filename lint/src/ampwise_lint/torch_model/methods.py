@@ -116,7 +116,7 @@ def note_norm(state: State, node: ast.Call, name: str, a: Arguments) -> None:
 
 def note_gradients(state: State, node: ast.Call, a: Arguments, *, copies: bool = False) -> None:
     """Note that gradients are computed with, or shown; `copies`: or only put side by side."""
-    if any(isinstance(each, Gradient) for each in flatten(a.values)):
+    if any(isinstance(e, Gradient) and not e.is_unscaled for e in flatten(a.values)):
         state.emit(GradientRead, node, copies=copies)
 
 

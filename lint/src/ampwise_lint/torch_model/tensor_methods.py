@@ -158,10 +158,11 @@ def gradient(state: State, node: ast.Call, owner: Gradient, name: str, a: Argume
     if name in EXTENTS:
         return state.unknown(node)
     if name in COPIES:
-        if not isinstance(state.here.parents.get(id(node)), ast.Attribute):
+        if not isinstance(state.here.parents.get(id(node)), ast.Attribute | ast.BinOp):
             state.emit(GradientRead, node, copies=True)  # else what is done with it tells
         return owner
-    state.emit(GradientRead, node, name.endswith("_"), copies=name == "copy_")
+    if not owner.is_unscaled:
+        state.emit(GradientRead, node, name.endswith("_"), copies=name == "copy_")
     return Tensor(key=f"gradient {name}", op=f"grad.{name}", inputs=(owner,))
 
 

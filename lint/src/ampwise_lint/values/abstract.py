@@ -84,6 +84,8 @@ class Ref(Value):
     """Something outside the code that is read, by its full name: ``torch.nn.Linear``."""
 
     path: str
+    value: Const | None = None
+    """What it stands for, where it is a member of an enumeration of the code."""
 
 
 class Scope:
@@ -226,6 +228,8 @@ class DictValue(Value):
     open: bool = False
     is_object: bool = False
     """A namespace, whose attributes these are."""
+    periodic: bool = False
+    """Empty, but for once in a window."""
 
 
 @dataclass(eq=False, slots=True)
@@ -332,6 +336,11 @@ class Gradient(Value):
     of: Value
     divisor: Value | None = None
     """What it was divided by or multiplied with."""
+
+    @property
+    def is_unscaled(self) -> bool:
+        """Whether it was divided by the loss scale by hand."""
+        return isinstance(self.divisor, Unknown) and self.divisor.scale
 
 
 @dataclass(eq=False, slots=True)
@@ -487,6 +496,8 @@ def truth(value: Value) -> bool | None:
             return None
         case ListValue(items=items):
             return bool(items) or None
+        case DictValue(periodic=True):
+            return None
         case DictValue(items=items, open=is_open):
             return True if items else None if is_open else False
         case _:
@@ -529,4 +540,4 @@ def loop_of(values: Sequence[Value]) -> int | None:
 
 def is_periodic(values: Sequence[Value]) -> bool:
     """Whether any of some values is true once in a window."""
-    return any(isinstance(each, Unknown) and each.periodic for each in values)
+    return any(isinstance(each, Unknown | DictValue) and each.periodic for each in values)
