@@ -100,18 +100,24 @@ def _cancels(event: Op, trace: Trace) -> bool:
 
 
 def _is_square(event: Op) -> bool:
-    return _is_same(*event.inputs)
+    return _is_same(event.inputs[0], event.inputs[1])
 
 
-def _is_same(one: Value, other: Value) -> bool:
+DEEP = 6
+"""Operations back that two values are compared."""
+
+
+def _is_same(one: Value, other: Value, deep: int = DEEP) -> bool:
     """Whether two values are the same, or the same multiple of one."""
     if one is other:
         return True
-    if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
+    if deep == 0 or not (isinstance(one, Tensor) and isinstance(other, Tensor)):
         return bool(key_of(one)) and key_of(one) == key_of(other)
     # What a function computes has one key, whatever it is given in two calls.
     same = one.key == other.key or one.op == other.op == "mul"
-    return same and list(map(key_of, one.inputs)) == list(map(key_of, other.inputs))
+    pairs = zip(one.inputs, other.inputs, strict=False)
+    same = same and len(one.inputs) == len(other.inputs)
+    return same and all(_is_same(first, second, deep - 1) for first, second in pairs)
 
 
 def _is_penalty(event: Op) -> bool:
