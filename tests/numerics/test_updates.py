@@ -160,6 +160,22 @@ def test_an_update_that_is_finite_and_wrong_is_a_fault_at_the_line_that_rounds(k
     assert "not what float64 makes of the same gradients" in found.explanation
 
 
+class Sent(Own):
+    """What changes goes through float16, in units in which most of it is 0."""
+
+    def update(self, p, grad, state, lr):
+        change = (-lr * grad / 3e4).half()  # <- here
+        state.setdefault("sum", torch.zeros_like(p)).add_(change.float())
+        p.add_(change.float(), alpha=3e4)
+
+
+def test_what_an_update_flushes_is_said_by_its_elements():
+    found = diagnose(of(Sent), precision="fp16", steps=8)
+    assert (found.status, found.phase, found.cause) == ("fault", "optimizer", "UNDERFLOW")
+    assert found.origin.line == line_of(Sent)
+    assert "results of _to_copy on line" in found.explanation
+
+
 @pytest.mark.parametrize("kind", [Momentum, Compensated, ByChance, Wide], ids=lambda e: e.__name__)
 def test_an_update_that_loses_nothing_is_none(kind):
     assert diagnose(of(kind), precision="bf16", steps=8).status == "clean"

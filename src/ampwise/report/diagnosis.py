@@ -183,7 +183,7 @@ def _where(origin: Origin | None) -> str:
 def _facts(found: Diagnosis) -> list[str]:
     """Which part broke, and how it came to that, as sentences."""
     facts: list[str] = []
-    if found.extent is not None:
+    if found.extent is not None and found.extent.of > 1:
         facts.append(f"Broken: {in_words(found.extent)}.")
     if found.history:
         here = "" if found.origin is None else found.origin.file

@@ -416,7 +416,7 @@ class ShownLater(nn.Module):
 def test_angles_are_told_their_spacing_where_they_were_rounded():
     found = diagnose(task(Angles, apart, data(8, 8)), "bf16", steps=2)
     assert (found.cause, origin_line(found)) == ("PRECISION_LOSS", line_of(Angles))
-    assert "23,424 is kept in bfloat16 at a spacing of 128" in found.explanation
+    assert "23,411 is kept in bfloat16 at a spacing of 128" in found.explanation
     assert "which repeats every 6.28" in found.explanation
     assert found.extent is not None
     assert 0 < found.extent.elements <= 64
@@ -426,7 +426,7 @@ def test_rounding_is_placed_where_it_began_not_where_float32_shows_it():
     found = diagnose(task(ShownLater, apart, data(8, 8)), "bf16", steps=2)
     assert (found.cause, origin_line(found)) == ("CANCELLATION", line_of(ShownLater))
     assert "at a spacing of 4" in found.explanation
-    assert "in float32, only shows it" in found.explanation
+    assert "takes a difference of at most 3.411 of such numbers" in found.explanation
     assert [each.op for each in found.history] == ["add", "_to_copy", "_to_copy"]
     assert all(1000 < each.extreme <= 1004 for each in found.history)
 

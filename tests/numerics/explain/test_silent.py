@@ -196,8 +196,8 @@ def test_a_line_that_makes_the_gradient_worse_is_noted_with_what_helps(monkeypat
     line = line_of(Decay)
     assert re.search(
         rf"made by rounding on line {line} \(cumsum in bfloat16, (>99|100|9\d)%\): the gradient has an "
-        rf"SQNR of \d+ dB against float64\. With line {line} in float32, tried on this step, it has "
-        r"[45]\d dB\.",
+        rf"SQNR of \d+ dB against float64\. With line {line} in float32, tried on this step, the "
+        r"gradient has [45]\d dB\.",
         note,
     ), note
 

@@ -13,7 +13,7 @@ from torch import nn
 from ampwise.bench.arm import Arm, Settings
 from ampwise.numerics.observe.bits import NAN, NEGATIVE, POSITIVE, bad_bits
 from ampwise.numerics.observe.gradient_errors import GradientErrors, in_words
-from ampwise.numerics.observe.shadow import shadow
+from ampwise.numerics.observe.shadow import Rounds, shadow
 from ampwise.numerics.observe.trace import watch
 from ampwise.policy import Policy
 from ampwise.sqnr import compare
@@ -146,9 +146,8 @@ def test_numbers_that_become_tensors_are_exact_in_the_shadow():
     made = [each for each in run.errors if each.name == "tensor"]
     assert [each.dtype for each in made] == ["bfloat16"] * 4
     assert all(40 < each.local_db < math.inf for each in made)
-    rounded = shadow(
-        again, stash, errors=False, rounds=lambda place: place.line == made[0].place.line
-    )
+    line = made[0].place.file, made[0].place.line
+    rounded = shadow(again, stash, errors=False, rounds=Rounds.on([line]))
     assert float(rounded.losses[0]) != pytest.approx(float(exact.detach()), rel=1e-5)
 
 

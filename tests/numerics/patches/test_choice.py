@@ -120,6 +120,13 @@ def test_the_reason_is_said_with_its_figures():
     assert said.endswith("(66 dB at worst): about as near, and float32 is only where it is needed")
 
 
+def test_patches_that_lose_for_one_reason_are_named_together():
+    others = [held(f"eps {number}", Grade.CONSTANT, 16) for number in range(4)]
+    assert why(FLOAT32, [FLOAT32, *others], MOST, BEFORE) == (
+        "taken before eps 0 (16 dB at worst), eps 1 (16 dB at worst) and 2 more: it is nearer"
+    )
+
+
 def test_layers_stay_in_16_bits_where_a_statement_in_float32_is_enough():
     statement = held("statement", Grade.STATEMENTS, 45, 37)
     whole = held("function", Grade.FUNCTION, 74, 58)

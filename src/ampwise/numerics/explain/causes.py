@@ -36,6 +36,7 @@ from ampwise.numerics.explain.cause import Argument, Cause, Explanation, Fault
 from ampwise.numerics.observe.ancestry import Ancestor
 from ampwise.numerics.observe.attention import inside
 from ampwise.numerics.observe.bits import all_bits
+from ampwise.numerics.observe.draws import drawn_in_half
 from ampwise.numerics.observe.exact import UnsupportedError, exact
 from ampwise.numerics.observe.operations import tensors
 from ampwise.numerics.observe.roots import Root
@@ -80,7 +81,8 @@ def explain(step: Replayable, stash: Stash, root: Root) -> Explanation:
     found = of_itself(root)
     if found is None:
         at = (root.name, root.place, root.occurrence)
-        found = damaged(root, shadow(step, stash, errors=False, at=at))
+        run = shadow(step, stash, errors=False, at=at)
+        found = _by_a_draw(step, stash, root, run) or damaged(root, run)
     return replace(found, words=found.words + float8.as_a_scale(root))
 
 
@@ -100,6 +102,17 @@ def damaged(root: Root, run: ShadowRun) -> Explanation:
         return _in_any_precision(root, run.makers)
     assert run.inputs is not None
     return _by_argument(root, run.inputs, run.makers)
+
+
+def _by_a_draw(step: Replayable, stash: Stash, root: Root, run: ShadowRun) -> Explanation | None:
+    """The cause, if it is not finite for a number that was drawn in 16 bits, and would be else."""
+    draw = drawn_in_half(run.makers)
+    ideal = _made_of(root, run.inputs)
+    if draw is None or (ideal is not None and not all_bits(ideal)):
+        return None
+    at = (root.name, root.place, root.occurrence)
+    ideal = _made_of(root, shadow(step, stash, errors=False, at=at, draws=True).inputs)
+    return None if ideal is None or all_bits(ideal) else precision_loss.of_a_draw(root, draw)
 
 
 def _by_itself(root: Root) -> Explanation | None:

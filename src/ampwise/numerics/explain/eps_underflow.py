@@ -7,6 +7,7 @@ import math
 from ampwise import formats
 from ampwise.numerics.explain.cause import Argument, Cause, Explanation, Fault
 from ampwise.numerics.observe.ancestry import Ancestor, back_from
+from ampwise.numerics.observe.draws import count, is_in_half
 from ampwise.numerics.observe.roots import Root
 from ampwise.numerics.remedy import interventions as change
 from ampwise.numerics.remedy.candidate import Candidate
@@ -32,9 +33,18 @@ def _zeros(argument: Argument) -> Explanation | None:
         "EPS_UNDERFLOW",
         f"{are}: the constant {figure(eps[0])}, which should keep them away from 0, is lost. The "
         f"smallest number of {fmt} is {fmt.min_subnormal:.2g}, and it keeps "
-        f"{fmt.mantissa_bits + 1} bits.",
+        f"{fmt.mantissa_bits + 1} bits.{_drawn(eps[1])}",
         _if_elsewhere(eps[1], argument.root),
     )
+
+
+def _drawn(by: Ancestor) -> str:
+    """What to say of a constant that is added to a draw in 16 bits; empty of any other."""
+    draw = next((each for each in by.parents if is_in_half(each)), None)
+    if draw is None:
+        return ""
+    often = count(formats.lookup(draw.dtype))
+    return f" {draw.where(by.place)} draws in {draw.dtype}: the lowest comes once in {often:,}."
 
 
 def _edge(argument: Argument) -> Explanation | None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from ampwise import formats
 from ampwise.numerics.explain.cause import Argument, Cause, Explanation, Fault
+from ampwise.numerics.observe.ancestry import Ancestor
+from ampwise.numerics.observe.draws import count
 from ampwise.numerics.observe.roots import Root
 from ampwise_lint.base.words import counted, figure
 
@@ -11,10 +14,10 @@ def _by_argument(argument: Argument) -> Explanation | None:
     """Arguments that were rounded to the end of a domain."""
     if argument.what != "edge":
         return None
-    count, fmt = counted(len(argument.actual), "argument"), argument.fmt
+    many, fmt = counted(len(argument.actual), "argument"), argument.fmt
     return Explanation(
         "PRECISION_LOSS",
-        f"{count} of {argument.root.name} rounded to {figure(float(argument.actual[0]))}, which is "
+        f"{many} of {argument.root.name} rounded to {figure(float(argument.actual[0]))}, which is "
         f"the end of its domain, and should be {figure(float(argument.wanted[0]))}. {fmt} keeps "
         f"{fmt.mantissa_bits + 1} bits.",
     )
@@ -26,6 +29,19 @@ def somewhere(root: Root) -> Explanation:
         "PRECISION_LOSS",
         f"The inputs of {root.name} lost so much that it has no finite value for them. In float64 "
         "the same computation is finite throughout.",
+    )
+
+
+def of_a_draw(root: Root, draw: Ancestor) -> Explanation:
+    """A number that was drawn in 16 bits, at the end of the interval."""
+    fmt = formats.lookup(draw.dtype)
+    often = f"{count(fmt):,}"
+    return Explanation(
+        "PRECISION_LOSS",
+        f"{draw.where(root.place)} draws in {fmt}, which has {often} numbers from 0 to 1: the "
+        f"lowest comes once in {often} draws, and {root.name} on line {root.place.line} has no "
+        f"finite value for it. In float32 it comes once in {count(formats.FLOAT32):,}.",
+        draw,
     )
 
 

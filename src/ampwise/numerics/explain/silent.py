@@ -67,6 +67,7 @@ def silent_faults(
         words = f"The step was not compared with float64: {kind_and_words(error)}."
         return [note(words)], run, errors
     found: list[Lost] = []
+    loss = ""
     damage = _damage(run, errors)
     floor = "" if begun is None else _floor(run, errors, stash, begun)
     if damage and floor:
@@ -74,8 +75,7 @@ def silent_faults(
         return [note(f"Training has converged to the floor of {fmt}: {floor}.")], run, errors
     if not damage and (loss := _wrong_loss(run)):
         number = _wrong_number(step, stash, run, loss)
-        words = f"{loss}; the gradient, which training follows, is right."
-        found.append(number or note(words))
+        found += [] if number is None else [number]
     if damage:
         found += single_operations(step, stash, trace, run, damage)
     by_lines = bool(damage) and not _severe(found) and _is_inner(run)
@@ -83,9 +83,12 @@ def silent_faults(
         found += spread.of_lines(step, stash, run, errors, damage)
     if not _severe(found):  # else they follow from it
         found += flushed_gradients(step, stash, run, errors)
-    found = rounded_integers(run, damage) + found
+    integers = rounded_integers(run, damage)
+    found = integers + [each for each in found if not _same_place(each, integers)]
     if not floor and not by_lines and not _severe(found):
         found += spread.of_lines(step, stash, run, errors, damage)
+    if loss and not _severe(found):
+        found.append(note(f"{loss}; the gradient, which training follows, is right."))
     if errors.sqnr_db < 0 and not _severe(found):
         found.append(_unexplained(run, damage))
     return sorted(found, key=lambda each: not each.severe), run, errors
@@ -93,6 +96,12 @@ def silent_faults(
 
 def _severe(found: Sequence[Lost]) -> bool:
     return any(each.severe for each in found)
+
+
+def _same_place(lost: Lost, others: Sequence[Lost]) -> bool:
+    """Whether a fault is where one of some others is: it has been told then."""
+    at = lost.place.file, lost.place.line
+    return any(each.severe and (each.place.file, each.place.line) == at for each in others)
 
 
 def _is_inner(run: ShadowRun) -> bool:

@@ -6,23 +6,35 @@ a cast to float8, come before it.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
+import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ampwise import formats
 from ampwise.data import leaves
 from ampwise.numerics.explain import float8
 from ampwise.numerics.explain.lost import Lost
+from ampwise.numerics.explain.roundings import (
+    GROWS,
+    TURNS,
+    began,
+    left_range,
+    off_by,
+    rounds,
+    showing,
+    subtracts,
+)
 from ampwise.numerics.observe.ancestry import (
     LOGARITHMS,
     Ancestor,
     back_from,
     cancelled,
+    flushed_first,
     largest_before,
 )
-from ampwise.numerics.observe.budget import is_harmless
+from ampwise.numerics.observe.budget import LEAST, harm_of, out_of_range
 from ampwise.numerics.observe.exact import UnsupportedError, exact
 from ampwise.numerics.observe.extent import extent_of, lost_elements, samples_in
 from ampwise.numerics.observe.gradient_errors import GRADIENT_DB, GradientErrors
@@ -32,15 +44,12 @@ from ampwise.numerics.observe.shadow import ShadowRun, shadow
 from ampwise.numerics.observe.shares import roundings
 from ampwise.numerics.observe.trace import Trace
 from ampwise.numerics.observe.values import passed
-from ampwise.numerics.result import Extent, Passed, percent
+from ampwise.numerics.result import Extent, Passed
 from ampwise.policy import PRESETS
 from ampwise.sqnr import sqnr_db
 from ampwise.step.recorder import Stash
 from ampwise.step.replayable import Replayable
 from ampwise_lint.base.words import counted, figure
-
-_DIFFERENCES = ("sub", "add", "mean", "sum", "var", "addmm", "rsub", "native_layer_norm",
-                "native_batch_norm", "var_mean")  # fmt: skip
 
 _DIVIDES = ("div", "reciprocal", "rsqrt", "log", "log2", "log10", "pow")
 """Operations to which a small argument matters as much as a large one."""
@@ -48,10 +57,8 @@ _DIVIDES = ("div", "reciprocal", "rsqrt", "log", "log2", "log10", "pow")
 _TRIED = 6
 """Lines whose rounding is tried by itself."""
 
-_TURNS = ("sin", "cos", "tan")
-
-_GROWS = ("cumprod", "prod", "pow", "exp", "exp2", "expm1")
-"""Operations that make a small relative, or absolute, error of an argument a large one."""
+_ABOUT = 0.5
+"""Share of the harm of the worst of them, from which on one does about as much."""
 
 
 def single_operations(
@@ -65,6 +72,9 @@ def single_operations(
                  and (e.name, e.place) == root.swallowed_by[:2]]  # fmt: skip
         if later and later[0].propagated_db < RIGHT_DB:
             op, place, _ = root.swallowed_by
+            flushed = out_of_range(step, stash, run, root.place)
+            if flushed is not None and flushed.part == "underflow":
+                return [_told(left_range(flushed, stash), damage)]
             line = place.line_from(root.place)
             note = f"{op} on {line} makes finite, wrong values of it: {damage}."
             return [Lost(None, note, root.place, root.name, "", severe=True, root=root)]
@@ -75,13 +85,63 @@ def single_operations(
     each = next((each for each in run.errors if each.enlarges), None)
     if each is None:
         return []
+    if each.place.inner:
+        damage = f"{damage}. It is in a gradient that forward asks for, which no loss scale lifts"
     at = (each.name, each.place, each.occurrence)
     before = shadow(step, stash, errors=False, at=at, shares=True)
+    if (zeros := _too_small(each, before, damage)) is not None:
+        return [replace(zeros, extent=_extent(each, before, stash), history=_history(before))]
     own = each.local_db < RIGHT_DB and not _inherits(each, before)
-    made_by = None if own else _rounded(step, stash, run, each, before)
-    began = None if own else _where_it_began(before, each, made_by, damage)
-    lost = began or _lost_at(each, damage, made_by)
+    made_by = None if own else _rounded(step, stash, run, before)
+    place = each.place if made_by is None else made_by.place
+    gone = out_of_range(step, stash, run, place) if own or made_by is not None else None
+    if gone is not None:
+        return [replace(_told(left_range(gone, stash), damage), history=_history(before))]
+    began = None if own else _where_it_began(step, stash, run, before, each, made_by, damage)
+    lost = began or _lost_at(step, stash, each, damage, made_by)
     return [replace(lost, extent=_extent(each, before, stash), history=_history(before))]
+
+
+def _too_small(error: OperationError, run: ShadowRun, damage: str) -> Lost | None:
+    """The argument whose values are too small for its format, and make most of what is lost.
+
+    Told by the elements, with the operation made in float64 with nothing else wrong. None if none.
+    """
+    if run.inputs is None or run.actual is None:
+        return None
+    given, spec = tree_flatten(run.actual[0])
+    ideal, _ = tree_flatten(run.inputs[0])
+    makers = iter(run.makers)
+    for at, actual in enumerate(given):
+        made_by = next(makers) if isinstance(actual, Tensor) else None
+        if made_by is None or not made_by.flushed or not actual.is_floating_point():
+            continue
+        fmt = formats.lookup(actual.dtype)
+        small = (ideal[at] != 0) & (ideal[at].abs() < fmt.min_normal)
+        spoiled = [*ideal]
+        spoiled[at] = torch.where(small, actual.detach().double(), ideal[at])
+        try:
+            wanted = exact(error.func, *run.inputs)[0]
+            made = exact(error.func, tree_unflatten(spoiled, spec), run.inputs[1])[0]
+            real = exact(error.func, *run.actual)[0]
+        except UnsupportedError:
+            return None
+        lost = lost_elements(real, wanted)
+        if int((lost_elements(made, wanted) & lost).sum()) > _ABOUT * int(lost.sum()):
+            first, count = flushed_first(made_by) or made_by, counted(int(small.sum()), "value")
+            words = (
+                f"{count} of {small.numel():,} that {error.name} on "
+                f"{error.place.line_from(first.place)} is given are below the normal numbers of "
+                f"{fmt}, which end at {fmt.min_normal:.2g}, and 0 or left with few digits: "
+                f"{first.name} on line {first.place.line} made them so. Silently wrong: {damage}."
+            )
+            return Lost("UNDERFLOW", words, first.place, first.name, first.dtype, severe=True)
+    return None
+
+
+def _told(lost: Lost, damage: str) -> Lost:
+    """With what comes of it."""
+    return replace(lost, explanation=f"{lost.explanation}. Silently wrong: {damage}.")
 
 
 def _sound_without(step: Replayable, stash: Stash, run: ShadowRun) -> bool:
@@ -96,7 +156,7 @@ def _sound_without(step: Replayable, stash: Stash, run: ShadowRun) -> bool:
 
 def _inherits(error: OperationError, run: ShadowRun) -> bool:
     """Whether an operation would be wrong by what it was given, had it rounded nothing itself."""
-    if error.name not in _GROWS or run.inputs is None or run.actual is None:
+    if error.name not in GROWS or run.inputs is None or run.actual is None:
         return False
     try:
         given, wanted = exact(error.func, *run.actual)[0], exact(error.func, *run.inputs)[0]
@@ -106,8 +166,9 @@ def _inherits(error: OperationError, run: ShadowRun) -> bool:
 
 
 def _where_it_began(
-    run: ShadowRun, error: OperationError, made_by: Ancestor | None, damage: str
-) -> Lost | None:
+    step: Replayable, stash: Stash, run: ShadowRun, before: ShadowRun, error: OperationError,
+    made_by: Ancestor | None, damage: str,
+) -> Lost | None:  # fmt: skip
     """The rounding, or the difference, before an operation that only shows it; None if it does not.
 
     Small errors of an argument become large where a function divides by it, or turns with it.
@@ -115,12 +176,14 @@ def _where_it_began(
     Parameters
     ----------
     run
+        The errors of all operations.
+    before
         What the operation was given, and what that was made of.
     made_by
         The first rounding that spoiled it; None where that does no harm by itself.
     """
-    makers = [each for each in run.makers if each is not None]
-    if error.name in LOGARITHMS and (lost := _of_one(run, error, damage)) is not None:
+    makers = [each for each in before.makers if each is not None]
+    if error.name in LOGARITHMS and (lost := _of_one(before, error, damage)) is not None:
         return lost
     if error.name in _DIVIDES:
         lost = (each for maker in makers for each in back_from(maker) if each.cancelled)
@@ -128,25 +191,14 @@ def _where_it_began(
             return _cancelled_at(difference, error, damage)
     if made_by is None or not _shows(error, made_by):
         return None
-    kept = _kept(made_by)
-    line = f"on {error.place.line_from(made_by.place)}"
-    if error.name in _TURNS:
-        words = (
-            f"{made_by.name} on line {made_by.place.line} rounds: {kept.format('is')}. "
-            f"{error.name} {line}, which repeats every 6.28, takes what is made of it for an angle"
-        )
-    else:
-        shows = "makes a small error large" if error.name in _GROWS else "only shows it"
-        if error.dtype in formats.HALF and _subtracts(error.name):
-            shows = f"takes a difference of about {error.exact_amax:.3g} of such numbers"
-        words = (
-            f"{made_by.name} on line {made_by.place.line} rounds: {kept.format('is')}. "
-            f"{error.name} {line}, in {error.dtype}, {shows}: it keeps "
-            f"{error.propagated_db:.0f} dB, of {error.inputs_db:.0f} dB"
-        )
-    cause = "CANCELLATION" if _subtracts(error.name) else "PRECISION_LOSS"
-    return Lost(cause, f"{words}. Silently wrong: {damage}.", made_by.place, made_by.name,
-                made_by.dtype, severe=True)  # fmt: skip
+    known = (each for each in run.errors
+             if (each.index, each.name) == (made_by.index, made_by.name))  # fmt: skip
+    rounding = next(known, None)
+    how = None if rounding is None else began(step, stash, rounding)
+    how = how or rounds(made_by, made_by.extreme)
+    words = f"{how.words}. {showing(error, made_by.place)}. Silently wrong: {damage}."
+    return Lost(how.cause(error.name), words, made_by.place, made_by.name, made_by.dtype,
+                severe=True)  # fmt: skip
 
 
 def _of_one(run: ShadowRun, error: OperationError, damage: str) -> Lost | None:
@@ -167,25 +219,28 @@ def _of_one(run: ShadowRun, error: OperationError, damage: str) -> Lost | None:
     return Lost("CANCELLATION", words, error.place, error.name, str(fmt), severe=True)
 
 
-def _rounded(
-    step: Replayable, stash: Stash, run: ShadowRun, error: OperationError, before: ShadowRun
-) -> Ancestor | None:
-    """The first rounding that spoiled what an operation was given, and does harm by itself.
+def _rounded(step: Replayable, stash: Stash, run: ShadowRun, before: ShadowRun) -> Ancestor | None:
+    """The first rounding that makes about as much of the harm as any before an operation.
 
-    Norms do not show that of two terms with the same error none is left in their difference.
+    Norms show neither what became 0 beside larger elements, nor that of two terms with the same
+    error none is left in their difference: it is tried what each line does alone. Where none does
+    much, it is tried what all do: an error that both terms have may be nothing with either alone.
+    None if that is little.
     """
-    pairs = zip(before.brought, before.makers, strict=False)
-    found = roundings([(share, maker) for share, maker in pairs if maker is not None])
-    harmless: dict[tuple[str, int], bool] = {(error.place.file, error.place.line): False}
-    for each in found:
-        at = each.place.file, each.place.line
-        if at not in harmless:
-            if len(harmless) > _TRIED:
-                break
-            harmless[at] = is_harmless(step, stash, run, each.place)
-        if not harmless[at]:
-            return each
-    return None
+    known = zip(before.brought, before.makers, strict=False)
+    found = roundings([(share, maker) for share, maker in known if maker is not None])
+    flushed = (each for maker in before.makers for each in back_from(maker) if each.flushed)
+    found += [each for each in [flushed_first(next(flushed, None))] if each is not None]
+    first: dict[tuple[str, int], Ancestor] = {}
+    for each in sorted(found, key=lambda each: each.index):
+        first.setdefault((each.place.file, each.place.line), each)
+    lines = list(first.values())[:_TRIED]
+    harms = [harm_of(step, stash, run, [each.place]) for each in lines]
+    if max(harms, default=0.0) < LEAST:
+        together = harm_of(step, stash, run, [each.place for each in lines]) if lines else 0.0
+        return lines[0] if together >= _ABOUT else None
+    least = max(LEAST, _ABOUT * max(harms))
+    return next(each for harm, each in zip(harms, lines, strict=True) if harm >= least)
 
 
 def _shows(error: OperationError, made_by: Ancestor) -> bool:
@@ -193,17 +248,10 @@ def _shows(error: OperationError, made_by: Ancestor) -> bool:
 
     A difference in 16 bits of what its own function made is where the digits cancel.
     """
-    if error.name in (*_TURNS, *_GROWS) or error.dtype not in formats.HALF:
+    if error.name in (*TURNS, *GROWS) or error.dtype not in formats.HALF:
         return True
     here, there = error.place, made_by.place
-    return _subtracts(error.name) and (here.file, here.function) != (there.file, there.function)
-
-
-def _kept(made_by: Ancestor) -> str:
-    """How its largest result is rounded, around the verb."""
-    fmt, most = formats.lookup(made_by.dtype), made_by.extreme
-    below = fmt.ulp(math.nextafter(most, 0))  # all others are smaller
-    return f"{figure(most)} {{}} kept in {fmt} at a spacing of {below:g}"
+    return subtracts(error.name) and (here.file, here.function) != (there.file, there.function)
 
 
 def _cancelled_at(made_by: Ancestor, error: OperationError, damage: str) -> Lost:
@@ -245,34 +293,23 @@ def _history(run: ShadowRun) -> list[Passed]:
     return passed(chain)
 
 
-def _subtracts(name: str) -> bool:
-    return any(word in name for word in _DIFFERENCES)
-
-
-def _lost_at(error: OperationError, damage: str, made_by: Ancestor | None) -> Lost:
-    fmt = formats.lookup(error.dtype)
+def _lost_at(
+    step: Replayable, stash: Stash, error: OperationError, damage: str, made_by: Ancestor | None
+) -> Lost:
+    """The operation itself: it cancels digits, or rounds them away."""
     own = error.local_db < RIGHT_DB
-    if error.place.inner:
-        damage = f"{damage}. It is in a gradient that forward asks for, which no loss scale lifts"
-    if own and error.flushed > 0.5:
-        cause = "UNDERFLOW"
+    cause = "CANCELLATION" if not own and subtracts(error.name) else "PRECISION_LOSS"
+    off = f"is off by {off_by(error.propagated_db)}, its inputs by {off_by(error.inputs_db)}"
+    if cause == "CANCELLATION":
         words = (
-            f"{error.name} flushes {percent(error.zeros)} of its values to zero: they should be "
-            f"up to {error.exact_amax:.3g}, and {fmt} ends at {fmt.min_subnormal:.2g} downwards"
+            f"{error.name} subtracts nearly equal numbers: its result, at most "
+            f"{figure(error.exact_amax)}, {off}"
         )
-    elif not own and _subtracts(error.name):
-        cause = "CANCELLATION"
-        words = (
-            f"{error.name} subtracts nearly equal numbers: its result, about {error.exact_amax:.3g}"
-            f", keeps {error.propagated_db:.0f} dB, its inputs had {error.inputs_db:.0f} dB"
-        )
-        if made_by is not None:
-            words = f"{words}. Before it, {_kept(made_by).format('is')}"
     else:
-        cause = "PRECISION_LOSS"
-        words = (
-            f"{error.name} in {error.dtype} keeps {error.propagated_db:.0f} dB of its result "
-            f"({error.inputs_db:.0f} dB in its inputs)"
-        )
+        words = f"The result of {error.name} in {error.dtype} {off}"
+    how = began(step, stash, error) if own else None
+    if made_by is not None:
+        how = rounds(made_by, made_by.extreme)
+    words = words if how is None else f"{words}. {how.words}"
     return Lost(cause, f"{words}. Silently wrong: {damage}.", error.place, error.name,
                 error.dtype, severe=True)  # fmt: skip

@@ -8,17 +8,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ampwise import formats
 from ampwise.numerics.explain.lost import Lost, note
-from ampwise.numerics.observe.budget import Carrier, carriers
+from ampwise.numerics.explain.roundings import (
+    Began,
+    began,
+    left_range,
+    showing,
+)
+from ampwise.numerics.observe.ancestry import CANCELLED_DB, DIFFERENCES, back_from
+from ampwise.numerics.observe.budget import Carrier, carriers, harm_of, out_of_range
 from ampwise.numerics.observe.gradient_errors import NOISE_DB, GradientErrors
 from ampwise.numerics.observe.operation_errors import FROM_NUMBERS, RIGHT_DB, OperationError
-from ampwise.numerics.observe.shadow import ShadowRun
+from ampwise.numerics.observe.shadow import ShadowRun, shadow
 from ampwise.numerics.remedy.candidate import Candidate
 from ampwise.numerics.remedy.precision import in_float32, lines_in_float32
 from ampwise.numerics.result import percent
+from ampwise.places import Place
 from ampwise.products import is_product
 from ampwise.step.recorder import Stash
 from ampwise.step.replayable import Replayable
@@ -28,8 +36,12 @@ _ENOUGH_DB, _ALIKE_DB = 50.0, 6.0
 """SQNR above which an island is as good as any; and how far below the best one a smaller is."""
 _MOST = 0.5
 """Share of the error that one number makes, from which on it is no noise."""
+_COARSE_DB = 30.0
+"""SQNR of a difference below which it is worth a word, in any format."""
 _TRIED = 3
 """Lines that are tried one by one."""
+_MANY = 4
+"""Roundings one upon another from which on it is they that add up."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +117,7 @@ def of_lines(
     most = max(now.gain(kept) for _, kept in tried)
     island, best = next(each for each in tried if now.gain(each[1]) >= most - _ALIKE_DB)
     grave = bool(damage) or now.is_below(_FAULT) or _is_biased(now, found)
-    worst = _origin(found, run)
+    worst = _origin(step, stash, run, found)
     severe = (
         now.gain(best) >= _MENDED_DB
         if grave
@@ -113,14 +125,94 @@ def of_lines(
     )
     if not severe and now.gain(best) < _GAINED_DB:
         return []
-    words = f"{_lines(found)}: {_quality(now, errors)}"
-    if now.gain(best) >= _GAINED_DB:
-        words = f"{words}. With {island.what}, tried on this step, {_better(now, best)}"
+    mended = f"With {island.what}, tried on this step, {_better(now, best)}"
     if not severe:
-        return [note(f"{words}.")]
-    wrong = f" Silently wrong: {damage}." if damage else ""
-    return [Lost("PRECISION_LOSS", f"{words}.{wrong}", worst.place, worst.name, worst.dtype,
-                 severe=True)]  # fmt: skip
+        words = f"{_lines(found)}: {_quality(now, errors)}"
+        return [note(f"{words}. {mended}." if now.gain(best) >= _GAINED_DB else f"{words}.")]
+    told = _told(step, stash, run, worst, found[0])
+    words = f"{told.explanation}.{_beside(found)} By this {damage or _quality(now, errors)}"
+    return [replace(told, explanation=f"{words}. {mended}.")]
+
+
+def _told(
+    step: Replayable, stash: Stash, run: ShadowRun, worst: OperationError, most: Carrier
+) -> Lost:
+    """What the rounding on a line does, and to which values.
+
+    Parameters
+    ----------
+    worst
+        Where it is: the operation that shows it, or that rounds.
+    most
+        The line that makes most of the error.
+    """
+    if (gone := out_of_range(step, stash, run, worst.place)) is not None:
+        return left_range(gone, stash)
+    on_its_line = worst.place.file == most.place.file and worst.place.line == most.place.line
+    rounding, how = _rounding_of(step, stash, run, worst if on_its_line else most.worst)
+    how = how or Began(f"{_rounding(most)} rounds")
+    shows = worst if worst.enlarges and worst is not rounding else _difference_after(run, rounding)
+    at = rounding if on_its_line else worst
+    if shows is None:
+        return Lost("PRECISION_LOSS", how.words, at.place, at.name, at.dtype, severe=True)
+    chained = _one_upon_another(step, stash, rounding, shows) >= _MANY
+    again = ", again and again, each time of what it gave before" if chained else ""
+    words = f"{how.words}{again}. {showing(shows, rounding.place)}"
+    cause = "PRECISION_LOSS" if chained else how.cause(shows.name)
+    return Lost(cause, words, at.place, at.name, at.dtype, severe=True)
+
+
+def _one_upon_another(
+    step: Replayable, stash: Stash, rounding: OperationError, shows: OperationError
+) -> int:
+    """How often a value was rounded by one operation before another, each time of what it gave."""
+    at = (shows.name, shows.place, shows.occurrence)
+    makers = shadow(step, stash, errors=False, at=at).makers
+    same = (rounding.name, rounding.place)
+    last = next((each for maker in makers for each in back_from(maker)
+                 if (each.name, each.place) == same), None)  # fmt: skip
+    return sum((each.name, each.place) == same for each in back_from(last))
+
+
+def _rounding_of(
+    step: Replayable, stash: Stash, run: ShadowRun, some: OperationError
+) -> tuple[OperationError, Began | None]:
+    """Of the operations of forward on a line the one whose rounding does most harm, and how.
+
+    A sum that loses small terms tells more than what does about as much.
+    """
+    line = some.place.file, some.place.line
+    first: dict[str, OperationError] = {}
+    for each in run.errors:
+        here = (each.place.file, each.place.line) == line and each.place.phase == "forward"
+        if here and each.local_db < math.inf:
+            first.setdefault(each.name, each)
+    if len(first) < 2:
+        only = next(iter(first.values()), some)
+        return only, began(step, stash, only)
+    harm = {name: harm_of(step, stash, run, [some.place], name) for name in first}
+    names = sorted(harm, key=lambda name: -harm[name])
+    most = [first[name] for name in names if harm[name] >= _MOST * harm[names[0]]]
+    how = [began(step, stash, each) for each in most]
+    absorbs = (at for at, each in enumerate(how) if each is not None and each.absorbs)
+    at = next(absorbs, 0)
+    return most[at], how[at]
+
+
+def _difference_after(run: ShadowRun, rounding: OperationError) -> OperationError | None:
+    """The first difference after a rounding, in its function, in which digits cancel.
+
+    Of one that is taken again and again, the largest: one of a number and itself is always lost.
+    """
+    here = rounding.place.file, rounding.place.function
+    largest: dict[Place, OperationError] = {}
+    for each in run.errors:
+        inside = (each.place.file, each.place.function) == here and each.place.phase == "forward"
+        if each.name in DIFFERENCES and inside and each.index > rounding.index:
+            known = largest.setdefault(each.place, each)
+            largest[each.place] = max(known, each, key=lambda one: one.exact_amax)
+    coarse = (each for each in largest.values() if each.propagated_db < _COARSE_DB)
+    return next((e for e in coarse if e.inputs_db - e.propagated_db > CANCELLED_DB), None)
 
 
 def _is_biased(now: _Gradient, found: Sequence[Carrier]) -> bool:
@@ -158,14 +250,48 @@ def _kept(step: Replayable, stash: Stash, run: ShadowRun, island: Candidate) -> 
     return _Gradient.of(GradientErrors(result.gradients, run.gradients))
 
 
-def _origin(found: Sequence[Carrier], run: ShadowRun) -> OperationError:
-    """Of these lines the one that makes a small error large, if one does; else the largest."""
+def _origin(
+    step: Replayable, stash: Stash, run: ShadowRun, found: Sequence[Carrier]
+) -> OperationError:
+    """Of these lines the one that makes a small error large, if one does; else the largest.
+
+    Layers round as much as the precision is meant to: what takes the difference of two of their
+    results, and finds few digits in it, is at fault.
+    """
     for each in found:
         at = each.place.file, each.place.line
         here = (e for e in run.errors if (e.place.file, e.place.line) == at and e.enlarges)
         if (shows := next(here, None)) is not None:
             return shows
-    return found[0].worst
+    worst = found[0].worst
+    if _is_own(step, worst):
+        return worst
+    return _difference_of(step, stash, run, found[0]) or worst
+
+
+def _difference_of(
+    step: Replayable, stash: Stash, run: ShadowRun, line: Carrier
+) -> OperationError | None:
+    """The difference of two values that both come from one line, and that is mostly its error."""
+    at = line.place.file, line.place.line
+    for each in run.errors:
+        if not each.enlarges or each.name not in DIFFERENCES or not each.place.file:
+            continue
+        makers = shadow(
+            step, stash, errors=False, at=(each.name, each.place, each.occurrence)
+        ).makers
+        from_it = [any((e.place.file, e.place.line) == at for e in back_from(maker))
+                   for maker in makers]  # fmt: skip
+        if len(from_it) > 1 and all(from_it):
+            return each
+    return None
+
+
+def _beside(found: Sequence[Carrier]) -> str:
+    """The other lines whose rounding makes as much of the error."""
+    others = [each for each in found[1:_TRIED] if each.share >= _MOST * found[0].share]
+    lines = joined(each.place.line_from(found[0].place) for each in others)
+    return f" Rounding on {lines} makes as much of it." if others else ""
 
 
 def _lines(found: Sequence[Carrier]) -> str:
@@ -190,5 +316,5 @@ def _quality(now: _Gradient, errors: GradientErrors) -> str:
 
 def _better(now: _Gradient, best: _Gradient) -> str:
     if now.matrix < _NOTED.matrix:
-        return f"it has {best.whole:.0f} dB, and no matrix less than {best.matrix:.0f} dB"
-    return f"it has {best.whole:.0f} dB"
+        return f"the gradient has {best.whole:.0f} dB, no matrix less than {best.matrix:.0f} dB"
+    return f"the gradient has {best.whole:.0f} dB"

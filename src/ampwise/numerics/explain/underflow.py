@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ampwise import formats
 from ampwise.numerics.explain.cause import Argument, Cause, Explanation, Fault
 from ampwise.numerics.explain.eps_underflow import zeros
 from ampwise.numerics.observe.ancestry import Ancestor, back_from, flushed_first
@@ -26,13 +27,16 @@ def _by_argument(argument: Argument) -> Explanation | None:
             None if in_sight else began,
         )
     lost = next((each for each in back_from(argument.maker) if each.cancels or each.flushed), None)
-    where = "" if lost is None else f", in {lost.name} on line {lost.place.line}"
-    return Explanation(
-        "UNDERFLOW",
-        f"{is_and_should}. On the way to them something fell below the smallest number of {fmt}, "
-        f"{fmt.min_subnormal:.2g}{where}.",
-        lost,
-    )
+    if lost is None:
+        on_the_way = f"something fell below the smallest number of {fmt}, {fmt.min_subnormal:.2g}"
+    else:
+        lost = flushed_first(lost) or lost
+        theirs = formats.lookup(lost.dtype)
+        on_the_way = (
+            f"{lost.where(argument.root.place)} made numbers below the smallest of {theirs}, "
+            f"{theirs.min_subnormal:.2g}, 0"
+        )
+    return Explanation("UNDERFLOW", f"{is_and_should}. On the way to them {on_the_way}.", lost)
 
 
 def _function(of: Ancestor | Root) -> tuple[str, int]:

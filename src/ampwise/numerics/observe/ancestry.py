@@ -14,7 +14,7 @@ from ampwise.places import Place
 DIFFERENCES = frozenset(["sub", "sub_", "rsub", "add", "add_", "sum", "mean"])
 """Operations whose result may be small beside what they add and subtract."""
 
-_CANCELLED_DB = 10.0
+CANCELLED_DB = 10.0
 """Loss of SQNR from the inputs to a difference above which its digits cancelled."""
 
 LOGARITHMS = frozenset(["log", "log_", "log2", "log10"])
@@ -92,7 +92,7 @@ class Ancestor:
             return self.cancelled > 0
         if self.name not in DIFFERENCES or self.of_one_sign:
             return False
-        return self.cancelled > 0 or self.inputs_db - self.propagated_db > _CANCELLED_DB
+        return self.cancelled > 0 or self.inputs_db - self.propagated_db > CANCELLED_DB
 
 
 def back_from(start: Ancestor | None) -> Iterator[Ancestor]:

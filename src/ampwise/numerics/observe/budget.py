@@ -18,12 +18,13 @@ from torch import Tensor
 
 from ampwise.numerics.observe.gradient_errors import GradientErrors
 from ampwise.numerics.observe.operation_errors import OperationError
-from ampwise.numerics.observe.shadow import ShadowRun, shadow
+from ampwise.numerics.observe.range_losses import PARTS, Part, RangeLoss
+from ampwise.numerics.observe.shadow import Rounds, ShadowRun, shadow
 from ampwise.places import Place
 from ampwise.step.recorder import Stash
 from ampwise.step.replayable import Replayable
 
-_LEAST = 0.1
+LEAST = 0.1
 """Share of the error below which a line is not looked for."""
 _MOST = 0.5
 """The same, from which on a line makes most of it."""
@@ -84,7 +85,7 @@ def carriers(
 
     def among(some: Sequence[_Line]) -> Iterator[tuple[_Line, float]]:
         share = harm(set(some))
-        if share < _LEAST:
+        if share < LEAST:
             return
         if len(some) == 1:
             yield some[0], share
@@ -103,26 +104,54 @@ def _carrier(operations: Sequence[OperationError], share: float) -> Carrier:
     return Carrier(min(operations, key=_rank), min(1.0, share), alone=len(forward) < 2)
 
 
-def is_harmless(step: Replayable, stash: Stash, run: ShadowRun, place: Place) -> bool:
-    """Whether rounding on one line makes next to nothing of a step's error.
+def harm_of(
+    step: Replayable, stash: Stash, run: ShadowRun, places: Collection[Place], op: str = ""
+) -> float:
+    """How much of a step's error rounding in forward on some lines makes, as shares of squares.
 
-    Neither of that of its gradients, nor of that of a loss.
+    Of the error of its gradients, or of that of a loss, whichever is more.
+
+    Parameters
+    ----------
+    op
+        Of these lines, only operations of this name.
     """
-    alone = _rounded_at(step, stash, run, {(place.file, place.line)})
-    names = run.gradients.keys()
-    here, whole = (
-        _squared(alone.gradients, run, names),
-        _squared(run.replayed.gradients, run, names),
+    lines = {(each.file, each.line) for each in places}
+    rounds = Rounds(
+        lambda name, at: (at.file, at.line) in lines and at.phase == "forward" and op in ("", name)
     )
-    if not here < _LEAST * whole:  # NaN is not
-        return False
-    return all(share <= _LEAST for share in _of_losses(alone, run))
+    alone = _rounded(step, stash, run, rounds)
+    whole = _squared(run.replayed.gradients, run, run.gradients.keys())
+    here = _error(alone, run)
+    share = here / whole if 0 < whole < math.inf else math.inf if here else 0.0
+    return max([share, *_of_losses(alone, run)])
 
 
 def makes_loss(step: Replayable, stash: Stash, run: ShadowRun, place: Place) -> bool:
     """Whether rounding on one line makes most of the error of a loss."""
     alone = _rounded_at(step, stash, run, {(place.file, place.line)})
     return any(share >= _MOST for share in _of_losses(alone, run))
+
+
+def out_of_range(step: Replayable, stash: Stash, run: ShadowRun, place: Place) -> RangeLoss | None:
+    """What became inf, or 0, on a line, where that makes most of the line's error; None if not."""
+    line = {(place.file, place.line)}
+    whole = _rounded_at(step, stash, run, line)
+    error = _error(whole, run)
+    found: list[tuple[float, RangeLoss]] = []
+    for part in PARTS:
+        lost = [each for each in whole.range_losses
+                if each.part == part and each.place.phase == "forward"]  # fmt: skip
+        here = _error(_rounded_at(step, stash, run, line, part), run) if lost else 0.0
+        if here > 0 and here >= _MOST * error:
+            found.append((here, max(lost, key=lambda each: each.elements)))
+    return max(found, key=lambda each: each[0])[1] if found else None
+
+
+def _error(alone: ShadowRun, run: ShadowRun) -> float:
+    """Square of the error of all gradients; inf where rounding makes NaN."""
+    error = _squared(alone.gradients, run, run.gradients.keys())
+    return error if math.isfinite(error) else math.inf
 
 
 def _of_losses(alone: ShadowRun, run: ShadowRun) -> Iterator[float]:
@@ -134,13 +163,15 @@ def _of_losses(alone: ShadowRun, run: ShadowRun) -> Iterator[float]:
 
 
 def _rounded_at(
-    step: Replayable, stash: Stash, run: ShadowRun, lines: Collection[_Line]
-) -> ShadowRun:
+    step: Replayable, stash: Stash, run: ShadowRun, lines: Collection[_Line],
+    part: Part | None = None,
+) -> ShadowRun:  # fmt: skip
     """The same step, rounded on these lines only."""
-    return shadow(
-        step, stash, errors=False, decides=not run.decided,
-        rounds=lambda place: (place.file, place.line) in lines,
-    )  # fmt: skip
+    return _rounded(step, stash, run, Rounds.on(lines, part))
+
+
+def _rounded(step: Replayable, stash: Stash, run: ShadowRun, rounds: Rounds) -> ShadowRun:
+    return shadow(step, stash, errors=False, decides=not run.decided, rounds=rounds)
 
 
 def _squared(gradients: Mapping[str, Tensor], run: ShadowRun, names: Collection[str]) -> float:

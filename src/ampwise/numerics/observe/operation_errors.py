@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ampwise import formats
 from ampwise.formats import dtype_name
+from ampwise.numerics.observe.ancestry import DIFFERENCES
 from ampwise.numerics.observe.exact import UnsupportedError, exact
 from ampwise.numerics.observe.operations import Operation, tensors
 from ampwise.numerics.observe.twins import Key, Twins, key_of
@@ -57,7 +58,7 @@ class OperationError:
     bias
         Mean signed local error, relative to the root mean square of the values.
     exact_amax
-        Largest magnitude of the shadow.
+        Largest magnitude of the shadow, of a difference, and of a result that is wrong.
     flushed, zeros
         Of a result with a low `local_db`: as in `sqnr.Error`.
     integers
@@ -226,7 +227,7 @@ class OperationErrors:
         self.found.append(error)
         wrong = propagated_db < WRONG_DB and made.inputs_db >= RIGHT_DB
         error.miscounted = wrong and actual.numel() > 1 and key_of(actual) in self._rounded
-        if propagated_db < _LOW_DB:
+        if propagated_db < _LOW_DB or name in DIFFERENCES:
             error.exact_amax = float(references[0].abs().max())
         if actual.element_size() < _FLOAT32_BYTES:
             self._own_error(error, made, counts=counts or not floating)

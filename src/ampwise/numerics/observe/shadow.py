@@ -13,7 +13,7 @@ Memory: 8 bytes for every element that the run keeps alive, so 2 to 4 times that
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Container, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -32,6 +32,7 @@ from ampwise.numerics.observe.ancestry import (
     lost_constants,
 )
 from ampwise.numerics.observe.constants import Constants, originals
+from ampwise.numerics.observe.draws import finer
 from ampwise.numerics.observe.exact import FLOATS, UnsupportedError, exact
 from ampwise.numerics.observe.operation_errors import (
     Made,
@@ -47,6 +48,7 @@ from ampwise.numerics.observe.operations import (
     tensors,
     written,
 )
+from ampwise.numerics.observe.range_losses import Part, RangeLoss, RangeLosses, is_of
 from ampwise.numerics.observe.shares import brought, distance, own_error
 from ampwise.numerics.observe.terms import Terms
 from ampwise.numerics.observe.trace import sources
@@ -90,6 +92,8 @@ class ShadowRun:
         how many rows there are, and the run has its own number of them.
     poisoned
         Of the buffers that the run leaves with inf or NaN, those that have it in float64, too.
+    range_losses
+        What left the range of its format where the shadow rounds.
     """
 
     replayed: Replayed
@@ -104,6 +108,7 @@ class ShadowRun:
     decided: bool = True
     followed: bool = True
     poisoned: list[str] = field(default_factory=list[str])
+    range_losses: list[RangeLoss] = field(default_factory=list[RangeLoss])
 
 
 def shadow(
@@ -114,7 +119,8 @@ def shadow(
     at: tuple[str, Place, int] | None = None,
     shares: bool = False,
     decides: bool = False,
-    rounds: Callable[[Place], bool] | None = None,
+    rounds: Rounds | None = None,
+    draws: bool = False,
     policy: Policy | None = None,
     scale: float | None = None,
 ) -> ShadowRun:
@@ -132,13 +138,16 @@ def shadow(
     decides
         Let the shadow make comparisons, sorts and choices of its own, on its own values.
     rounds
-        Places at which the shadow rounds what it makes, as the run does there: it shows the harm
-        that is done at these, and nowhere else.
+        Operations at which the shadow rounds what it makes, as the run does there: it shows the
+        harm that is done at these, and nowhere else.
+    draws
+        Take random numbers that are drawn in 16 bits for rounded ones.
     policy, scale
         As for `Replayable.replay`.
     """
     with placing(step.models, inner=True) as places:
-        mode = Shadow(places, errors=errors, at=at, shares=shares, decides=decides, rounds=rounds)
+        mode = Shadow(places, errors=errors, at=at, shares=shares, decides=decides, rounds=rounds,
+                      draws=draws)  # fmt: skip
         for _, tensor, _ in sources(step.models, stash):
             mode.source(tensor)
         mode.originals(step.models)
@@ -161,6 +170,27 @@ def _or_actual(reference: Tensor | None, actual: Tensor) -> Tensor:
     return actual.double() if reference is None else reference.clone()
 
 
+@dataclass(frozen=True)
+class Rounds:
+    """Where a shadow rounds, too.
+
+    Attributes
+    ----------
+    at
+        Whether an operation, by its name and place, is one of those.
+    part
+        What of its errors: only what becomes inf, or 0; all where it is None.
+    """
+
+    at: Callable[[str, Place], bool]
+    part: Part | None = None
+
+    @classmethod
+    def on(cls, lines: Container[tuple[str, int]], part: Part | None = None) -> Rounds:
+        """All operations on some lines."""
+        return cls(lambda _, place: (place.file, place.line) in lines, part)
+
+
 class _ReachedError(Exception):
     """The operation that was asked for."""
 
@@ -178,15 +208,18 @@ class Shadow(OperationMode):
     ----------
     terms
         Of the numbers that are sums.
+    range_losses
+        What left the range of its format where it rounds.
     """
 
     def __init__(
         self, places: Places, *, errors: bool, at: tuple[str, Place, int] | None,
-        shares: bool = False, decides: bool = False,
-        rounds: Callable[[Place], bool] | None = None,
+        shares: bool = False, decides: bool = False, rounds: Rounds | None = None,
+        draws: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
-        self._decides, self._rounds = decides, rounds
+        self._decides, self._rounds, self._draws = decides, rounds, draws
+        self.range_losses = RangeLosses()
         self._decided = self._followed = True
         self._twins = Twins(discrete=decides)
         self.terms = Terms(self._twins)
@@ -234,8 +267,8 @@ class Shadow(OperationMode):
 
     def _rounded(self, made: Tensor, numbers: Tensor, maker: Ancestor) -> None:
         """A tensor is made of numbers that it rounds."""
-        if self._rounds is not None and self._rounds(maker.place):
-            return
+        if self._rounds is not None and self._rounds.at(maker.name, maker.place):
+            numbers = self._rounded_to(maker.name, maker.place, made, numbers, numbers)
         self._twins.write(made, numbers)
         self._qualities.measure([made], [numbers])
         if self._measure:
@@ -256,7 +289,8 @@ class Shadow(OperationMode):
         """What it saw of operations."""
         return ShadowRun(replayed, self._errors.found, inputs=self._inputs, actual=self._actual,
                          makers=self._makers, brought=self._brought,
-                         decided=self._decided, followed=self._followed)  # fmt: skip
+                         decided=self._decided, followed=self._followed,
+                         range_losses=self.range_losses.found)  # fmt: skip
 
     def operate(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation."""
@@ -284,9 +318,9 @@ class Shadow(OperationMode):
                 self._errors.index(index, place, args[0], result)
             return result
         inputs_db = self._qualities.worst(floating)
-        references = self._shadowed(func, raised, result, results)
-        if references is not None and self._rounds is not None and self._rounds(place):
-            self._round(func, given, result, results, references)
+        references = self._shadowed(op, args, raised, result, results)
+        if references is not None and self._rounds is not None and self._rounds.at(op.name, place):
+            self._round(op, place, given, result, results, references)
         if references is not None and place.phase == "forward":
             self.terms.note(op, args, kwargs, results)
         if self._measure or self._at is not None:
@@ -316,24 +350,36 @@ class Shadow(OperationMode):
                 self._decided = False
 
     def _round(
-        self, func: Any, given: tuple[Any, Any], result: Any, results: list[Tensor],
-        references: list[Tensor],
+        self, op: Operation, place: Place, given: tuple[Any, Any], result: Any,
+        results: list[Tensor], references: list[Tensor],
     ) -> None:  # fmt: skip
-        """Give shadows the error that the operation itself makes of what it is given.
-
-        Rounded where it only rounds; what a kernel loses inside, such as a sum in 16 bits, is
-        added.
-        """
+        """Give shadows the error that the operation itself makes of what it is given."""
         try:
-            local = exact(func, *given, result)
+            local = exact(op.func, *given, result)
         except UnsupportedError:
             return
         for tensor, reference, own in zip(results, references, local, strict=False):
             if tensor.element_size() < _FLOAT32_BYTES and tensor.shape == reference.shape:
-                error = (tensor.detach().double() - own).nan_to_num(0.0, 0.0, 0.0)
-                rounds = tensor == own.to(tensor.dtype)
-                narrow = reference.to(tensor.dtype).double()
-                self._twins.write(tensor, torch.where(rounds, narrow, reference + error))
+                rounded = self._rounded_to(op.name, place, tensor, reference, own)
+                self._twins.write(tensor, rounded)
+
+    def _rounded_to(
+        self, name: str, place: Place, tensor: Tensor, reference: Tensor, own: Tensor
+    ) -> Tensor:
+        """A shadow with the error of an operation, or with the part of it that is asked for.
+
+        Rounded where it only rounds; what a kernel loses inside, such as a sum in 16 bits, is
+        added.
+        """
+        assert self._rounds is not None
+        self.range_losses.note(name, place, tensor, own)
+        error = (tensor.detach().double() - own).nan_to_num(0.0, 0.0, 0.0)
+        rounds = tensor == own.to(tensor.dtype)
+        narrow = reference.to(tensor.dtype).double()
+        rounded = torch.where(rounds, narrow, reference + error)
+        if self._rounds.part is None:
+            return rounded
+        return torch.where(is_of(self._rounds.part, tensor, own), rounded, reference)
 
     def _look(self, made: Made) -> None:
         """Measure what was made, and note what it was made of, as far as that is asked for."""
@@ -398,15 +444,16 @@ class Shadow(OperationMode):
         raise _ReachedError
 
     def _shadowed(
-        self, func: Any, raised: tuple[Any, Any], result: Any, results: list[Tensor]
+        self, op: Operation, args: Any, raised: tuple[Any, Any], result: Any, results: list[Tensor]
     ) -> list[Tensor] | None:
         """Write the shadows of what an operation wrote; None where it has no float64 form."""
         try:
-            references = exact(func, raised[0], raised[1], result)
+            references = exact(op.func, raised[0], raised[1], result)
         except UnsupportedError as error:
             self._followed &= error.__cause__ is None
             for tensor in results:
-                self._twins.write(tensor, tensor.detach().double())
+                given = finer(op.name, args, tensor) if self._draws else tensor.detach().double()
+                self._twins.write(tensor, given)
             self._qualities.forget(results)
             return None
         for tensor, reference in zip(results, references, strict=False):

@@ -16,6 +16,7 @@ from statistics import fmean
 
 from ampwise.numerics.remedy.patches import Grade, Proposal
 from ampwise.numerics.remedy.verify import Outcome, in_db
+from ampwise_lint.base.words import joined
 
 _ENOUGH_DB = {"float16": 50.0, "bfloat16": 32.0}
 """SQNR that gradients have where only products of matrices round."""
@@ -31,6 +32,8 @@ _WIDER = (Grade.FLOAT32, Grade.STATEMENTS, Grade.FUNCTION)
 """Patches that put float32 in place of float16."""
 _MANY_CASTS = 4
 """Casts of a patch above which one statement that casts the names is rather taken."""
+_NAMED = 2
+"""Patches of a reason that are named."""
 _NO_LESS_DB = 1.0
 """What an edit may add, and still be superfluous."""
 
@@ -190,29 +193,38 @@ def is_as_good(less: Outcome, best: Held, most: float) -> bool:
 
 def why(taken: Held, held: Sequence[Held], most: float, before: bytes) -> str:
     """Why one was taken before the others."""
-    said = [_before(taken, each, most, before) for each in held if each is not taken]
-    return "; ".join(said)
+    reasons: dict[str, list[str]] = {}
+    for each in held:
+        if each is not taken:
+            name = f"{each.proposal.what} ({in_db(each.worst())} at worst)"
+            reasons.setdefault(_before(taken, each, most, before), []).append(name)
+    return "; ".join(f"taken before {_some(names)}: {why}" for why, names in reasons.items())
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first few names, and how many more there are."""
+    more = len(names) - _NAMED
+    return joined(names) if more <= 0 else joined([*names[:_NAMED], f"{more} more"])
 
 
 def _before(taken: Held, other: Held, most: float, before: bytes) -> str:
-    name = f"{other.proposal.what} ({in_db(other.worst())} at worst)"
     if other.outcome.left and not taken.outcome.left:
-        return f"taken before {name}: there {other.outcome.left}"
+        return f"there {other.outcome.left}"
     if other.outcome.near and not taken.outcome.near:
-        return f"taken before {name}: there {other.outcome.near}"
+        return f"there {other.outcome.near}"
     if _has_layers(other.proposal) and _is_sound_without_layers(taken):
-        return f"taken before {name}: what its function calls is in float32 there, too"
+        return "what its function calls is in float32 there, too"
     if taken.worst(most) > other.worst(most) + _ALIKE_DB:
-        return f"taken before {name}: it is nearer"
+        return "it is nearer"
     if taken.mean(most) > other.mean(most) + _ALIKE_DB:
-        return f"taken before {name}: it is nearer on most steps"
+        return "it is nearer on most steps"
     if _grade(taken) < _grade(other):
-        return f"taken before {name}: about as near, and {_merit(taken, other)}"
+        return f"about as near, and {_merit(taken, other)}"
     if _grade(taken) > _grade(other) or not _is_less(taken, other, before):
-        return f"taken before {name}: it is nearer"
+        return "it is nearer"
     if taken.lines(before) < other.lines(before):
-        return f"taken before {name}: about as near, and fewer lines change"
-    return f"taken before {name}: about as near and as small"
+        return "about as near, and fewer lines change"
+    return "about as near and as small"
 
 
 def _merit(taken: Held, other: Held) -> str:

@@ -18,8 +18,11 @@ from torch import Tensor
 
 from ampwise import formats
 from ampwise.bench.arm import Arm
+from ampwise.numerics.explain.roundings import off_by, out_of_range_words
 from ampwise.numerics.observe.gradient_errors import MISSING, GradientErrors
 from ampwise.numerics.observe.narrow import makers
+from ampwise.numerics.observe.range_losses import RangeLoss
+from ampwise.numerics.observe.shadow import Rounds
 from ampwise.numerics.observe.stagnation import Stagnant
 from ampwise.numerics.observe.values import at
 from ampwise.numerics.progress import Progress
@@ -37,8 +40,8 @@ from ampwise.numerics.updates.of_task import Trained
 from ampwise.step.replay import Replay
 from ampwise_lint.base.words import counted, joined
 
-_LEAST = 0.1
-"""Share of the square of the error that a line has to make by itself."""
+_LEAST, _MOST = 0.1, 0.5
+"""Share of the square of the error that a line has to make by itself; and that makes most of it."""
 _MOST_LINES = 8
 _MOST_NAMES = 2
 ADVICE = Fix("float32 for what updates keep",
@@ -69,13 +72,15 @@ def wrong_updates(trained: Trained, arm: Arm, found: Diagnosis, progress: Progre
     if line is None:
         return False
     changes = [each for each in run.changes if each.kind == kind]
-    cause = _cause(changes)
+    flushed = _underflow(trained, run, kind, line)
+    cause = _cause(changes) if flushed is None else "UNDERFLOW"
     found.status, found.phase, found.cause = "fault", "optimizer", cause
     found.step, found.origin = trained.steps, at(line.place, line.name, line.dtype)
     # Of a step that was skipped because of its loss scale, before these.
     found.path, found.target, found.history = [], "", []
     found.extent = found.measured_scale = None
-    found.explanation = _in_words(run, wrong, cause, changes, line)
+    why = _why(cause, line) if flushed is None else out_of_range_words(flushed)
+    found.explanation = f"{_in_words(run, wrong, changes)} {why}."
     found.fixes = [ADVICE]
     progress.found(found)
     return True
@@ -117,9 +122,7 @@ def _line(
     names
         Parameters in 16 bits that are looked at; none for all of the kind.
     """
-    also = names
-    names = names or {each.name for each in run.changes if each.kind == kind}
-    ideal = {each.name: each.ideal for each in run.changes if each.name in names}
+    ideal = _ideal(run, kind, names)
     whole = _squared(run.changes, ideal)
     began = time.monotonic()
     harms: list[tuple[float, int]] = []
@@ -127,14 +130,41 @@ def _line(
     for number, each in enumerate(lines):
         if time.monotonic() - began > LIMIT_S:
             break
-        where = each.place.file, each.place.line
-        alone = follow(trained, run.steps, rounds=lambda at, w=where: (at.file, at.line) == w,
-                       also=also)  # fmt: skip
-        rounded = {e.name: e.ideal for e in alone.changes if e.name in ideal}
-        harm = GradientErrors(rounded, ideal).relative(ideal) ** 2
-        harms.append((min(1.0, harm / whole), number))
+        alone = follow(trained, run.steps, rounds=Rounds.on([each.line]), also=names)
+        harms.append((min(1.0, _harm(alone, ideal) / whole), number))
     share, number = max(harms, default=(0.0, 0))
     return lines[number] if share >= _LEAST else None
+
+
+def _underflow(trained: Trained, run: Followed, kind: str, line: Rounding) -> RangeLoss | None:
+    """What became 0 on a line, where that makes most of the line's error; None where it does not.
+
+    Parameters
+    ----------
+    kind
+        Whose error it is.
+    """
+    ideal = _ideal(run, kind)
+    whole = follow(trained, run.steps, rounds=Rounds.on([line.line]))
+    lost = [each for each in whole.range_losses if each.part == "underflow"]
+    if not lost:
+        return None
+    alone = follow(trained, run.steps, rounds=Rounds.on([line.line], "underflow"))
+    if _harm(alone, ideal) < _MOST * _harm(whole, ideal):
+        return None
+    return max(lost, key=lambda each: each.elements)
+
+
+def _ideal(run: Followed, kind: str, names: Collection[str] = ()) -> dict[str, Tensor]:
+    """What changes of a kind should be, by name."""
+    names = names or {each.name for each in run.changes if each.kind == kind}
+    return {each.name: each.ideal for each in run.changes if each.name in names}
+
+
+def _harm(alone: Followed, ideal: Mapping[str, Tensor]) -> float:
+    """Square of the error of changes, in training that rounds on some lines only."""
+    rounded = {each.name: each.ideal for each in alone.changes if each.name in ideal}
+    return GradientErrors(rounded, ideal).relative(ideal) ** 2
 
 
 def _squared(changes: Sequence[Change], ideal: Mapping[str, Tensor]) -> float:
@@ -166,20 +196,23 @@ _WHY: Mapping[CauseName, str] = {
 }
 
 
-def _in_words(
-    run: Followed, wrong: Mapping[str, GradientErrors], cause: CauseName,
-    changes: Sequence[Change], line: Rounding,
-) -> str:  # fmt: skip
+def _why(cause: CauseName, line: Rounding) -> str:
     fmt = formats.lookup(getattr(torch, line.dtype))
     why = _WHY[cause].format(fmt=fmt, bits=fmt.mantissa_bits + 1)
-    what = joined(f"{kind} ({each.sqnr_db:z.0f} dB)" for kind, each in list(wrong.items())[:3])
+    return f"On line {line.place.line}, {why}"
+
+
+def _in_words(run: Followed, wrong: Mapping[str, GradientErrors], changes: Sequence[Change]) -> str:
+    """Which changes are wrong, and how much: of the first kind by their norm."""
+    kind, *others = wrong
     few = len(changes) <= _MOST_NAMES
-    names = joined(each.name for each in changes) if few else changes[0].kind
+    names = joined(each.name for each in changes) if few else kind
     moved, should = (_norm([e.actual for e in changes]), _norm([e.ideal for e in changes]))
+    also = f"; that of {joined(others[:2])} is wrong, too" if others else ""
     return (
         f"The first {counted(run.steps, 'update')} are not what float64 makes of the same "
-        f"gradients: what they changed is wrong of {what}. The change of {names} has a norm of "
-        f"{moved:.3g}, and should be of {should:.3g}: on line {line.place.line}, {why}."
+        f"gradients: the change of {names} is off by {off_by(wrong[kind].sqnr_db)} (it has a norm "
+        f"of {moved:.3g}, and should have {should:.3g}){also}."
     )
 
 

@@ -39,7 +39,8 @@ from ampwise.bench.arm import Arm
 from ampwise.data import to_device
 from ampwise.numerics.observe.exact import HALF
 from ampwise.numerics.observe.gradient_errors import NOISE_DB, GradientErrors
-from ampwise.numerics.observe.shadow import Shadow
+from ampwise.numerics.observe.range_losses import RangeLoss
+from ampwise.numerics.observe.shadow import Rounds, Shadow
 from ampwise.numerics.updates.kept import (
     PARAMETERS,
     Change,
@@ -51,7 +52,7 @@ from ampwise.numerics.updates.kept import (
 )
 from ampwise.numerics.updates.of_task import Trained, each_update
 from ampwise.numerics.updates.update import one_by_one
-from ampwise.places import Place, placing
+from ampwise.places import placing
 from ampwise.step.replay import Replay
 from ampwise.tasks.checks import endless
 
@@ -80,6 +81,8 @@ class Followed:
         What each update was given, by parameter.
     began
         Of parameters in 16 bits that were asked for, what they were then.
+    range_losses
+        What became inf, or 0, where the shadow rounds.
     """
 
     arm: Arm
@@ -90,6 +93,7 @@ class Followed:
     draws: bool = False
     gradients: list[dict[str, Tensor]] = field(default_factory=list[dict[str, Tensor]])
     began: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    range_losses: list[RangeLoss] = field(default_factory=list[RangeLoss])
 
     @property
     def is_deliberate(self) -> bool:
@@ -168,7 +172,7 @@ def follow(
     steps: int,
     *,
     shadowed: bool = True,
-    rounds: Callable[[Place], bool] | None = None,
+    rounds: Rounds | None = None,
     given: Iterable[Mapping[str, Tensor]] | None = None,
     also: Container[str] = (),
     began: Mapping[str, Tensor] | None = None,
@@ -180,7 +184,7 @@ def follow(
     shadowed
         False to see only where updates round.
     rounds
-        Places at which the shadow rounds, too.
+        Operations at which the shadow rounds, too.
     given
         Gradients for each update, in place of its own.
     also
@@ -213,6 +217,7 @@ def follow(
             found.steps += 1
         found.roundings, found.draws = list(feeds.roundings.values()), feeds.draws
         if mode is not None:
+            found.range_losses = mode.range_losses.found
             found.changes = [
                 first.change(each)
                 for each in kept(arm, feeds)

@@ -41,6 +41,11 @@ class Rounding:
     place: Place
     dtype: str
 
+    @property
+    def line(self) -> tuple[str, int]:
+        """File and line that it is on."""
+        return self.place.file, self.place.line
+
 
 @dataclass(frozen=True)
 class Change:
