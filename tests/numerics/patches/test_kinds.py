@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,10 @@ from ampwise.numerics.remedy.patches import (
     back_from,
     casts_in,
     given_to_helpers,
+    islands_in,
     made_by,
     proposals,
+    reach,
     softmaxes_in,
 )
 from ampwise.numerics.remedy.patches.calls import CallSite
@@ -967,3 +970,22 @@ def test_what_a_helper_is_given_is_cast_and_with_it_what_is_used_beside():
     assert given_here(code, "x", "grid") == [code.replace("    y =", "    x = x.float()\n    y =")]
     alone = "def f(x, z):\n    y = spread(x) + z  # <-\n    return y\n"
     assert given_here(alone, "x z", "spread") == [alone.replace("(x) +", "(x.float()) +")]
+
+
+def test_of_functions_in_float32_one_that_nothing_is_lost_without_is_left_as_it_is():
+    lift = "def lift(x):\n    t = x.square().sum(-1)\n    return t.sqrt()"
+    apart = "def apart(x, mask):\n    gap = x - mask  # <-\n    return gap.acosh()"
+    at = site(f"{lift}\n\n\n{apart}\n", half="x mask")
+    above = replace(at, line=6, source=SourceFile.of(at.source.path, at.source.data, 6))
+    both = islands_in([above, at], at, reach.function)
+    assert both is not None
+    assert both.only is not None
+    fewer = [each for number in range(both.parts) if (each := both.only({number})) is not None]
+    kept = [each.data.decode().count(".float()") for each in (both, *fewer)]
+    assert kept == [3, 1, 1, 1]
+    assert [each.what for each in (both, *fewer)] == [
+        "the functions at x.py:6 and x.py:11 in float32",
+        "the function at x.py:11 in float32",
+        "the function at x.py:11 in float32",
+        "the function at x.py:6 in float32",
+    ]

@@ -177,9 +177,13 @@ def as_made(site: Site, sites: Sequence[Site]) -> Iterator[Proposal]:
         for each in _made(sites[0], parameters.edits, Grade.FLOAT32)
     ]
     yield from own[:1]
-    if len(sites) > 1 and (changed := _changed(sites, parameters.edits)) is not None:
-        what = f"parameters in float32 on all {len(sites)} lines that make them"
-        yield _of_files(what, parameters.WHY, Grade.FLOAT32, site, changed)
+    if len(sites) > 1 and (
+        made := _several(
+            lambda changed: f"parameters in float32 on {len(changed)} lines that make them",
+            parameters.WHY, Grade.FLOAT32, site, sites, parameters.edits,
+        )
+    ):  # fmt: skip
+        yield made
     yield from own[1:]
 
 
@@ -220,11 +224,20 @@ def back_from(site: Site, before: Sequence[Site]) -> Iterator[Proposal]:
     for number in range(1, len(before) + 1):
         several = before[:number]
         for some in dict.fromkeys([(several[-1],), tuple(several)]):
-            if (changed := _changed([*some, site], reach.function)) is not None:
-                names = [each.function.name.value for each in (*some, site) if each.function]
-                what = f"{joined(names)} in float32"
-                yield _of_files(what, island.WHY, Grade.FUNCTION, site, changed)
+            places, grade = (*some, site), Grade.FUNCTION
+            if made := _several(_functions, island.WHY, grade, site, places, reach.function):
+                yield made
     yield from _made(site, island.function, Grade.FUNCTION)
+
+
+def _functions(changed: Sequence[Site]) -> str:
+    names = [each.function.name.value for each in changed if each.function is not None]
+    return f"{joined(names)} in float32"
+
+
+def _casts(changed: Sequence[Site]) -> str:
+    several = f", in {len(changed)} parts" if len(changed) > 1 else ""
+    return f"casts to float32 in place of 16 bits{several}"
 
 
 def casts_in(site: Site, others: Sequence[Site]) -> Iterator[Proposal]:
@@ -240,35 +253,64 @@ def casts_in(site: Site, others: Sequence[Site]) -> Iterator[Proposal]:
                 yield _in_caller(each, site, other)
         within = own if several is own else others
         parts = [each for each in (site, *within) if any(dtypes.in_part(each))]
-        if several and len(parts) > 1 and (changed := _changed(parts, dtypes.in_part)) is not None:
-            what = "casts to float32 in place of 16 bits, in all parts"
-            yield _of_files(what, dtypes.FLOAT32, Grade.FLOAT32, site, changed)
+        if len(parts) > 1 and several:
+            made = _several(_casts, dtypes.FLOAT32, Grade.FLOAT32, site, parts, dtypes.in_part)
+            yield from () if made is None else (made,)
 
 
 def islands_in(several: Sequence[Site], site: Site, kind: Kind) -> Proposal | None:
     """Functions of a chain in float32, each by itself; None where one of them cannot be.
 
-    They may be in several files. In a file the last one is changed first: lines above it stay.
+    They may be in several files.
     """
-    if (changed := _changed(several, kind)) is None:
-        return None
-    lines = joined(f"{each.source.path.name}:{each.line}" for each in several)
-    what = f"the functions at {lines} in float32"
-    if kind is island.function:
-        what = f"{what}, outside of autocast"
-    return _of_files(what, island.WHY, Grade.FUNCTION, site, changed)
+    outside = ", outside of autocast" if kind is island.function else ""
+
+    def what(changed: Sequence[Site]) -> str:
+        lines = joined(f"{each.source.path.name}:{each.line}" for each in changed)
+        return f"the function{'s' * (len(changed) > 1)} at {lines} in float32{outside}"
+
+    return _several(what, island.WHY, Grade.FUNCTION, site, several, kind)
 
 
-def _changed(several: Sequence[Site], kind: Kind) -> dict[Site, bytes] | None:
-    """The first change of a kind at each of several places; None where one has none."""
-    files: dict[Path, tuple[Site, bytes]] = {}
-    for each in sorted(several, key=lambda one: one.line, reverse=True):
-        path = each.source.path
-        now = each if path not in files else each.of(files[path][1])
-        if now is None or (made := next(_made(now, kind, Grade.FUNCTION), None)) is None:
-            return None
-        files[path] = each, made.data
-    return dict(files.values())
+def _several(
+    what: Callable[[Sequence[Site]], str],
+    why: str,
+    grade: Grade,
+    site: Site,
+    places: Sequence[Site],
+    kind: Kind,
+) -> Proposal | None:
+    """The first change of a kind at each of several places; None where one has none.
+
+    In a file the last one is changed first: lines above it stay. A place is left as it is where
+    none of the parts of its change are kept; `what` says it of those that are changed.
+    """
+    upwards = sorted(places, key=lambda each: each.line, reverse=True)
+
+    def made(keeps: Callable[[int], bool]) -> Proposal | None:
+        files: dict[Path, tuple[Site, bytes]] = {}
+        changed: list[Site] = []
+        parts = 0
+        for each in upwards:
+            path = each.source.path
+            now = each if path not in files else each.of(files[path][1])
+            whole = None if now is None else next(_made(now, kind, grade), None)
+            if whole is None:
+                return None
+            own = whole.parts - whole.statements
+            kept = {
+                number for number in range(whole.parts) if number >= own or keeps(parts + number)
+            }
+            parts += own
+            less = whole if whole.only is None or len(kept) == whole.parts else whole.only(kept)
+            if less is not None:
+                files[path] = each, less.data
+                changed.append(each)
+        said = what([each for each in places if each in changed])
+        found = _of_files(said, why, grade, site, dict(files.values()))
+        return replace(found, parts=parts, only=lambda some: made(some.__contains__))
+
+    return made(lambda _: True)
 
 
 def _of_files(
