@@ -14,6 +14,7 @@ from ampwise_lint.values.abstract import (
     NONE,
     Const,
     DictValue,
+    Function,
     Instance,
     ListValue,
     Manager,
@@ -140,6 +141,9 @@ def optimizer(state: State, node: ast.Call, owner: Optimizer, name: str, a: Argu
         case "step" if given is not None:  # of a class that steps by it
             state.emit(Managed, node, given.key)
         case "step":
+            closure = a.first("closure")
+            if isinstance(closure, Function):
+                state.call(closure, Arguments(), node)
             state.emit(OptimizerStep, node, owner)
         case "zero_grad":
             state.emit(ZeroGrad, node, owner)
