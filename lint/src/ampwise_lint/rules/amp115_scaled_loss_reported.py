@@ -168,7 +168,23 @@ def _is_window_sum(event: Report | Accumulate, inner: set[int]) -> bool:
     if isinstance(event, Report) and not event.into:
         return False
     loop = event.context.loops[-1].node
-    return id(loop) in inner or _starts_anew(event, loop) or _is_mean_of_windows(event, loop)
+    if id(loop) in inner or _runs_as_often(loop):
+        return True
+    return _starts_anew(event, loop) or _is_mean_of_windows(event, loop)
+
+
+def _runs_as_often(loop: Node) -> bool:
+    """Whether a loop runs as often as what is in it is divided by: ``for _ in range(n)``."""
+    match loop:
+        case ast.For(iter=ast.Call(func=ast.Name(id="range"), args=[times])):
+            divisors = [
+                each.right if isinstance(each, ast.BinOp) else each.value
+                for each in ast.walk(loop)
+                if isinstance(each, ast.BinOp | ast.AugAssign) and isinstance(each.op, ast.Div)
+            ]
+            return ast.unparse(times) in map(ast.unparse, divisors)
+        case _:
+            return False
 
 
 def _is_mean_of_windows(event: Report | Accumulate, loop: Node) -> bool:

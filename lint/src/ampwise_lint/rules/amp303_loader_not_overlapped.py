@@ -51,7 +51,8 @@ from ampwise_lint.source.places import bound_to, loads, scope_of
 from ampwise_lint.source.project import Module
 from ampwise_lint.source.roles import EVALUATION, dotted
 from ampwise_lint.triggers import MIXED
-from ampwise_lint.values.abstract import Const, Loader, Tensor, Unknown
+from ampwise_lint.values.abstract import Const, Loader, Model, Tensor, Unknown
+from ampwise_lint.values.contents import flatten
 from ampwise_lint.values.events import PREPARED, Forward, Made, Moved, Read
 
 
@@ -151,11 +152,23 @@ def _copies(code: Analysis) -> Iterator[Moved]:
     """Copies of batches on every step that wait."""
     loops = step_loops(code)
     for trace in code.traces:
-        for event in trace.of(Moved):
+        moved: set[str] = set()
+        for event in trace.events:
+            if isinstance(event, Forward):
+                moved |= _moves(event)
+            if not isinstance(event, Moved) or event.non_blocking:
+                continue
             tensor = event.tensor
             is_batch = isinstance(tensor, Tensor) and tensor.data and _is_loaded(tensor)
-            if is_batch and not event.non_blocking and is_hot(event, loops, trace):
+            if is_batch and tensor.key not in moved and is_hot(event, loops, trace):
                 yield event
+
+
+def _moves(event: Forward) -> set[str]:
+    """Batches that a wrapper is given as they were loaded: it moves them itself, maybe in place."""
+    given = [each for each in flatten(event.inputs) if isinstance(each, Tensor)]
+    is_read = not isinstance(event.model, Model)
+    return set() if is_read else {each.key for each in given if each.data and not each.moved}
 
 
 LOADED = re.compile(r"Loader@|load|(^|[ ._])dl\b|prefetch")
@@ -242,9 +255,15 @@ TRAINING = re.compile("(^|_)train", re.IGNORECASE)
 
 def _evaluates(event: Made) -> bool:
     """Whether a loader is for validation or pictures: by its name, or that of its function."""
+    if any(not each.taken and ASKS_TRAINING.search(each.key) for each in event.context.conditions):
+        return True
     names = [*bound_to(event.module, event.node), *event.context.functions]
     words = [re.split(r"\W+", each.rpartition(".")[2]) for each in names]
     return any(_is_aside(word) for each in words for word in each)
+
+
+ASKS_TRAINING = re.compile(r"(^|[._'])train(ing)?('\)|$)", re.IGNORECASE)
+"""``if is_train:``, ``if split == "train":``; what is behind its ``else`` is for evaluation."""
 
 
 def _is_aside(name: str) -> bool:

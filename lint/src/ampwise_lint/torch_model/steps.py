@@ -218,7 +218,8 @@ def wrapper(state: State, node: ast.Call, owner: Wrapper, name: str, a: Argument
             state.emit(Managed, node, owner.path, trainer=owner)
             trainers.fit(state, node, owner, a)
         case _ if name in RUNS_STEP:
-            state.emit(Managed, node, owner.path, optimizer=stepped(a) if owner.skips else None)
+            by = stepped(a) if owner.skips else None
+            state.emit(Managed, node, owner.path, optimizer=by, off=owner.off)
         case _ if name in trainers.UNSCALES:
             state.emit(Managed, node, owner.path, unscales=True, plain=True)
             return clipped(state, node, name)

@@ -391,3 +391,5 @@ class Managed(Event):
     """The trainer that runs the whole training."""
     optimizer: Optimizer | None = None
     """What it steps by a scaler of its own, which may skip that."""
+    off: bool = False
+    """That scaler is switched off."""
