@@ -69,7 +69,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
     loops = step_loops(code)
     for trace in code.traces:
         windows = _windows(trace)
-        counts = dict.fromkeys((*windows, *_counts(trace)), set[int]())
+        counts: Windows = {key: set() for key in (*windows, *_counts(trace))}
         for event in trace.events:
             if any(id(each.node) in loops.nodes for each in event.context.loops):
                 if is_of_fault(event):
@@ -82,10 +82,8 @@ def check(code: Analysis) -> Iterator[Mistake]:
                     and not event.added.host  # a number is reported, too
                 ):
                     yield from _mistakes(event, event.added, windows)
-            # Beside the training nothing accumulates: no window is there to sum over.
-            elif isinstance(event, Report) and event.context.loops and evaluates(event):
-                if _is_too_small(event, event.tensor, counts):
-                    yield _too_small(event)
+            elif isinstance(event, Report) and _is_divided_aside(event, counts):
+                yield _too_small(event)
 
 
 Windows = dict[str, set[int]]
@@ -113,6 +111,12 @@ def _counts(trace: Trace) -> Iterator[str]:
         for each in step.context.branches:
             if each.periodic and (count := COUNT.search(each.key)):
                 yield count[1]
+
+
+def _is_divided_aside(event: Report, counts: Windows) -> bool:
+    """Whether an evaluation beside the training, which accumulates nothing, divides its loss."""
+    aside = bool(event.context.loops) and evaluates(event)
+    return aside and _is_too_small(event, event.tensor, counts)
 
 
 def _mistakes(event: Report | Accumulate, tensor: Tensor, windows: Windows) -> Iterator[Mistake]:
