@@ -4,9 +4,10 @@
 Reports a `DataLoader(...)` without `num_workers` or without `pin_memory=True`, in files that
 train in mixed precision, and, where a loader pins memory, by default or where there is a GPU,
 copies of batches without `non_blocking=True`. Silent for validation, by name or where nothing
-trains in mixed precision on what it yields, for loaders of which a batch at most is taken or whose
-data set or collate function puts data on the device, and where arguments come from a
-variable of which nothing is known.
+trains in mixed precision on what it yields, or behind the `else` of `if is_train`, for loaders of
+which a batch at most is taken or whose data set or collate function puts data on the device, and
+where arguments come from a variable of which nothing is known; of copies also of batches that a
+wrapper was given as they were loaded, as it moves them itself.
 Mixed precision is also FSDP's `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`, and what
 `accelerate launch` may tell an `Accelerator()`.
 
@@ -159,8 +160,9 @@ def _copies(code: Analysis) -> Iterator[Moved]:
             if not isinstance(event, Moved) or event.non_blocking:
                 continue
             tensor = event.tensor
-            is_batch = isinstance(tensor, Tensor) and tensor.data and _is_loaded(tensor)
-            if is_batch and tensor.key not in moved and is_hot(event, loops, trace):
+            if not isinstance(tensor, Tensor) or not tensor.data or not _is_loaded(tensor):
+                continue
+            if tensor.key not in moved and is_hot(event, loops, trace):
                 yield event
 
 
