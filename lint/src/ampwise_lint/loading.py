@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ampwise_lint.source.places import assignments, names, scope_of
+from ampwise_lint.source.places import assignments, scope_of
 from ampwise_lint.source.roles import dotted
 from ampwise_lint.values.abstract import (
     Const,
@@ -48,9 +48,21 @@ def data_of(event: Made, depth: int) -> list[ast.expr]:
     parts = [*call.args[:1], *(each.value for each in call.keywords if each.arg == "dataset")]
     scope = scope_of(event.module, event.node)
     for _ in range(depth):
-        read = {name for each in parts for name in names(each)}
+        read = {name for each in parts for name in _read_whole(each)}
         parts += [e.value for name in read for e in assignments(scope, name) if e.value is not None]
     return parts
+
+
+def _read_whole(code: ast.AST) -> set[str]:
+    """Names whose own value code takes: of ``network.config.size`` a setting alone gets there."""
+    nodes = list(ast.walk(code))
+    # A chain of attributes stands for its owner where it ends in a method that is called.
+    chains = {id(each.func) for each in nodes if isinstance(each, ast.Call)}
+    settings: set[int] = set()
+    for each in nodes:  # outermost first
+        if isinstance(each, ast.Attribute):
+            (chains if id(each) in chains else settings).add(id(each.value))
+    return {e.id for e in nodes if isinstance(e, ast.Name) and id(e) not in settings}
 
 
 def _puts_there(maker: Value | None, calls: int) -> bool:

@@ -111,7 +111,8 @@ def invoke(
             return _model(state, node, function, a)
         case Wrapper(path=path):
             stepped = steps.stepped(a) if function.skips else None
-            state.emit(Managed, node, path, _loss_given(a), optimizer=stepped)
+            off = function.off
+            state.emit(Managed, node, path, _loss_given(a), optimizer=stepped, off=off)
             return state.unknown(node, "called", path)
         case Unknown() if isinstance(owner, Unknown):
             return _method_of_unknown(state, node, owner, a)
@@ -256,8 +257,10 @@ def _construct(state: State, node: ast.Call, class_: Class, a: Arguments) -> Val
     wraps = is_step_wrapper(class_) or any(library.WRAPPERS.match(e) for e in ancestors[1:])
     if wraps and not any("Module" in each for each in ancestors):
         has_state = "__call__" in class_.attributes and "state_dict" in class_.attributes
-        skips = is_step_wrapper(class_) and _holds_scaler(state, node, class_, a)
-        wrapper = Wrapper(class_.node.name, has_state=has_state, skips=skips)
+        scaler = _scaler_in(state, node, class_, a) if is_step_wrapper(class_) else None
+        off = scaler is not None and truth(scaler.enabled) is False
+        skips = scaler is not None and not off
+        wrapper = Wrapper(class_.node.name, has_state=has_state, skips=skips, off=off)
         state.emit(Made, node, wrapper)
         return wrapper
     if any(library.is_optimizer(each) or each == "torch.optim.Optimizer" for each in ancestors[1:]):
@@ -271,16 +274,13 @@ def _construct(state: State, node: ast.Call, class_: Class, a: Arguments) -> Val
     return made
 
 
-def _holds_scaler(state: State, node: ast.Call, class_: Class, a: Arguments) -> bool:
-    """Whether an object of a class that runs the step makes a scaler for it, and one that is on."""
+def _scaler_in(state: State, node: ast.Call, class_: Class, a: Arguments) -> Scaler | None:
+    """The scaler that an object of a class that runs the step makes for it."""
     made, walked = Instance(class_), set(state.walked)
     with state.silent():
         initialise(state, made, a, node)
     state.walked = walked
-    return any(
-        isinstance(each, Scaler) and truth(each.enabled) is not False
-        for each in made.attributes.values()
-    )
+    return next((each for each in made.attributes.values() if isinstance(each, Scaler)), None)
 
 
 def _construct_scaler(

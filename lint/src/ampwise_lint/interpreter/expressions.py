@@ -68,6 +68,8 @@ def _name(state: State, node: ast.Name) -> Value:
         state.scope.put(node.id, found)
     if isinstance(found, Const) and node.id in state.here.set_by_signals:
         return Unknown(node.id, "given")
+    if isinstance(found, Function):
+        state.named.add(id(found.node))
     return as_role(state, found, node.id)
 
 

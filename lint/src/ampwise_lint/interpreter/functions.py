@@ -8,7 +8,7 @@ import re
 from ampwise_lint.path.state import Frame, State
 from ampwise_lint.source import library
 from ampwise_lint.source.nodes import Node, defaults_of
-from ampwise_lint.source.places import scope_of
+from ampwise_lint.source.places import loads, scope_of
 from ampwise_lint.source.roles import dotted
 from ampwise_lint.torch_model import functions
 from ampwise_lint.values.abstract import (
@@ -163,6 +163,8 @@ def _walk_handed_on(state: State, around: ast.AST, scope: Scope) -> None:
     """Walk steps that a function defines, and leaves to whom it hands them, or returns them to."""
     named = [each for each in scope.names.values() if isinstance(each, Function)]
     steps = [each for each in named if _is_step_defined_in(state, around, each)]
+    # What only a branch hands on that this path does not take is left alone.
+    steps = [e for e in steps if id(e.node) in state.named or not _is_named_in(around, e)]
     if not steps:
         return
     called = {
@@ -174,6 +176,11 @@ def _walk_handed_on(state: State, around: ast.AST, scope: Scope) -> None:
         # Where another branch calls it, it is not called here.
         if id(each.node) not in state.walked and getattr(each.node, "name", "") not in called:
             state.call(each, Arguments(open=True), each.node)
+
+
+def _is_named_in(around: ast.AST, function: Function) -> bool:
+    """Whether a function is taken by its name anywhere in the one that defines it."""
+    return bool(loads(around, getattr(function.node, "name", "")))
 
 
 def _is_step_defined_in(state: State, around: ast.AST, function: Function) -> bool:

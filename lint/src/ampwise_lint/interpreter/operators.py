@@ -88,6 +88,8 @@ def _equality(state: State, node: Node, left: Value, right: Value) -> Value | No
             return state.unknown(node)
         case (Const(value=None), Ref()) | (Ref(), Const(value=None)):
             return FALSE
+        case Tensor(data=True, moved=True), Const(value=None):
+            return FALSE  # None has no ``.to``
         case _, Const(value=None):
             return negate(left)
         case Unknown(), Const(value=bool(expected)):

@@ -103,6 +103,8 @@ class State:
         self.trace: list[Event] = []
         self.walked: set[int] = set()
         """``id`` of the functions that were walked."""
+        self.named: set[int] = set()
+        """``id`` of the functions that were taken by their names: called, or handed on."""
         self.frames: list[Frame] = []
         self.unsure = 0
         """Inside a branch that is walked although it may not be taken."""

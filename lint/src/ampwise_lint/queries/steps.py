@@ -154,8 +154,10 @@ def _nodes(event: Event) -> tuple[int, ...]:
 def _is_lower(event: Event) -> bool:
     """Whether something tells that training is in lower precision where it happens."""
     match event:
-        case ScalerStep() | Managed():
+        case ScalerStep():
             return True
+        case Managed():
+            return not event.off
         case Backward(scaled=scaled) if is_by_scaler(scaled):
             return True
         case Enter(region=region):

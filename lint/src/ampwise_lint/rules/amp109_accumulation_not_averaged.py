@@ -60,7 +60,7 @@ from ampwise_lint.source.places import (
 )
 from ampwise_lint.source.roles import dotted
 from ampwise_lint.triggers import MIXED
-from ampwise_lint.values.abstract import Const, Tensor, Unknown
+from ampwise_lint.values.abstract import Const, Tensor, Unknown, key_of
 from ampwise_lint.values.events import (
     Backward,
     Forward,
@@ -87,12 +87,20 @@ def check(code: Analysis) -> Iterator[Mistake]:
     # The same loss, with and without scaling, is one mistake.
     plain = [each for each in found.values() if each[0].scaled is None]
     scaled = [each for each in found.values() if each[0].scaled is not None]
-    for each in scaled or plain:
+    given = [each for each in code.of(Managed) if _is_whole(each.loss) and _ends_window(each)]
+    for each in scaled or ([] if given else plain):
         edits = _edits([each, *plain] if scaled else [each])
         yield _mistake(each[0], edits)
-    for event in code.of(Managed):
-        if event.loss is not None and not event.loss.divided and _ends_window(event):
-            yield _mistake(event, ())
+    for each in given:
+        yield _mistake(each, ())
+
+
+WORLD = re.compile(r"world_?size")
+
+
+def _is_whole(loss: Tensor | None) -> bool:
+    """Whether a loss is divided by nothing, or by the number of processes that add it up."""
+    return loss is not None and (not loss.divided or bool(WORLD.search(key_of(loss.divisor))))
 
 
 ENDS_WINDOW = re.compile(r"^(need_)?update(_grad)?$")
@@ -105,8 +113,12 @@ def _ends_window(event: Managed) -> bool:
     if not loops or event.loss is None or _is_no_whole_loss(event.loss):
         return False
     loop = loops[-1].node
-    given = event.node.keywords if isinstance(event.node, ast.Call) else []
-    ends = [each.value for each in given if each.arg and ENDS_WINDOW.match(each.arg)]
+    call = event.node
+    if not isinstance(call, ast.Call):
+        return False
+    # By position, a wrapper is asked nothing else of the count of batches.
+    ends = [each for each in call.args if isinstance(each, ast.Compare)]
+    ends += [each.value for each in call.keywords if each.arg and ENDS_WINDOW.match(each.arg)]
     return any(_remainders(each, loop) for each in ends) and not _sees_whole_batch(
         loop, _target(loop)
     )

@@ -72,7 +72,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
         for event in trace.of(SchedulerStep):
             if event.has_metric or not isinstance(event.scheduler, Scheduler):
                 continue
-            if _asks(event) or _waits_for_finite_norm(event):
+            if _asks(event) or _waits_for_finite_norm(event) or _waits_for_epoch(event):
                 continue
             step = _step_beside(trace, event)
             if step is not None and _is_of_learning_rate(event):
@@ -138,6 +138,15 @@ def _asks(event: SchedulerStep) -> bool:
     return any(
         ASKED.search(each.key) or _counts_steps(each) for each in event.context.conditions[held:]
     )
+
+
+OF_EPOCHS = re.compile(r"% [^()]*epoch|Eq '[^']*epoch[^']*'")
+"""``step % steps_per_epoch == 0``, ``update == "on_epoch"``."""
+
+
+def _waits_for_epoch(event: SchedulerStep) -> bool:
+    """Whether it waits, in the loop of the steps, for the end of an epoch."""
+    return any(each.taken and OF_EPOCHS.search(each.key) for each in event.context.branches)
 
 
 def _waits_for_finite_norm(event: SchedulerStep) -> bool:

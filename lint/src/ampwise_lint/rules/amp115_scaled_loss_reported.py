@@ -2,8 +2,9 @@
 
 ## What it does
 Reports a loss that is printed, logged or summed after it was multiplied by the loss scale, or
-after it was divided by the accumulation window. Silent for a sum over one window, for one
-that the number of updates divides, and where it is multiplied back.
+after it was divided by the accumulation window, in training or in the evaluation beside it. Silent
+for a sum over one window, or over as many batches, for one that the number of updates divides,
+and where it is multiplied back.
 
 ## Why is this bad
 The figure is 65536 times too large and halves or doubles with the scale, or it is too small by
@@ -30,6 +31,7 @@ divided or scaled in another function.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import partial
 from itertools import takewhile
@@ -38,7 +40,7 @@ from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.findings import Edit
 from ampwise_lint.queries.branches import is_of_fault
 from ampwise_lint.queries.edits import edit, receiver
-from ampwise_lint.queries.precision import uses_amp
+from ampwise_lint.queries.precision import evaluates, uses_amp
 from ampwise_lint.queries.steps import step_loops
 from ampwise_lint.queries.windows import accumulates
 from ampwise_lint.queries.wrappers import given_in_parts
@@ -67,6 +69,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
     loops = step_loops(code)
     for trace in code.traces:
         windows = _windows(trace)
+        counts: Windows = {key: set() for key in (*windows, *_counts(trace))}
         for event in trace.events:
             if any(id(each.node) in loops.nodes for each in event.context.loops):
                 if is_of_fault(event):
@@ -79,6 +82,8 @@ def check(code: Analysis) -> Iterator[Mistake]:
                     and not event.added.host  # a number is reported, too
                 ):
                     yield from _mistakes(event, event.added, windows)
+            elif isinstance(event, Report) and _is_divided_aside(event, counts):
+                yield _too_small(event)
 
 
 Windows = dict[str, set[int]]
@@ -97,16 +102,37 @@ def _windows(trace: Trace) -> Windows:
     return found
 
 
+COUNT = re.compile(r" % (.+)\) Eq 0\)$")
+
+
+def _counts(trace: Trace) -> Iterator[str]:
+    """What the steps of windows wait for: `n` of ``if (i + 1) % n == 0``."""
+    for _, step in accumulates(trace):
+        for each in step.context.branches:
+            if each.periodic and (count := COUNT.search(each.key)):
+                yield count[1]
+
+
+def _is_divided_aside(event: Report, counts: Windows) -> bool:
+    """Whether an evaluation beside the training, which accumulates nothing, divides its loss."""
+    aside = bool(event.context.loops) and evaluates(event)
+    return aside and _is_too_small(event, event.tensor, counts)
+
+
 def _mistakes(event: Report | Accumulate, tensor: Tensor, windows: Windows) -> Iterator[Mistake]:
     yield from _scaled(event, tensor)
     if _is_too_small(event, tensor, windows):
-        yield Mistake(
-            event.node,
-            event.module,
-            "the loss is reported after it was divided for accumulation: the figure is too "
-            "small by the number of micro-batches; report it before dividing, or multiply back",
-            mend=partial(_multiplied_back, event),
-        )
+        yield _too_small(event)
+
+
+def _too_small(event: Report | Accumulate) -> Mistake:
+    return Mistake(
+        event.node,
+        event.module,
+        "the loss is reported after it was divided for accumulation: the figure is too "
+        "small by the number of micro-batches; report it before dividing, or multiply back",
+        mend=partial(_multiplied_back, event),
+    )
 
 
 def _scaled(event: Report | Accumulate, tensor: Tensor) -> Iterator[Mistake]:
@@ -168,7 +194,23 @@ def _is_window_sum(event: Report | Accumulate, inner: set[int]) -> bool:
     if isinstance(event, Report) and not event.into:
         return False
     loop = event.context.loops[-1].node
-    return id(loop) in inner or _starts_anew(event, loop) or _is_mean_of_windows(event, loop)
+    if id(loop) in inner or _runs_as_often(loop):
+        return True
+    return _starts_anew(event, loop) or _is_mean_of_windows(event, loop)
+
+
+def _runs_as_often(loop: Node) -> bool:
+    """Whether a loop runs as often as what is in it is divided by: ``for _ in range(n)``."""
+    match loop:
+        case ast.For(iter=ast.Call(func=ast.Name(id="range"), args=[times])):
+            divisors = [
+                each.right if isinstance(each, ast.BinOp) else each.value
+                for each in ast.walk(loop)
+                if isinstance(each, ast.BinOp | ast.AugAssign) and isinstance(each.op, ast.Div)
+            ]
+            return ast.unparse(times) in map(ast.unparse, divisors)
+        case _:
+            return False
 
 
 def _is_mean_of_windows(event: Report | Accumulate, loop: Node) -> bool:

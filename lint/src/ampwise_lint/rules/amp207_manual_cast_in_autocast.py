@@ -35,6 +35,7 @@ from collections.abc import Iterator
 from ampwise_lint.analysis import Analysis
 from ampwise_lint.findings import Edit
 from ampwise_lint.queries.edits import edit
+from ampwise_lint.queries.owners import owners
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source import library
 from ampwise_lint.source.nodes import Node
@@ -42,7 +43,7 @@ from ampwise_lint.source.places import has_comment
 from ampwise_lint.source.project import Module
 from ampwise_lint.source.roles import dotted
 from ampwise_lint.triggers import AUTOCAST
-from ampwise_lint.values.abstract import Cast, Instance, Model, Tensor, key_of
+from ampwise_lint.values.abstract import Cast, Instance, Model, Tensor, Value, key_of
 from ampwise_lint.values.contents import flatten
 from ampwise_lint.values.events import Backward, CastDown, Forward, Managed
 
@@ -64,7 +65,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
         for event in trace.events:
             if event.context.no_grad:
                 continue  # what is cast for inference only is meant to be
-            if halved and not (isinstance(event, Forward) and key_of(event.model) not in halved):
+            if halved and not (isinstance(event, Forward) and halved.isdisjoint(_of(event.model))):
                 continue  # a network of 16 bits takes no other inputs
             if isinstance(event, CastDown) and event.context.region is not None:
                 if not _is_network(event) and not _is_asked_for(event):
@@ -78,6 +79,11 @@ def check(code: Analysis) -> Iterator[Mistake]:
                 for cast in _casts(event):
                     message = _MESSAGE.format(dtype=cast.dtype, where="just before")
                     yield Mistake(cast.node, cast.module, message, _edits(cast.node, cast.module))
+
+
+def _of(network: Value) -> set[str]:
+    """The networks that one is, or holds: DistributedDataParallel's."""
+    return {key_of(network), *owners(network)}
 
 
 def _is_network(cast: CastDown) -> bool:

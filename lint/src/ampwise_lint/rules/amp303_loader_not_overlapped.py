@@ -4,9 +4,10 @@
 Reports a `DataLoader(...)` without `num_workers` or without `pin_memory=True`, in files that
 train in mixed precision, and, where a loader pins memory, by default or where there is a GPU,
 copies of batches without `non_blocking=True`. Silent for validation, by name or where nothing
-trains in mixed precision on what it yields, for loaders of which a batch at most is taken or whose
-data set or collate function puts data on the device, and where arguments come from a
-variable of which nothing is known.
+trains in mixed precision on what it yields, or behind the `else` of `if is_train`, for loaders of
+which a batch at most is taken or whose data set or collate function puts data on the device, and
+where arguments come from a variable of which nothing is known; of copies also of batches that a
+wrapper was given as they were loaded, as it moves them itself.
 Mixed precision is also FSDP's `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`, and what
 `accelerate launch` may tell an `Accelerator()`.
 
@@ -51,7 +52,8 @@ from ampwise_lint.source.places import bound_to, loads, scope_of
 from ampwise_lint.source.project import Module
 from ampwise_lint.source.roles import EVALUATION, dotted
 from ampwise_lint.triggers import MIXED
-from ampwise_lint.values.abstract import Const, Loader, Tensor, Unknown
+from ampwise_lint.values.abstract import Const, Loader, Model, Tensor, Unknown
+from ampwise_lint.values.contents import flatten
 from ampwise_lint.values.events import PREPARED, Forward, Made, Moved, Read
 
 
@@ -151,11 +153,24 @@ def _copies(code: Analysis) -> Iterator[Moved]:
     """Copies of batches on every step that wait."""
     loops = step_loops(code)
     for trace in code.traces:
-        for event in trace.of(Moved):
+        moved: set[str] = set()
+        for event in trace.events:
+            if isinstance(event, Forward):
+                moved |= _moves(event)
+            if not isinstance(event, Moved) or event.non_blocking:
+                continue
             tensor = event.tensor
-            is_batch = isinstance(tensor, Tensor) and tensor.data and _is_loaded(tensor)
-            if is_batch and not event.non_blocking and is_hot(event, loops, trace):
+            if not isinstance(tensor, Tensor) or not tensor.data or not _is_loaded(tensor):
+                continue
+            if tensor.key not in moved and is_hot(event, loops, trace):
                 yield event
+
+
+def _moves(event: Forward) -> set[str]:
+    """Batches that a wrapper is given as they were loaded: it moves them itself, maybe in place."""
+    given = [each for each in flatten(event.inputs) if isinstance(each, Tensor)]
+    is_read = not isinstance(event.model, Model)
+    return set() if is_read else {each.key for each in given if each.data and not each.moved}
 
 
 LOADED = re.compile(r"Loader@|load|(^|[ ._])dl\b|prefetch")
@@ -242,9 +257,15 @@ TRAINING = re.compile("(^|_)train", re.IGNORECASE)
 
 def _evaluates(event: Made) -> bool:
     """Whether a loader is for validation or pictures: by its name, or that of its function."""
+    if any(not each.taken and ASKS_TRAINING.search(each.key) for each in event.context.conditions):
+        return True
     names = [*bound_to(event.module, event.node), *event.context.functions]
     words = [re.split(r"\W+", each.rpartition(".")[2]) for each in names]
     return any(_is_aside(word) for each in words for word in each)
+
+
+ASKS_TRAINING = re.compile(r"(^|[._'])train(ing)?('\)|$)", re.IGNORECASE)
+"""``if is_train:``, ``if split == "train":``; what is behind its ``else`` is for evaluation."""
 
 
 def _is_aside(name: str) -> bool:

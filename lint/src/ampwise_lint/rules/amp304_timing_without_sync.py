@@ -169,9 +169,10 @@ def _reads_found_inf(optimizer: Value | None) -> bool:
     """
     if not isinstance(optimizer, Optimizer):
         return True
-    if "Fused" in optimizer.path or "**" in optimizer.arguments:
+    if "**" in optimizer.arguments:
         return False
-    fused = optimizer.arguments.get("fused", FALSE)
+    # Apex's fused ones take found_inf on the device only where they are captured in graphs.
+    fused = optimizer.arguments.get("capturable" if "Fused" in optimizer.path else "fused", FALSE)
     return isinstance(fused, Const) and not fused.value
 
 

@@ -64,6 +64,8 @@ def apply_layer(state: State, node: ast.Call, layer: Model, a: Arguments) -> Val
     result = tensors.apply(state, node, operation, inputs)
     given = [each for each in inputs if isinstance(each, Tensor)]
     result.host = bool(given) and all(each.host for each in given)  # where its weights are
+    if operation == "linear" and state.region is None and any(each.guessed for each in given):
+        result.dtype = None  # weights in float32 take no other input, whatever was guessed
     return (
         ListValue([result, state.unknown(node)])
         if name in ("LSTM", "GRU", "RNN", "MultiheadAttention")

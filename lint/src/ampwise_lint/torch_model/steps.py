@@ -14,6 +14,7 @@ from ampwise_lint.values.abstract import (
     NONE,
     Const,
     DictValue,
+    Function,
     Instance,
     ListValue,
     Manager,
@@ -140,6 +141,9 @@ def optimizer(state: State, node: ast.Call, owner: Optimizer, name: str, a: Argu
         case "step" if given is not None:  # of a class that steps by it
             state.emit(Managed, node, given.key)
         case "step":
+            closure = a.first("closure")
+            if isinstance(closure, Function):
+                state.call(closure, Arguments(), node)
             state.emit(OptimizerStep, node, owner)
         case "zero_grad":
             state.emit(ZeroGrad, node, owner)
@@ -214,7 +218,8 @@ def wrapper(state: State, node: ast.Call, owner: Wrapper, name: str, a: Argument
             state.emit(Managed, node, owner.path, trainer=owner)
             trainers.fit(state, node, owner, a)
         case _ if name in RUNS_STEP:
-            state.emit(Managed, node, owner.path, optimizer=stepped(a) if owner.skips else None)
+            by = stepped(a) if owner.skips else None
+            state.emit(Managed, node, owner.path, optimizer=by, off=owner.off)
         case _ if name in trainers.UNSCALES:
             state.emit(Managed, node, owner.path, unscales=True, plain=True)
             return clipped(state, node, name)

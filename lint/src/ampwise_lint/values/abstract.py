@@ -266,6 +266,8 @@ class Wrapper(Value):
     """What it was made to train."""
     skips: bool = False
     """It steps optimizers by a gradient scaler of its own, which may skip that."""
+    off: bool = False
+    """The gradient scaler of its own is switched off: it backwards and steps in any precision."""
 
     @property
     def scales(self) -> bool:

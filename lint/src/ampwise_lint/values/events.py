@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from dataclasses import dataclass, field
 
 from ampwise_lint.source.nodes import Node
@@ -54,7 +55,11 @@ class Condition:
 
 def without_iteration(key: str) -> str:
     """The key of a value, the same in each iteration of a loop."""
-    return key.partition("#")[0]
+    return SERIAL.sub("", key)
+
+
+SERIAL = re.compile(r"#\d+")
+"""What tells a value of one iteration from that of the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,3 +391,5 @@ class Managed(Event):
     """The trainer that runs the whole training."""
     optimizer: Optimizer | None = None
     """What it steps by a scaler of its own, which may skip that."""
+    off: bool = False
+    """That scaler is switched off."""
