@@ -141,6 +141,8 @@ def test_layers_stay_in_16_bits_where_a_statement_in_float32_is_enough():
     assert best_of([several, layers], MOST, BEFORE) in (several, layers)
     noisy = held("statement", Grade.STATEMENTS, 45, 17)
     assert best_of([noisy, layers], MOST, BEFORE) is layers
+    enough = held("statement", Grade.STATEMENTS, 45, 19)  # of a loss far from linear
+    assert best_of([enough, layers], MOST, BEFORE) is enough
 
 
 class Tries:

@@ -989,3 +989,16 @@ def test_of_functions_in_float32_one_that_nothing_is_lost_without_is_left_as_it_
         "the function at x.py:11 in float32",
         "the function at x.py:6 in float32",
     ]
+
+
+@pytest.mark.parametrize(("body", "has"), [("F.avg_pool2d(x, 3)", False), ("self.first(x)", True)])
+def test_a_function_that_calls_methods_has_the_layers_that_these_call(body, has):
+    code = (
+        "class Likeness(torch.nn.Module):\n"
+        f"    def blur(self, x):\n        return {body}\n\n"
+        "    def forward(self, x, n):\n"
+        "        mean = self.blur(x)\n"
+        "        return self.blur(x * x) - mean * mean  # <-\n"
+    )
+    found = made(code, "x mean", cause="CANCELLATION", op="sub")
+    assert {each.has_layers for each in found if each.grade is Grade.FUNCTION} == {has}

@@ -108,12 +108,10 @@ class OwnSource:
         casts = () if self.others is None else casts_in(self.site, self.others)
         if self.makes_parameters:
             return [*self.proposals, *islice(casts, _MOST_BEYOND)]
-        made = made_by(self.site, [*self.makers, *self.casting])
         beyond = around(self.site, self.callers, self.chains)
         return [
             *self.proposals,
             *islice(casts, _MOST_BEYOND),
-            *islice(made, _MOST_BEYOND),
             *islice(beyond, _MOST_BEYOND),
         ]
 
@@ -135,10 +133,12 @@ class OwnSource:
             return list(as_made(self.site, self.parameter_lines))[:_MOST]
         first = list(as_made(self.site, self.parameter_lines)) if self.parameter_lines else []
         first += softmaxes_in(self.site, self.before)
+        # What a helper only asks for its format is not cast.
+        made = islice(made_by(self.site, [*self.makers, *self.casting]), _MOST_BEYOND)
         given = given_to_helpers(CallSite(self.site, (0, 0), helpers=self.helpers))
         found = proposals(self.site)
         formulas = list(takewhile(lambda each: each.grade is Grade.FORMULA, found))
-        return [*first, *formulas, *given, *found[len(formulas) :]][:_MOST]
+        return [*first, *formulas, *made, *given, *found[len(formulas) :]][:_MOST]
 
     def diff(self, proposal: Proposal) -> str:
         """A proposal as a unified diff."""

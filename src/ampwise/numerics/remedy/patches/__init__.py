@@ -342,7 +342,7 @@ def _of_kind(site: Site, kind: Kind, grade: Grade) -> Iterator[Proposal]:
         island.statement: (site.statement, _SEVERAL),
     }
     node, least = among.get(kind, (None, 0))
-    layers = node is not None and len(island.modules_called(node)) >= least
+    layers = node is not None and len(island.layers_called(site, node)) >= least
     yield from (replace(each, has_layers=layers) for each in _made(site, kind, grade))
 
 

@@ -241,6 +241,26 @@ def modules_called(node: cst.CSTNode) -> list[str]:
     return [each for each in names if each.startswith("self.")]
 
 
+def layers_called(site: Site, node: cst.CSTNode) -> list[str]:
+    """Those that are no methods of the class around the line, also by way of its methods."""
+    around = site.source.parents.get(site.function) if site.function is not None else None
+    methods: dict[str, cst.FunctionDef] = {}
+    if isinstance(around, cst.IndentedBlock):
+        within = [each for each in around.body if isinstance(each, cst.FunctionDef)]
+        methods = {f"self.{each.name.value}": each for each in within}
+    found: list[str] = []
+    seen: set[str] = set()
+    left = modules_called(node)
+    while left:
+        name = left.pop()
+        if name not in methods:
+            found.append(name)
+        elif name not in seen:
+            seen.add(name)
+            left += modules_called(methods[name])
+    return found
+
+
 def calls_a_module(node: cst.CSTNode) -> bool:
     """Whether an attribute of `self` is called."""
     return bool(modules_called(node))
