@@ -23,11 +23,9 @@ _ENOUGH_DB = {"float16": 50.0, "bfloat16": 32.0}
 _ALIKE_DB = 6.0
 _COARSE_DB = 10.0
 """The same, where the nearer patch has a whole function in float32, or a limit."""
-_SOUND_DB = 20.0
-"""A stable formula that keeps this on all steps is taken, whatever float32 around it would add."""
-_SOUND_LAYERS_DB = 19.0
-"""Layers in float32 are not looked at where another patch keeps this: it is what layers round in
-bfloat16 through a loss that is far from linear."""
+_SOUND_DB = 19.0
+"""A stable formula that keeps this on all steps is taken, whatever float32 around it would add; and
+layers in float32 are not looked at where another patch does."""
 _STEPS_A_KINK = 10
 """Steps of which one may be worse, where a patch would put layers in float32 for it."""
 _WIDER = (Grade.FLOAT32, Grade.STATEMENTS, Grade.FUNCTION)
@@ -148,7 +146,7 @@ def _has_layers(each: Proposal) -> bool:
 
 def _is_sound_without_layers(each: Held) -> bool:
     without = each.proposal.grade <= Grade.FUNCTION and not _has_layers(each.proposal)
-    return without and each.usual >= _SOUND_LAYERS_DB and not _is_narrow(each)
+    return without and each.usual >= _SOUND_DB and not _is_narrow(each)
 
 
 def _least(some: Sequence[Held], before: bytes) -> Held:
