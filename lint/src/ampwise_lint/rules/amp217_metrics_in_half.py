@@ -2,7 +2,8 @@
 
 ## What it does
 Reports a running sum over batches that is kept in float16 or bfloat16: made in that dtype, or
-begun at 0 with 16-bit values added.
+begun at 0 with 16-bit values added. Silent for losses that a network returns: autocast computes
+those in float32.
 
 ## Why is this bad
 Adding 1 stops counting at 256 in bfloat16 and at 2048 in float16 (measured): the next number is
@@ -84,6 +85,8 @@ def _edits(event: Accumulate) -> tuple[Edit, ...]:
 
 
 def _is_half_sum(into: object, added: object) -> bool:
+    if isinstance(added, Tensor) and added.loss and added.guessed:
+        return False  # a loss that a network returns: autocast computes those in float32
     if (
         isinstance(into, Tensor)
         and not into.host
