@@ -276,7 +276,7 @@ def _unknown(state: State, node: ast.Call, owner: Unknown, name: str, a: Argumen
             return steps.clipped(state, node, name)
         case "to" | "cuda" | "float" | "detach" | "clone" | "double" | "contiguous":
             return _passed(state, node, owner, name, a)
-        case "lower" | "upper" | "strip" if not a.count:
+        case "lower" | "upper" | "strip" | "numel" | "nelement" if not a.count:
             return Unknown(f"{owner.key}.{name}()", "called", loop=owner.loop, of=owner.of)
         case "get" if (key := _setting(owner, a)) is not None:
             return Unknown(key, "called", loop=owner.loop, of=owner.of)
