@@ -73,7 +73,7 @@ def reads(path: Path, *, observed: bool) -> Counter[str]:
     READ.clear()
     # At a fault the host looks at what is on the CPU, and only there: see the next test.
     seen = partial(observe, on_fault="off")
-    ending = seen(path).report.ending if observed else run(Target(str(path)), list).words
+    ending = seen(path).report.ending if observed else run(Target(str(path)), list, list).words
     assert ending == "finished"
     return Counter(READ)
 
