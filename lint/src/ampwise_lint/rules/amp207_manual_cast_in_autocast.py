@@ -47,9 +47,6 @@ from ampwise_lint.values.abstract import Cast, Instance, Model, Tensor, Value, k
 from ampwise_lint.values.contents import flatten
 from ampwise_lint.values.events import Backward, CastDown, Forward, Managed
 
-HALVES = ("half", "bfloat16")
-"""Methods that name the dtype themselves."""
-
 _MESSAGE = (
     "a tensor is cast to {dtype} by hand {where} autocast: operations that autocast keeps in "
     "float32 (losses, softmax, norms) get values that are rounded already, and without autocast "
@@ -112,7 +109,7 @@ def _is_written(cast: CastDown) -> bool:
     node = cast.node
     if not isinstance(node, ast.Call):
         return False
-    by_name = isinstance(node.func, ast.Attribute) and node.func.attr in HALVES
+    by_name = isinstance(node.func, ast.Attribute) and node.func.attr in library.HALVES
     return by_name or any(_is_dtype(cast.module, each) for each in (*node.args, *node.keywords))
 
 
@@ -146,7 +143,7 @@ def _edits(node: Node, module: Module) -> tuple[Edit, ...]:
     owner = module.text_of(node.func.value)
     arguments = [*node.args, *node.keywords]
     kept = [each for each in arguments if not _is_dtype(module, each)]
-    dtypes = 0 if node.func.attr in HALVES else 1
+    dtypes = 0 if node.func.attr in library.HALVES else 1
     if len(arguments) != len(kept) + dtypes or (kept and not dtypes):
         return ()
     if kept:

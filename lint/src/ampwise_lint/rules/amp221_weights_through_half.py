@@ -26,11 +26,12 @@ No automatic fix: a copy takes memory, and files that hold float32 are twice as 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from ampwise_lint.analysis import Analysis
 from ampwise_lint.queries.edits import file_of
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.source.library import HALVES
 from ampwise_lint.source.nodes import Node
 from ampwise_lint.source.places import assignments, scope_of
 from ampwise_lint.source.project import Module
@@ -38,8 +39,6 @@ from ampwise_lint.source.roles import dotted
 from ampwise_lint.triggers import HALF
 from ampwise_lint.values.abstract import DictValue, Optimizer, Parameters, Tensor, is_low
 from ampwise_lint.values.events import Save
-
-HALVES = ("half", "bfloat16")
 
 
 @rule("AMP221", "weights-through-half", "warning", triggers=(HALF,))
@@ -101,7 +100,7 @@ def _owner(call: ast.Call) -> str:
     return dotted(call.func.value) if isinstance(call.func, ast.Attribute) else ""
 
 
-def _is_in_place(module: Module, call: ast.Call, names: tuple[str, ...]) -> bool:
+def _is_in_place(module: Module, call: ast.Call, names: Collection[str]) -> bool:
     """``network.half()`` as a statement, or of one that is used as a network."""
     owner = _owner(call)
     if not isinstance(call.func, ast.Attribute) or call.func.attr not in names or call.args:

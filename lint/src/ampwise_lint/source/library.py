@@ -31,6 +31,9 @@ MOVED = (
     ("torch.amp.autocast_mode.", "torch.amp."),
     ("torch.amp.grad_scaler.", "torch.amp."),
 )
+HALVES = {"half": "float16", "bfloat16": "bfloat16"}
+"""Methods that make something half, and in which dtype."""
+
 FULL_PRECISION = {
     "fp32", "float32", "f32", "32", "32-true", "64", "64-true",
     "float", "full", "no", "none", "false", "single",

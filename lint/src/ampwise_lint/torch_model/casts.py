@@ -24,9 +24,6 @@ from ampwise_lint.values.events import (
     CastDown,
 )
 
-HALVES = {"half": "float16", "bfloat16": "bfloat16"}
-"""Methods that make something half."""
-
 
 def halved(state: State, node: Node, owner: Value, dtype: str) -> Value:
     """A network or tensor made half."""
@@ -52,7 +49,7 @@ def halved_by_name(
     state: State, node: ast.Call, owner: Model | Instance | Tensor, name: str, a: Arguments
 ) -> Value:
     """``x.half()`` and ``x.bfloat16()``."""
-    return halved(state, node, owner, HALVES[name])
+    return halved(state, node, owner, library.HALVES[name])
 
 
 def same(state: State, node: ast.Call, owner: Value, name: str, a: Arguments) -> Value:

@@ -251,7 +251,7 @@ def _unknown(state: State, node: ast.Call, owner: Unknown, name: str, a: Argumen
         case _ if name in tensor_methods.READS and not a.positional:
             return tensors.read(state, node, owner, name)
         case "half" | "bfloat16" if not a.count:
-            return casts.halved(state, node, _as_made(state, node, owner), casts.HALVES[name])
+            return casts.halved(state, node, _as_made(state, node, owner), library.HALVES[name])
         case "parameters" | "named_parameters":
             return Parameters(owner, f"{owner.key}.parameters")
         case "zero_grad":
@@ -368,7 +368,7 @@ def _const(state: State, node: ast.Call, owner: Const, name: str, a: Arguments) 
 
 
 def _parameter(state: State, node: ast.Call, owner: Parameter, name: str, a: Arguments) -> Value:
-    dtype = casts.HALVES.get(name) or (casts.dtype_given(a) if name in ("to", "type") else None)
+    dtype = library.HALVES.get(name) or (casts.dtype_given(a) if name in ("to", "type") else None)
     if name in ("float", "double"):
         return Tensor(dtype="float32", of=owner)
     if is_low(dtype):

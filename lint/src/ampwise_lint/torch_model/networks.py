@@ -221,7 +221,7 @@ OF_NETWORKS: dict[
 ] = {
     **dict.fromkeys(("parameters", "named_parameters"), _parameters_of),
     **dict.fromkeys(("train", "eval"), _mode),
-    **dict.fromkeys(casts.HALVES, casts.halved_by_name),
+    **dict.fromkeys(library.HALVES, casts.halved_by_name),
     **dict.fromkeys(("float", "double"), _network_cast_up),
     **dict.fromkeys(("to", "type"), _network_moved),
     **dict.fromkeys(

@@ -6,6 +6,7 @@ import ast
 from collections.abc import Callable
 
 from ampwise_lint.path.state import State
+from ampwise_lint.source.library import HALVES
 from ampwise_lint.torch_model import casts, tensors
 from ampwise_lint.values.abstract import (
     NONE,
@@ -182,7 +183,7 @@ OF_TENSORS: dict[str, Callable[[State, ast.Call, Tensor, str, Arguments], Value]
         casts.same,
     ),
     **dict.fromkeys(("float", "double"), _as_float32),
-    **dict.fromkeys(casts.HALVES, casts.halved_by_name),
+    **dict.fromkeys(HALVES, casts.halved_by_name),
     **dict.fromkeys(("to", "cuda", "type", "xpu", "npu"), _moved),
     **dict.fromkeys(
         ("div_", "mul_", "div", "mul", "divide", "true_divide", "multiply"), _scaled_by
