@@ -136,9 +136,10 @@ class OwnSource:
         # What a helper only asks for its format is not cast.
         made = islice(made_by(self.site, [*self.makers, *self.casting]), _MOST_BEYOND)
         given = given_to_helpers(CallSite(self.site, (0, 0), helpers=self.helpers))
-        found = proposals(self.site)
-        formulas = list(takewhile(lambda each: each.grade is Grade.FORMULA, found))
-        return [*first, *formulas, *made, *given, *found[len(formulas) :]][:_MOST]
+        own = [*first, *proposals(self.site)][:_MOST]
+        formulas = list(takewhile(lambda each: each.grade is Grade.FORMULA, own[len(first) :]))
+        at = len(first) + len(formulas)
+        return [*own[:at], *made, *given, *own[at:]]
 
     def diff(self, proposal: Proposal) -> str:
         """A proposal as a unified diff."""
