@@ -88,6 +88,11 @@ class Place:
         """Text of the line."""
         return linecache.getline(self.file, self.line).strip()
 
+    @property
+    def file_line(self) -> tuple[str, int]:
+        """File and line, to find what stands on the same one."""
+        return self.file, self.line
+
     def line_from(self, origin: Place) -> str:
         """``line 7``; ``line 7 of model.py`` where that is another file than a place's."""
         line = f"line {self.line}"

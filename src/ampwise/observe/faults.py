@@ -285,7 +285,7 @@ class Faults(Listener):
             return None
         if any(each.diagnosis.status == "fault" for each in self.found):
             origin = watch(reproduced, stash, once=True).origin
-            if origin is not None and self._meets((origin.place.file, origin.place.line)):
+            if origin is not None and self._meets(origin.place.file_line):
                 return None
         try:
             diagnosis = examiner.failure(stash)

@@ -86,7 +86,7 @@ def _lost_bound(what: str, bound: float, by: Ancestor, fmt: formats.FloatFormat)
 def _if_elsewhere(made_by: Ancestor, root: Root) -> Ancestor | None:
     """Where it began, if that is another line: of its own the root shows more."""
     place = made_by.place
-    return None if (place.file, place.line) == (root.place.file, root.place.line) else made_by
+    return None if place.file_line == root.place.file_line else made_by
 
 
 def _lost_in(maker: Ancestor | None) -> list[tuple[float, Ancestor]]:

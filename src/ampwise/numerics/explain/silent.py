@@ -100,8 +100,8 @@ def _severe(found: Sequence[Lost]) -> bool:
 
 def _same_place(lost: Lost, others: Sequence[Lost]) -> bool:
     """Whether a fault is where one of some others is: it has been told then."""
-    at = lost.place.file, lost.place.line
-    return any(each.severe and (each.place.file, each.place.line) == at for each in others)
+    at = lost.place.file_line
+    return any(each.severe and each.place.file_line == at for each in others)
 
 
 def _is_inner(run: ShadowRun) -> bool:
@@ -171,7 +171,7 @@ def _wrong_number(step: Replayable, stash: Stash, run: ShadowRun, loss: str) -> 
     It is the same in every step, so training ends elsewhere, however right one gradient is.
     """
     numbers = [e for e in run.errors if e.name in (*FROM_NUMBERS, "tensor") and e.place.file]
-    rounded = {(e.place.file, e.place.line): e for e in numbers if e.local_db < math.inf}
+    rounded = {e.place.file_line: e for e in numbers if e.local_db < math.inf}
     for each in list(rounded.values())[:_NUMBERS]:
         if makes_loss(step, stash, run, each.place):
             words = (

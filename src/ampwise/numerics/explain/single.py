@@ -233,7 +233,7 @@ def _rounded(step: Replayable, stash: Stash, run: ShadowRun, before: ShadowRun) 
     found += [each for each in [flushed_first(next(flushed, None))] if each is not None]
     first: dict[tuple[str, int], Ancestor] = {}
     for each in sorted(found, key=lambda each: each.index):
-        first.setdefault((each.place.file, each.place.line), each)
+        first.setdefault(each.place.file_line, each)
     lines = list(first.values())[:_TRIED]
     harms = [harm_of(step, stash, run, [each.place]) for each in lines]
     if max(harms, default=0.0) < LEAST:

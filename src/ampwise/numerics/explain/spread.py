@@ -148,7 +148,7 @@ def _told(
     """
     if (gone := out_of_range(step, stash, run, worst.place)) is not None:
         return left_range(gone, stash)
-    on_its_line = worst.place.file == most.place.file and worst.place.line == most.place.line
+    on_its_line = worst.place.file_line == most.place.file_line
     rounding, how = _rounding_of(step, stash, run, worst if on_its_line else most.worst)
     how = how or Began(f"{_rounding(most)} rounds")
     shows = worst if worst.enlarges and worst is not rounding else _difference_after(run, rounding)
@@ -181,10 +181,10 @@ def _rounding_of(
 
     A sum that loses small terms tells more than what does about as much.
     """
-    line = some.place.file, some.place.line
+    line = some.place.file_line
     first: dict[str, OperationError] = {}
     for each in run.errors:
-        here = (each.place.file, each.place.line) == line and each.place.phase == "forward"
+        here = each.place.file_line == line and each.place.phase == "forward"
         if here and each.local_db < math.inf:
             first.setdefault(each.name, each)
     if len(first) < 2:
@@ -259,8 +259,8 @@ def _origin(
     results, and finds few digits in it, is at fault.
     """
     for each in found:
-        at = each.place.file, each.place.line
-        here = (e for e in run.errors if (e.place.file, e.place.line) == at and e.enlarges)
+        at = each.place.file_line
+        here = (e for e in run.errors if e.place.file_line == at and e.enlarges)
         if (shows := next(here, None)) is not None:
             return shows
     worst = found[0].worst
@@ -273,14 +273,14 @@ def _difference_of(
     step: Replayable, stash: Stash, run: ShadowRun, line: Carrier
 ) -> OperationError | None:
     """The difference of two values that both come from one line, and that is mostly its error."""
-    at = line.place.file, line.place.line
+    at = line.place.file_line
     for each in run.errors:
         if not each.enlarges or each.name not in DIFFERENCES or not each.place.file:
             continue
         makers = shadow(
             step, stash, errors=False, at=(each.name, each.place, each.occurrence)
         ).makers
-        from_it = [any((e.place.file, e.place.line) == at for e in back_from(maker))
+        from_it = [any(e.place.file_line == at for e in back_from(maker))
                    for maker in makers]  # fmt: skip
         if len(from_it) > 1 and all(from_it):
             return each

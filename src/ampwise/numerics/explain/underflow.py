@@ -47,7 +47,7 @@ def _function(of: Ancestor | Root) -> tuple[str, int]:
 def _before(argument: Argument) -> Ancestor | None:
     """Where the zeros began, if that is another line."""
     began, root = flushed_first(argument.maker), argument.root.place
-    if began is None or (began.place.file, began.place.line) == (root.file, root.line):
+    if began is None or began.place.file_line == root.file_line:
         return None
     return began
 

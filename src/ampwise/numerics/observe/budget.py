@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ampwise.numerics.observe.gradient_errors import GradientErrors
 from ampwise.numerics.observe.operation_errors import OperationError
-from ampwise.numerics.observe.range_losses import PARTS, Part, RangeLoss
+from ampwise.numerics.observe.range_losses import Part, RangeLoss, most_of
 from ampwise.numerics.observe.shadow import Rounds, ShadowRun, shadow
 from ampwise.places import Place
 from ampwise.step.recorder import Stash
@@ -73,7 +73,7 @@ def carriers(
     lines: dict[_Line, list[OperationError]] = {}
     for each in run.errors:
         if each.local_db < math.inf and each.place.file:
-            lines.setdefault((each.place.file, each.place.line), []).append(each)
+            lines.setdefault(each.place.file_line, []).append(each)
     whole = _squared(run.replayed.gradients, run, names)
     runs, began = count(), time.monotonic()
 
@@ -116,9 +116,9 @@ def harm_of(
     op
         Of these lines, only operations of this name.
     """
-    lines = {(each.file, each.line) for each in places}
+    lines = {each.file_line for each in places}
     rounds = Rounds(
-        lambda name, at: (at.file, at.line) in lines and at.phase == "forward" and op in ("", name)
+        lambda name, at: at.file_line in lines and at.phase == "forward" and op in ("", name)
     )
     alone = _rounded(step, stash, run, rounds)
     whole = _squared(run.replayed.gradients, run, run.gradients.keys())
@@ -129,23 +129,19 @@ def harm_of(
 
 def makes_loss(step: Replayable, stash: Stash, run: ShadowRun, place: Place) -> bool:
     """Whether rounding on one line makes most of the error of a loss."""
-    alone = _rounded_at(step, stash, run, {(place.file, place.line)})
+    alone = _rounded_at(step, stash, run, {place.file_line})
     return any(share >= _MOST for share in _of_losses(alone, run))
 
 
 def out_of_range(step: Replayable, stash: Stash, run: ShadowRun, place: Place) -> RangeLoss | None:
     """What became inf, or 0, on a line, where that makes most of the line's error; None if not."""
-    line = {(place.file, place.line)}
+    line = {place.file_line}
     whole = _rounded_at(step, stash, run, line)
-    error = _error(whole, run)
-    found: list[tuple[float, RangeLoss]] = []
-    for part in PARTS:
-        lost = [each for each in whole.range_losses
-                if each.part == part and each.place.phase == "forward"]  # fmt: skip
-        here = _error(_rounded_at(step, stash, run, line, part), run) if lost else 0.0
-        if here > 0 and here >= _MOST * error:
-            found.append((here, max(lost, key=lambda each: each.elements)))
-    return max(found, key=lambda each: each[0])[1] if found else None
+    return most_of(
+        _error(whole, run),
+        (each for each in whole.range_losses if each.place.phase == "forward"),
+        lambda part: _error(_rounded_at(step, stash, run, line, part), run),
+    )
 
 
 def _error(alone: ShadowRun, run: ShadowRun) -> float:

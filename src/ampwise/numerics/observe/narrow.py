@@ -41,11 +41,6 @@ class Maker:
     place: Place
     dtype: str
 
-    @property
-    def line(self) -> tuple[str, int]:
-        """File and line."""
-        return self.place.file, self.place.line
-
 
 def makers(task: Task, settings: Settings) -> Mapping[str, Maker]:
     """What makes each 16-bit parameter of a task's model so, by name, as far as code of it does.

@@ -5,6 +5,7 @@ That is told by the elements: a tensor of which most elements became 0 may have 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,6 +17,9 @@ from ampwise.places import Place
 
 Part = Literal["overflow", "underflow"]
 PARTS: tuple[Part, ...] = ("overflow", "underflow")
+
+_MOST = 0.5
+"""Share of the square of an error, from which on a part of it makes most of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,3 +78,25 @@ def is_of(part: Part, result: Tensor, wanted: Tensor) -> Tensor:
         return result.isinf() & (size > fmt.max) & size.isfinite()
     error = (result.detach().double() - wanted).abs()
     return (size < fmt.min_normal) & (error > fmt.eps * size)
+
+
+def most_of(
+    error: float, losses: Iterable[RangeLoss], error_of: Callable[[Part], float]
+) -> RangeLoss | None:
+    """Which of some losses makes most of the error that rounding makes; None if none does.
+
+    Parameters
+    ----------
+    error
+        Square of that error.
+    error_of
+        The same, of what overflows or underflows alone.
+    """
+    found: list[tuple[float, RangeLoss]] = []
+    losses = list(losses)
+    for part in PARTS:
+        lost = [each for each in losses if each.part == part]
+        alone = error_of(part) if lost else 0.0
+        if alone > 0 and alone >= _MOST * error:
+            found.append((alone, max(lost, key=lambda each: each.elements)))
+    return max(found, key=lambda each: each[0])[1] if found else None

@@ -186,9 +186,14 @@ class Rounds:
     part: Part | None = None
 
     @classmethod
+    def nowhere(cls) -> Rounds:
+        """No operation."""
+        return cls(lambda *_: False)
+
+    @classmethod
     def on(cls, lines: Container[tuple[str, int]], part: Part | None = None) -> Rounds:
         """All operations on some lines."""
-        return cls(lambda _, place: (place.file, place.line) in lines, part)
+        return cls(lambda _, place: place.file_line in lines, part)
 
 
 class _ReachedError(Exception):
@@ -218,7 +223,8 @@ class Shadow(OperationMode):
         draws: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
-        self._decides, self._rounds, self._draws = decides, rounds, draws
+        self._decides, self._draws = decides, draws
+        self._rounds = rounds or Rounds.nowhere()
         self.range_losses = RangeLosses()
         self._decided = self._followed = True
         self._twins = Twins(discrete=decides)
@@ -267,7 +273,7 @@ class Shadow(OperationMode):
 
     def _rounded(self, made: Tensor, numbers: Tensor, maker: Ancestor) -> None:
         """A tensor is made of numbers that it rounds."""
-        if self._rounds is not None and self._rounds.at(maker.name, maker.place):
+        if self._rounds.at(maker.name, maker.place):
             numbers = self._rounded_to(maker.name, maker.place, made, numbers, numbers)
         self._twins.write(made, numbers)
         self._qualities.measure([made], [numbers])
@@ -319,7 +325,7 @@ class Shadow(OperationMode):
             return result
         inputs_db = self._qualities.worst(floating)
         references = self._shadowed(op, args, raised, result, results)
-        if references is not None and self._rounds is not None and self._rounds.at(op.name, place):
+        if references is not None and self._rounds.at(op.name, place):
             self._round(op, place, given, result, results, references)
         if references is not None and place.phase == "forward":
             self.terms.note(op, args, kwargs, results)
@@ -371,7 +377,6 @@ class Shadow(OperationMode):
         Rounded where it only rounds; what a kernel loses inside, such as a sum in 16 bits, is
         added.
         """
-        assert self._rounds is not None
         self.range_losses.note(name, place, tensor, own)
         error = (tensor.detach().double() - own).nan_to_num(0.0, 0.0, 0.0)
         rounds = tensor == own.to(tensor.dtype)

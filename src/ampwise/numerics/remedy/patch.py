@@ -39,7 +39,7 @@ def add_patches(found: Diagnosis, failing: Failing, progress: Progress) -> None:
         tempfile.TemporaryDirectory(prefix="ampwise-patches-") as folder,
         fresh(Path(folder), failing.settings.device) as processes,
     ):
-        made = [each.line for each in failing.made.values()]
+        made = [each.place.file_line for each in failing.made.values()]
         source = own_source(found, failing.step, failing.stash, roots, made)
         if source is not None and (made := source.with_caller):
             try:

@@ -21,7 +21,7 @@ from ampwise.bench.arm import Arm
 from ampwise.numerics.explain.roundings import off_by, out_of_range_words
 from ampwise.numerics.observe.gradient_errors import MISSING, GradientErrors
 from ampwise.numerics.observe.narrow import makers
-from ampwise.numerics.observe.range_losses import RangeLoss
+from ampwise.numerics.observe.range_losses import RangeLoss, most_of
 from ampwise.numerics.observe.shadow import Rounds
 from ampwise.numerics.observe.stagnation import Stagnant
 from ampwise.numerics.observe.values import at
@@ -40,8 +40,8 @@ from ampwise.numerics.updates.of_task import Trained
 from ampwise.step.replay import Replay
 from ampwise_lint.base.words import counted, joined
 
-_LEAST, _MOST = 0.1, 0.5
-"""Share of the square of the error that a line has to make by itself; and that makes most of it."""
+_LEAST = 0.1
+"""Share of the square of the error that a line has to make by itself."""
 _MOST_LINES = 8
 _MOST_NAMES = 2
 ADVICE = Fix("float32 for what updates keep",
@@ -105,11 +105,12 @@ def left_behind(trained: Trained, arm: Arm, still: Stagnant) -> Stagnant | None:
     by_line: Counter[tuple[str, int]] = Counter()
     for name, share in still.share.items():
         if name in made:
-            by_line[made[name].line] += int(share * named[name].numel())
+            by_line[made[name].place.file_line] += int(share * named[name].numel())
     if not by_line:
         return still
     most = by_line.most_common(1)[0][0]
-    return replace(still, made={name: each for name, each in made.items() if each.line == most})
+    on_line = {name: each for name, each in made.items() if each.place.file_line == most}
+    return replace(still, made=on_line)
 
 
 def _line(
@@ -130,7 +131,7 @@ def _line(
     for number, each in enumerate(lines):
         if time.monotonic() - began > LIMIT_S:
             break
-        alone = follow(trained, run.steps, rounds=Rounds.on([each.line]), also=names)
+        alone = follow(trained, run.steps, rounds=Rounds.on([each.place.file_line]), also=names)
         harms.append((min(1.0, _harm(alone, ideal) / whole), number))
     share, number = max(harms, default=(0.0, 0))
     return lines[number] if share >= _LEAST else None
@@ -144,15 +145,13 @@ def _underflow(trained: Trained, run: Followed, kind: str, line: Rounding) -> Ra
     kind
         Whose error it is.
     """
-    ideal = _ideal(run, kind)
-    whole = follow(trained, run.steps, rounds=Rounds.on([line.line]))
-    lost = [each for each in whole.range_losses if each.part == "underflow"]
-    if not lost:
-        return None
-    alone = follow(trained, run.steps, rounds=Rounds.on([line.line], "underflow"))
-    if _harm(alone, ideal) < _MOST * _harm(whole, ideal):
-        return None
-    return max(lost, key=lambda each: each.elements)
+    ideal, at = _ideal(run, kind), [line.place.file_line]
+    whole = follow(trained, run.steps, rounds=Rounds.on(at))
+    return most_of(
+        _harm(whole, ideal),
+        (each for each in whole.range_losses if each.part == "underflow"),
+        lambda part: _harm(follow(trained, run.steps, rounds=Rounds.on(at, part)), ideal),
+    )
 
 
 def _ideal(run: Followed, kind: str, names: Collection[str] = ()) -> dict[str, Tensor]:

@@ -41,11 +41,6 @@ class Rounding:
     place: Place
     dtype: str
 
-    @property
-    def line(self) -> tuple[str, int]:
-        """File and line that it is on."""
-        return self.place.file, self.place.line
-
 
 @dataclass(frozen=True)
 class Change:
@@ -265,9 +260,7 @@ class Feedback(OperationMode):
             return
         place = self._places.here()
         if place.file and place.phase == "forward":
-            self.roundings[place.file, place.line] = Rounding(
-                name, place, dtype_name(half[0].dtype)
-            )
+            self.roundings[place.file_line] = Rounding(name, place, dtype_name(half[0].dtype))
         for each in half if in_place else ():
             where = f"what {Path(place.file).name} keeps (line {place.line})"
             name = self._names.setdefault(memory(each), f"{where} #{len(self._names)}")
