@@ -43,7 +43,7 @@ from ampwise_lint.source.places import has_comment
 from ampwise_lint.source.project import Module
 from ampwise_lint.source.roles import dotted
 from ampwise_lint.triggers import AUTOCAST
-from ampwise_lint.values.abstract import Cast, Instance, Model, Tensor, Value, key_of
+from ampwise_lint.values.abstract import Cast, Instance, Model, Region, Tensor, Value, key_of
 from ampwise_lint.values.contents import flatten
 from ampwise_lint.values.events import Backward, CastDown, Forward, Managed
 
@@ -93,8 +93,7 @@ def _is_asked_for(cast: CastDown) -> bool:
     An option does, in a region whose dtype is not in sight, or whoever a branch for it waits for:
     ``if dtype == torch.bfloat16: return x.bfloat16()``.
     """
-    region = cast.context.region
-    if region is not None and region.dtype is None and not _is_written(cast):
+    if _is_open(cast.context.region, cast.node, cast.module):
         return True
     tests = [
         each.node.test
@@ -104,13 +103,17 @@ def _is_asked_for(cast: CastDown) -> bool:
     return any(_asks_for(cast.module, each, cast.cast) for each in tests)
 
 
-def _is_written(cast: CastDown) -> bool:
+def _is_open(region: Region | None, cast: Node, module: Module) -> bool:
+    """Whether an option names the dtype that is cast to, and autocast's own is not in sight."""
+    return region is not None and region.dtype is None and not _is_written(cast, module)
+
+
+def _is_written(node: Node, module: Module) -> bool:
     """Whether the dtype stands where something is cast: ``x.half()``, ``x.to(torch.half)``."""
-    node = cast.node
     if not isinstance(node, ast.Call):
         return False
     by_name = isinstance(node.func, ast.Attribute) and node.func.attr in library.HALVES
-    return by_name or any(_is_dtype(cast.module, each) for each in (*node.args, *node.keywords))
+    return by_name or any(_is_dtype(module, each) for each in (*node.args, *node.keywords))
 
 
 def _asks_for(module: Module, test: ast.expr, dtype: str) -> bool:
@@ -130,8 +133,9 @@ def _casts(event: Forward) -> Iterator[Cast]:
     waiting = flatten(event.inputs)
     while waiting:
         each = waiting.pop()
-        if isinstance(each, Tensor) and each.cast is not None:
-            yield each.cast
+        if isinstance(each, Tensor) and (cast := each.cast) is not None:
+            if not _is_open(event.context.region, cast.node, cast.module):
+                yield cast
         elif isinstance(each, Tensor) and each.op in MOVES:
             waiting += flatten(each.inputs)
 
