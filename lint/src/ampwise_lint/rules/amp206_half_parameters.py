@@ -55,12 +55,15 @@ from ampwise_lint.values.events import Backward, CastDown, Managed, ScalerStep
 @rule("AMP206", "half-parameters", "error", triggers=(HALF,))
 def check(code: Analysis) -> Iterator[Mistake]:
     helped = HELPED.search(code.module.source.text)
+    adapted = ADAPTED.search(code.module.source.text)
     found: dict[tuple[object, ...], dict[int, CastDown]] = {}
     for trace in code.traces:
         is_managed = is_led(trace)
         for event in trace.of(CastDown):
             trainers = [] if helped else [*_scaling_behind(trace, event)]
             if event.cast != "float16" or (is_managed and not trainers):
+                continue
+            if adapted and not trainers:
                 continue
             if event.module.source.ignores(event.node.lineno, "AMP206"):
                 continue
@@ -80,6 +83,8 @@ def check(code: Analysis) -> Iterator[Mistake]:
 
 HELPED = re.compile(r"lora|peft|adapter|requires_grad", re.IGNORECASE)
 """Of what a trainer is given, not all may be trained."""
+ADAPTED = re.compile(r"\bget_peft_model\b")
+"""It freezes what is half, and makes the adapters, which are trained, in float32."""
 
 
 def _scaling_behind(trace: Trace, cast: CastDown) -> Iterator[Wrapper]:
