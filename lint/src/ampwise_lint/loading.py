@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ampwise_lint.source.places import assignments, scope_of
+from ampwise_lint.source.places import assignments, names, scope_of
 from ampwise_lint.source.roles import dotted
 from ampwise_lint.values.abstract import (
     Const,
@@ -37,7 +37,25 @@ def is_on_device(event: Made) -> bool:
     given = event.value.arguments
     if any(_puts_there(given.get(each), CALLS) for each in ("dataset", "collate_fn")):
         return True
-    return any(_moves(each, None) for each in data_of(event, 2))
+    parts = data_of(event, 2)
+    return any(_moves(each, None) for each in (*parts, *_returned(event, parts)))
+
+
+def _returned(event: Made, parts: list[ast.expr]) -> Iterator[ast.expr]:
+    """What functions of the file return that data is unpacked from: ``x, y = make(device)``."""
+    read = {name for each in parts for name in _read_whole(each)}
+    made = {
+        each.value.func.id
+        for each in ast.walk(scope_of(event.module, event.node))
+        if isinstance(each, ast.Assign)
+        and isinstance(each.value, ast.Call)
+        and isinstance(each.value.func, ast.Name)
+        and any(isinstance(to, ast.Tuple) and names(to) & read for to in each.targets)
+    }
+    for each in event.module.tree.body:
+        if isinstance(each, ast.FunctionDef) and each.name in made:
+            given = [e.value for e in ast.walk(each) if isinstance(e, ast.Return) and e.value]
+            yield from _with_names(each, given, 1)
 
 
 def data_of(event: Made, depth: int) -> list[ast.expr]:
@@ -46,10 +64,15 @@ def data_of(event: Made, depth: int) -> list[ast.expr]:
     if not isinstance(call, ast.Call):
         return []
     parts = [*call.args[:1], *(each.value for each in call.keywords if each.arg == "dataset")]
-    scope = scope_of(event.module, event.node)
+    return _with_names(scope_of(event.module, event.node), parts, depth)
+
+
+def _with_names(scope: ast.AST, parts: list[ast.expr], depth: int) -> list[ast.expr]:
+    """Some code, and what the names in it stand for in a scope, over so many steps."""
     for _ in range(depth):
         read = {name for each in parts for name in _read_whole(each)}
-        parts += [e.value for name in read for e in assignments(scope, name) if e.value is not None]
+        found = [e.value for name in read for e in assignments(scope, name)]
+        parts = [*parts, *(each for each in found if each is not None)]
     return parts
 
 
