@@ -14,6 +14,7 @@ from ampwise_lint.source.roles import dotted
 from ampwise_lint.values.events import (
     Backward,
     Event,
+    Forward,
     OptimizerStep,
     ScalerStep,
     Site,
@@ -64,6 +65,22 @@ def site_in(event: Event, module: Module) -> Site:
             if each.module is module:
                 return each
     return event.site
+
+
+def left_autocast(event: Event, trace: Trace) -> Site:
+    """Where what a network returned leaves its function for the helper in which something happens.
+
+    That is where the call of the helper can be moved into autocast, or its input cast; what the
+    file itself does, or the one whose class is judged, is told where it happens.
+    """
+    if event.module is event.way[0].module:
+        return event.site
+    before = trace.events[: trace.events.index(event)]
+    ran = next((e for e in reversed(before) if isinstance(e, Forward) and e.is_root), event)
+    around = ran.context.functions
+    shared = (e for e in reversed(event.way) if e.functions == around[: len(e.functions)])
+    site = next(shared, event.site)
+    return event.site if site.module is event.module else site
 
 
 def file_of(node: ast.AST, event: Event, code: Analysis) -> Module | None:

@@ -38,7 +38,7 @@ from collections.abc import Iterator
 
 from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.findings import Edit
-from ampwise_lint.queries.edits import edit, site_in
+from ampwise_lint.queries.edits import edit, left_autocast
 from ampwise_lint.queries.precision import evaluates, is_half_output, losses_by_hand
 from ampwise_lint.queries.wrappers import is_given
 from ampwise_lint.rule import Mistake, rule
@@ -73,7 +73,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
                     "precision; compute the loss inside autocast, or on output.float()",
                     _edits(event, half),
                 )
-        yield from _by_hand(code, trace, seen, calls)
+        yield from _by_hand(trace, seen, calls)
 
 
 def _half(event: Loss) -> Tensor | None:
@@ -92,7 +92,7 @@ def _is_float32(value: Value) -> bool:
     return isinstance(value, Tensor) and value.dtype == "float32"
 
 
-def _by_hand(code: Analysis, trace: Trace, seen: set[int], calls: set[int]) -> Iterator[Mistake]:
+def _by_hand(trace: Trace, seen: set[int], calls: set[int]) -> Iterator[Mistake]:
     """A loss written as an expression, once a statement, unless that is reported already.
 
     `calls`: those of losses that are reported, in whose bodies nothing is reported again.
@@ -102,7 +102,7 @@ def _by_hand(code: Analysis, trace: Trace, seen: set[int], calls: set[int]) -> I
         is_inside = not calls.isdisjoint(id(each.node) for each in event.context.sites)
         if statement not in seen and not is_inside:
             seen.add(statement)
-            site = site_in(event, code.module)
+            site = left_autocast(event, trace)
             yield Mistake(
                 site.node,
                 site.module,
