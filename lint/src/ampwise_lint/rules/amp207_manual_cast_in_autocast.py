@@ -3,8 +3,10 @@
 ## What it does
 Reports `.half()`, `.bfloat16()` or `.to(...)` one of these dtypes, of a tensor inside autocast
 or of an input just before the network's call in it. Casts up (`.float()`) are right and not
-reported; nor is anything where the network itself was made half, in a branch for that dtype (`if
-dtype == torch.bfloat16`), or where an option names the dtype and autocast's own is not in sight.
+reported; nor is what a function of another library or of autograd takes, which autocast leaves
+alone (`flash_attn_func(q.half(), k.half(), v.half())`), nor anything where the network itself was
+made half, in a branch for that dtype (`if dtype == torch.bfloat16`), or where an option names the
+dtype and autocast's own is not in sight.
 
 ## Why is this bad
 Autocast casts where an operation is faster in 16 bits and leaves alone what needs float32.
@@ -39,7 +41,7 @@ from ampwise_lint.queries.owners import owners
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source import library
 from ampwise_lint.source.nodes import Node
-from ampwise_lint.source.places import has_comment
+from ampwise_lint.source.places import bound_to, has_comment, loads, scope_of
 from ampwise_lint.source.project import Module
 from ampwise_lint.source.roles import dotted
 from ampwise_lint.triggers import AUTOCAST
@@ -65,7 +67,11 @@ def check(code: Analysis) -> Iterator[Mistake]:
             if halved and not (isinstance(event, Forward) and halved.isdisjoint(_of(event.model))):
                 continue  # a network of 16 bits takes no other inputs
             if isinstance(event, CastDown) and event.context.region is not None:
-                if not _is_network(event) and not _is_asked_for(event):
+                if (
+                    not _is_network(event)
+                    and not _is_asked_for(event)
+                    and not _is_for_kernel(event)
+                ):
                     message = _MESSAGE.format(dtype=event.cast, where="inside")
                     yield Mistake(
                         event.node, event.module, message, _edits(event.node, event.module)
@@ -101,6 +107,28 @@ def _is_asked_for(cast: CastDown) -> bool:
         if each.taken and isinstance(each.node, ast.If) and cast.module.holds(each.node)
     ]
     return any(_asks_for(cast.module, each, cast.cast) for each in tests)
+
+
+def _is_for_kernel(cast: CastDown) -> bool:
+    """Whether it is for what autocast does not know: ``flash_attn_func(q.half(), k.half())``."""
+    module, node = cast.module, cast.node
+    around = scope_of(module, node)
+    uses = [use for name in bound_to(module, node) for use in loads(around, name)]
+    return any(_is_for_another(module, each) for each in (node, *uses))
+
+
+def _is_for_another(module: Module, given: ast.AST) -> bool:
+    """Whether it is an argument of a function of another library, or of one of autograd."""
+    call = module.parents.get(id(given))
+    if isinstance(call, ast.keyword):
+        call = module.parents.get(id(call))
+    if not isinstance(call, ast.Call) or call.func is given:
+        return False
+    if isinstance(call.func, ast.Attribute) and call.func.attr == "apply":
+        return True
+    first = module.imports.full(call.func).partition(".")[0]
+    ours = not first or first == "torch" or module.project.locate(module.path, first) is not None
+    return not ours
 
 
 def _is_open(region: Region | None, cast: Node, module: Module) -> bool:
