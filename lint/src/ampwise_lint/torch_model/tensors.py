@@ -13,6 +13,7 @@ from ampwise_lint.source.roles import dotted
 from ampwise_lint.values.abstract import (
     Const,
     DictValue,
+    Model,
     Region,
     Tensor,
     Unknown,
@@ -73,6 +74,8 @@ def _are_whole(inputs: Sequence[Value]) -> bool:
 def widest(inputs: Sequence[Value]) -> str | None:
     """The dtype that type promotion gives; None where one input's is not known."""
     dtypes = [each.dtype for each in inputs if isinstance(each, Tensor) and each.dtype != "int"]
+    if dtypes and any(map(_is_parameter, inputs)):
+        dtypes.append(None)  # float32 unless the network was halved
     if not dtypes:
         return None
     if any(each in ("float32", "float64") for each in dtypes):
@@ -80,6 +83,28 @@ def widest(inputs: Sequence[Value]) -> str | None:
     if any(each is None for each in dtypes):
         return None
     return dtypes[0] if len(set(dtypes)) == 1 else "float32"
+
+
+def _is_parameter(value: Value) -> bool:
+    """Whether it is a parameter by itself that has dimensions: one of none promotes nothing."""
+    if not isinstance(value, Model) or value.path not in PARAMETERS or value.node is None:
+        return False
+    calls = [e for e in ast.walk(value.node) if isinstance(e, ast.Call) and e is not value.node]
+    return any(dotted(each.func).startswith("torch.") and _has_extent(each) for each in calls)
+
+
+PARAMETERS = {"torch.nn.Parameter", "torch.nn.parameter.Parameter"}
+
+
+def _has_extent(call: ast.Call) -> bool:
+    """``torch.zeros(8, 8)``; neither ``torch.ones([])`` nor ``torch.tensor(0.07)``."""
+    match call.args:
+        case [ast.List(elts=[]) | ast.Tuple(elts=[]), *_]:
+            return False
+        case [_, *_]:
+            return dotted(call.func) != "torch.tensor"
+        case _:
+            return False
 
 
 def apply(
