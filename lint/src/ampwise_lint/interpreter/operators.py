@@ -16,6 +16,7 @@ from ampwise_lint.values.abstract import (
     TRUE,
     Const,
     Gradient,
+    Instance,
     ListValue,
     Model,
     Optimizer,
@@ -56,6 +57,9 @@ def compare(state: State, node: Node, left: Value, op: ast.cmpop, right: Value) 
     if isinstance(op, ast.NotEq | ast.IsNot | ast.NotIn):
         positive = {ast.NotEq: ast.Eq, ast.IsNot: ast.Is, ast.NotIn: ast.In}[type(op)]
         return negate(compare(state, node, left, positive(), right))
+    if isinstance(op, ast.Is) and _is_made(left) and _is_made(right):
+        if left is right or key_of(left) != key_of(right):
+            return TRUE if left is right else FALSE
     if isinstance(op, ast.Eq | ast.Is):
         equal = _equality(state, node, left, right)
         if equal is not None:
@@ -77,6 +81,11 @@ def compare(state: State, node: Node, left: Value, op: ast.cmpop, right: Value) 
         periodic=periodic,
         loop=loop_of([left, right]),
     )
+
+
+def _is_made(value: Value) -> bool:
+    """Whether it is an object that the code makes, which is no other one."""
+    return isinstance(value, Instance) or (isinstance(value, Model) and value.node is not None)
 
 
 def _equality(state: State, node: Node, left: Value, right: Value) -> Value | None:

@@ -33,7 +33,6 @@ from collections.abc import Iterator
 
 from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.rule import Mistake, rule
-from ampwise_lint.source.nodes import Node
 from ampwise_lint.triggers import AUTOCAST
 from ampwise_lint.values.abstract import Region, key_of
 from ampwise_lint.values.events import Backward, Enter, Forward
@@ -92,7 +91,7 @@ def _in_evaluation(code: Analysis) -> Iterator[Mistake]:
             learns = here.get(network) or everywhere.get(network, {None})
             if not each.is_root or not each.context.no_grad or region is None:
                 continue
-            if region.dtype and not learns & {region.dtype, None} and not _trains(code, region):
+            if region.dtype and not learns & {region.dtype, None}:
                 yield Mistake(
                     region.node,
                     region.module,
@@ -101,26 +100,12 @@ def _in_evaluation(code: Analysis) -> Iterator[Mistake]:
                 )
 
 
-def _trains(code: Analysis, region: Region) -> bool:
-    """Whether networks learn in it on another path, on which another dtype is chosen."""
-    return code.any(Forward, lambda e: _is_learning(e) and _made_at(e) is region.node)
-
-
-def _is_learning(event: Forward) -> bool:
-    return event.is_root and not event.context.no_grad and event.training is not False
-
-
-def _made_at(event: Forward) -> Node | None:
-    region = event.context.region
-    return None if region is None else region.node
-
-
 def _learns(traces: list[Trace]) -> dict[str, set[str | None]]:
     """The dtypes that networks learn in on some paths; None where that is not known, or whole."""
     found: dict[str, set[str | None]] = defaultdict(set)
     for trace in traces:
         for each in trace.of(Forward):
-            if _is_learning(each):
+            if each.is_root and not each.context.no_grad and each.training is not False:
                 region = each.context.region
                 found[key_of(each.model)].add(None if region is None else region.dtype)
     return found
