@@ -31,6 +31,7 @@ from ampwise_lint.values.abstract import (
     is_low,
     truth,
 )
+from ampwise_lint.values.classes import is_network
 from ampwise_lint.values.contents import modules_in
 from ampwise_lint.values.events import CastDown, CastUp, GradientRead, ZeroGrad
 
@@ -111,7 +112,8 @@ def _parts(state: State, value: Value, targets: list[ast.expr]) -> list[Value]:
 def _set_attribute(
     state: State, node: ast.Attribute, owner: Value, attr: str, value: Value
 ) -> None:
-    if attr == "grad":
+    is_of_object = isinstance(owner, Instance) and not is_network(owner.class_)
+    if attr == "grad" and not is_of_object:
         if value is NONE or (isinstance(value, Const) and value.value is None):
             state.emit(ZeroGrad, node, owner)
         else:
