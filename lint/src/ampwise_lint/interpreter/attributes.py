@@ -96,6 +96,8 @@ def attribute(state: State, node: Node, owner: Value, attr: str) -> Value:
             return owner  # ``losses.total``: no tensor, but an object that holds some: each is one
         case Parameter() if attr == "data":
             return owner
+        case Optimizer() if attr == "step_was_skipped":  # of one that Accelerate prepared
+            return Unknown(f"{owner.key}.{attr}", of=owner)
         case Optimizer() if attr == "param_groups":
             return Parameters(owner, f"{owner.key}.param_groups")
         case Optimizer() if OPTIMIZER.search(attr) and id(node) not in state.called:

@@ -91,7 +91,7 @@ OUT_OF_RANGE = re.compile(r"\b(min|max)\(.*\) [<>]")
 def _is_fault(test: ast.expr) -> bool:
     """``if torch.isnan(loss)``, ``if x.max() > 1``: what is taken when training goes wrong."""
     text = ast.unparse(test).lower()
-    if OUT_OF_RANGE.search(text):
+    if OUT_OF_RANGE.search(text) or ("step_was_skipped" in text and "not " not in text):
         return True
     return "isnan" in text or "isinf" in text or ("not " in text and "finite" in text)
 
