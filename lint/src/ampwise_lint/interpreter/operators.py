@@ -58,8 +58,9 @@ def compare(state: State, node: Node, left: Value, op: ast.cmpop, right: Value) 
         positive = {ast.NotEq: ast.Eq, ast.IsNot: ast.Is, ast.NotIn: ast.In}[type(op)]
         return negate(compare(state, node, left, positive(), right))
     if isinstance(op, ast.Is) and _is_made(left) and _is_made(right):
-        if left is right or key_of(left) != key_of(right):
-            return TRUE if left is right else FALSE
+        same = left is right
+        if same or key_of(left) != key_of(right):
+            return TRUE if same else FALSE
     if isinstance(op, ast.Eq | ast.Is):
         equal = _equality(state, node, left, right)
         if equal is not None:

@@ -4,7 +4,8 @@
 Reports code that reads, logs or edits gradients (`p.grad`, norms, histograms) between a scaled
 backward and `scaler.step(optimizer)`, with no `unscale_` before it, or between a trainer's backward
 in float16 and its clipping. Setting a gradient to None is no reading. Silent where gradients are
-averaged over ranks, or multiplied or divided by anything: unscaling gives the same behind it.
+averaged over ranks, or multiplied or divided by anything: unscaling gives the same behind it; and
+where they are divided by their own norm, for a direction.
 
 ## Why is this bad
 The values are the true gradients times the loss scale: 65536 times too large at first, and
@@ -86,14 +87,73 @@ REDUCES = re.compile(r"\ball_?reduce|\breduce_scatter")
 
 
 def _commutes(read: GradientRead) -> bool:
-    """Whether it does to scaled gradients what it does to others: a factor, a mean over ranks."""
-    if read.is_linear or not read.copies:
-        return read.is_linear
+    """Whether it does to scaled gradients what it does to others.
+
+    A factor, a mean over ranks, a direction: ``eps * p.grad / p.grad.norm()``.
+    """
     around = scope_of(read.module, read.node)
+    if read.is_linear or not read.copies:
+        return read.is_linear or _is_normalized(around)
     return around is not read.module.tree and any(
         isinstance(each, ast.Call) and REDUCES.search(dotted(each.func))
         for each in ast.walk(around)
     )
+
+
+def _is_normalized(code: ast.AST) -> bool:
+    """Whether a function reads gradients only to divide them by their own norm, or to ask of it."""
+    parents = {id(inner): each for each in ast.walk(code) for inner in ast.iter_child_nodes(each)}
+    reads = [e for e in ast.walk(code) if isinstance(e, ast.Attribute) and e.attr == "grad"]
+    norms = [each for read in reads if (each := _norm_of(read, parents)) is not None]
+    bound = {
+        dotted(to)
+        for each in norms
+        if isinstance(around := parents[id(each)], ast.Assign)
+        for to in around.targets
+    }
+    used = [e for e in ast.walk(code) if isinstance(e, ast.Name) and e.id in bound]
+    divides = {id(inner) for e in (*norms, *used) if (inner := _dividend(e, parents)) is not None}
+    others = [each for each in reads if _norm_of(each, parents) is None]
+    asked = [each for each in used if isinstance(each.ctx, ast.Load)]
+    if not all(_dividend(e, parents) or _is_compared(e, parents) for e in asked):
+        return False  # it is shown, or kept
+    return bool(divides) and all(
+        _is_compared(each, parents)
+        or any(id(around) in divides for around in _factors_around(each, parents))
+        for each in others
+    )
+
+
+def _is_compared(value: ast.AST, parents: dict[int, ast.AST]) -> bool:
+    """``norm != 0``, ``torch.isnan(norm)``."""
+    around = parents[id(value)]
+    asks = isinstance(around, ast.Call) and dotted(around.func).rpartition(".")[2]
+    return isinstance(around, ast.Compare) or asks in ("isnan", "isinf", "isfinite")
+
+
+def _norm_of(read: ast.AST, parents: dict[int, ast.AST]) -> ast.Call | None:
+    """The call that takes a gradient's norm: ``torch.norm(p.grad)``, ``p.grad.norm()``."""
+    around = parents[id(read)]
+    call = parents[id(around)] if isinstance(around, ast.Attribute) else around
+    is_norm = isinstance(call, ast.Call) and dotted(call.func).rpartition(".")[2].endswith("norm")
+    return call if is_norm else None
+
+
+def _dividend(norm: ast.AST, parents: dict[int, ast.AST]) -> ast.expr | None:
+    """What is divided by a norm."""
+    match parents[id(norm)]:
+        case ast.BinOp(left=left, op=ast.Div(), right=right) if right is norm:
+            return left
+        case _:
+            return None
+
+
+def _factors_around(read: ast.AST, parents: dict[int, ast.AST]) -> Iterator[ast.AST]:
+    """A gradient, and the products it is a factor of."""
+    yield read
+    while isinstance(around := parents[id(read)], ast.BinOp) and isinstance(around.op, ast.Mult):
+        read = around
+        yield read
 
 
 def _by_trainer(read: GradientRead, trainer: Wrapper) -> Mistake:
