@@ -54,6 +54,7 @@ from ampwise_lint.source.places import (
     alone,
     assignments,
     block_of,
+    class_of,
     names,
     scope_of,
     with_comment,
@@ -75,7 +76,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
             if _asks(event) or _waits_for_finite_norm(event) or _waits_for_epoch(event):
                 continue
             step = _step_beside(trace, event)
-            if step is not None and _is_of_learning_rate(event):
+            if step is not None and not _is_set_by_nobody(event) and _is_of_learning_rate(event):
                 site = _site(event, step)
                 yield Mistake(
                     site.node,
@@ -85,6 +86,18 @@ def check(code: Analysis) -> Iterator[Mistake]:
                     "(before = scaler.get_scale(); ...; if scaler.get_scale() >= before)",
                     mend=partial(_edits, event, trace) if site.node is event.node else None,
                 )
+
+
+def _is_set_by_nobody(event: SchedulerStep) -> bool:
+    """Whether it is an attribute that no file sets, in a class all whose bases are in sight."""
+    module, name = event.module, receiver(event.node)
+    class_ = class_of(module, event.node)
+    if not isinstance(class_, ast.ClassDef) or not re.fullmatch(r"self\.\w+", name):
+        return False
+    homes = [module.imports.full(each).rpartition(".")[0] for each in class_.bases]
+    if any(home and module.project.locate(module.path, home) is None for home in homes):
+        return False
+    return not module.project.sets(module, name.removeprefix("self."))
 
 
 OTHER = re.compile(

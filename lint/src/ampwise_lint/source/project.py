@@ -299,6 +299,16 @@ class Project:
         except UnreadableError:
             return False
 
+    def sets(self, module: Module, attribute: str) -> bool:
+        """Whether any file sets an attribute of a name, of whatever object, by its text."""
+        texts = self._all_texts()
+        module.used.update(texts)
+        name = re.escape(attribute)
+        sets = re.compile(
+            rf"\.{name}\b[^=\n]*=(?!=)|^[ \t]+{name}[ \t]*[:=]|[\"']{name}[\"']", re.MULTILINE
+        )
+        return any(sets.search(text) for text in texts.values())
+
     def _all_texts(self) -> dict[Path, str]:
         if self._texts is None:
             self._texts = {}
