@@ -15,6 +15,9 @@ SETTING = re.compile(
 """What is switched on to look into a training or to generate, not to train, or says that it is
 time to."""
 
+AT_THE_END = re.compile(r"(^|[._])(is_)?(last|final|force)(_step|_epoch|_save)?$")
+"""Flags of the end of a training, or of whoever asks for something out of turn."""
+
 COUNTER = re.compile(
     r"(^|[._])(steps?|it|iters?|iteration|idx|index|i|n|batch_?(idx|i|id)?|count(er)?)(_since_\w+)?$"
 )
@@ -78,7 +81,8 @@ def is_for_most(test: ast.expr) -> bool:
         case ast.BinOp(op=ast.Mod(), left=left):
             return _counts(left)
         case ast.UnaryOp(op=ast.Not(), operand=few):
-            return is_for_few(few) or bool(SETTING.search(ast.unparse(few)))
+            asked = ast.unparse(few)
+            return is_for_few(few) or bool(SETTING.search(asked) or AT_THE_END.search(asked))
         case ast.Compare(left=left, ops=[ast.NotEq() | ast.NotIn()]):
             return _counts(left)
         case ast.BoolOp(op=ast.Or(), values=values):
