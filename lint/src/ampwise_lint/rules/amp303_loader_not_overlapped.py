@@ -7,7 +7,8 @@ copies of batches without `non_blocking=True`. Silent for validation, by name or
 trains in mixed precision on what it yields, or behind the `else` of `if is_train`, for loaders of
 which a batch at most is taken or whose data set or collate function puts data on the device, and
 where arguments come from a variable of which nothing is known; of copies also of batches that a
-wrapper was given as they were loaded, as it moves them itself.
+wrapper was given as they were loaded, as it moves them itself, and of what was cast or computed on
+the host on some path: that lies in other memory.
 Mixed precision is also FSDP's `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`, and what
 `accelerate launch` may tell an `Accelerator()`.
 
@@ -40,6 +41,7 @@ import ast
 import re
 from collections.abc import Iterator
 from functools import partial
+from typing import TypeGuard
 
 from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.findings import Edit
@@ -48,11 +50,12 @@ from ampwise_lint.queries.edits import edit
 from ampwise_lint.queries.precision import trains_in_amp
 from ampwise_lint.queries.steps import Steps, is_hot, step_loops
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.source.library import CAST_ON_HOST
 from ampwise_lint.source.places import bound_to, loads, scope_of
 from ampwise_lint.source.project import Module
 from ampwise_lint.source.roles import EVALUATION, dotted
 from ampwise_lint.triggers import MIXED
-from ampwise_lint.values.abstract import Const, Loader, Model, Tensor, Unknown
+from ampwise_lint.values.abstract import Const, Loader, Model, Tensor, Unknown, Value
 from ampwise_lint.values.contents import flatten
 from ampwise_lint.values.events import PREPARED, Forward, Made, Moved, Read
 
@@ -152,6 +155,7 @@ def _name(loader: Loader) -> tuple[int, str]:
 def _copies(code: Analysis) -> Iterator[Moved]:
     """Copies of batches on every step that wait."""
     loops = step_loops(code)
+    made = _made_on_host(code)
     for trace in code.traces:
         moved: set[str] = set()
         for event in trace.events:
@@ -160,10 +164,27 @@ def _copies(code: Analysis) -> Iterator[Moved]:
             if not isinstance(event, Moved) or event.non_blocking:
                 continue
             tensor = event.tensor
-            if not isinstance(tensor, Tensor) or not tensor.data or not _is_loaded(tensor):
+            if not _is_as_loaded(tensor) or _place(event) in made:
                 continue
             if tensor.key not in moved and is_hot(event, loops, trace):
                 yield event
+
+
+def _made_on_host(code: Analysis) -> set[tuple[int, ...]]:
+    """Where on some path not the batch is copied, but what was made of it: mixed up, or cast."""
+    moved = [each for trace in code.traces for each in trace.of(Moved)]
+    return {_place(each) for each in moved if not _is_as_loaded(each.tensor)}
+
+
+def _place(event: Moved) -> tuple[int, ...]:
+    """Its call, and those that led to it: a helper may copy a batch here, something else there."""
+    return tuple(id(each.node) for each in event.way)
+
+
+def _is_as_loaded(tensor: Value) -> TypeGuard[Tensor]:
+    """Whether it is a batch in the memory that the loader has put it into."""
+    is_batch = isinstance(tensor, Tensor) and tensor.data and _is_loaded(tensor)
+    return is_batch and tensor.op != CAST_ON_HOST and tensor.cast is None
 
 
 def _moves(event: Forward) -> set[str]:

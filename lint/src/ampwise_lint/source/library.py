@@ -31,6 +31,9 @@ MOVED = (
     ("torch.amp.autocast_mode.", "torch.amp."),
     ("torch.amp.grad_scaler.", "torch.amp."),
 )
+CAST_ON_HOST = "cast on the host"
+"""The operation of a batch that was cast before it was moved."""
+
 HALVES = {"half": "float16", "bfloat16": "bfloat16"}
 """Methods that make something half, and in which dtype."""
 

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Callable
 
 from ampwise_lint.path.state import State
-from ampwise_lint.source.library import HALVES
+from ampwise_lint.source.library import CAST_ON_HOST, HALVES
 from ampwise_lint.torch_model import casts, tensors
 from ampwise_lint.values.abstract import (
     NONE,
@@ -64,7 +64,13 @@ def _read(state: State, node: ast.Call, owner: Tensor, name: str, a: Arguments) 
 
 
 def _as_float32(state: State, node: ast.Call, owner: Tensor, name: str, a: Arguments) -> Value:
-    return owner.but(dtype="float32", cast=None)
+    return _cast(owner, "float32").but(cast=None)
+
+
+def _cast(owner: Tensor, dtype: str | None) -> Tensor:
+    """A batch that is cast before it is moved lies in new memory, if the dtype is another."""
+    op = CAST_ON_HOST if owner.data and not owner.moved else owner.op
+    return owner.but(dtype=dtype, op=op)
 
 
 def _as_other(state: State, node: ast.Call, owner: Tensor, name: str, a: Arguments) -> Value:
@@ -120,7 +126,7 @@ def _moved(state: State, node: ast.Call, owner: Tensor, name: str, a: Arguments)
     if dtype in ("float16", "bfloat16"):
         return casts.halved(state, node, owner, dtype)
     if casts.is_cast(name, a):
-        return owner.but(dtype=dtype)
+        return _cast(owner, dtype)
     # A variable may be "cpu" for want of a GPU only.
     named = [each for each in node.args if not isinstance(each, ast.IfExp)]
     if any("cpu" in state.here.unparsed(each) for each in named):
