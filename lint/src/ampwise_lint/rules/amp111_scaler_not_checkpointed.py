@@ -6,7 +6,8 @@ not in sight that save and are given network and optimizer but no scaler, and
 `optimizer.load_state_dict` where the scaler's state is never loaded; checkpoints of that kind where
 an Accelerator scales the losses, unless it saves itself. Where a function saves the optimizer that
 it is given, the call of it is reported. Silent for weights alone, and where each epoch has a scaler
-of its own, which AMP110 reports.
+of its own, which AMP110 reports, for a function that trains without the scaler of another one, and
+where a checkpoint that was loaded is written again.
 
 ## Why is this bad
 `scaler.state_dict()` holds the scale and the growth tracker. Without it a resumed run starts
@@ -40,6 +41,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from functools import partial
+from types import NoneType
 from typing import TypeGuard
 
 from ampwise_lint.analysis import Analysis, Trace
@@ -158,10 +160,13 @@ def _saves_without(code: Analysis, saved: bool) -> list[Save]:
     whole = {id(each.node) for each in complete}
     called = {_calls(each) for each in complete}
     scaled = {id(e) for t in code.traces if _is_scaled(t) for e in t.of(Save)}
+    plain = _without_scaler(code)
     found: dict[object, Save] = {}
     for save in saves:
         place = _place(save)
-        if place in found or any(each.startswith("test_") for each in save.context.functions):
+        if place in found or _calls(save) in plain:
+            continue
+        if any(each.startswith("test_") for each in save.context.functions):
             continue  # nobody goes on from what a unit test saves
         if save.mapping is None:
             lacks = not saved and _is_optimizer_state(code, save)
@@ -180,6 +185,16 @@ def _saves_without(code: Analysis, saved: bool) -> list[Save]:
 def _calls(save: Save) -> tuple[int, ...]:
     """The save, and the calls that lead to it."""
     return (id(save.node), *(id(each.node) for each in save.context.sites))
+
+
+def _without_scaler(code: Analysis) -> set[tuple[int, ...]]:
+    """Saves of a training that is in sight, and scales nothing on any path."""
+    plain: set[tuple[int, ...]] = set()
+    others: set[tuple[int, ...]] = set()
+    for trace in code.traces:
+        trained = {type(each.scaled) for each in trace.of(Backward)}
+        (plain if trained == {NoneType} else others).update(map(_calls, trace.of(Save)))
+    return plain - others
 
 
 def _is_scaled(trace: Trace) -> bool:
@@ -222,6 +237,8 @@ def _is_optimizer_state(code: Analysis, save: Save) -> bool:
         return any(isinstance(v, Parameters) and isinstance(v.of, Optimizer) for v in values)
     if not isinstance(save.what, Unknown) or not _is_named(save.node):
         return False
+    if save.what.key.startswith("torch.load"):
+        return False  # it holds what was written before
     return any(
         not each.loads
         and isinstance(each.of, Optimizer)
