@@ -443,6 +443,8 @@ def _model(state: State, node: ast.Call, model: Model, a: Arguments) -> Value:
     output = _output(state, node, state.unknown(node))
     if isinstance(output, Tensor) and _is_filled(state, node):
         output.dtype = None  # of which of its parts it is nobody tells
+    if isinstance(output, Tensor):
+        output.host = tensors.are_on_host(a.values)
     return _as_returned(state, model, output)
 
 
@@ -511,5 +513,6 @@ def _loss(state: State, node: ast.Call, name: str, a: Arguments) -> Value:
         loss=True,
         scaled=scaled,
         inputs=tuple(a.values),
+        host=tensors.are_on_host(a.values),
         node=node,
     )

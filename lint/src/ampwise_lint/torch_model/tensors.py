@@ -144,6 +144,13 @@ def _is_as_loaded(tensor: Tensor) -> bool:
     return tensor.data and not tensor.moved
 
 
+def are_on_host(values: Sequence[Value]) -> bool:
+    """Whether tensors were put on the host: what a network or loss makes of them is there, too."""
+    tensors = [each for each in flatten(values) if isinstance(each, Tensor)]
+    on_host = all(each.host or _is_as_loaded(each) for each in tensors)
+    return on_host and any(each.host for each in tensors)
+
+
 def _keep(result: Tensor, tensors: Sequence[Tensor]) -> None:
     """What a sum of tensors keeps of its terms."""
     losses = [each for each in tensors if each.loss or each.scaled or each.divided] or list(tensors)
