@@ -4,9 +4,9 @@
 Reports a per-step `scheduler.step()` beside `scaler.step`, with no regard to skipped steps; also
 one that is given a count of epochs or steps, and beside `loss_scaler(loss, optimizer)` of a
 wrapper that holds the scaler, as timm's is.
-Silent for schedules per epoch, for those that are given a metric, under a condition on the
-scale or behind a check that the gradients' norm is finite, and for what is called a schedule of
-something else than the learning rate.
+Silent for schedules per epoch, for those of another optimizer or that are given a metric, under a
+condition on the scale or behind a check that the gradients' norm is finite, and for what is called
+a schedule of something else than the learning rate.
 
 ## Why is this bad
 A skipped step changes no parameter, but the schedule moves on. From 65536 down to a scale that
@@ -63,7 +63,7 @@ from ampwise_lint.source.places import (
 from ampwise_lint.source.project import Module
 from ampwise_lint.source.roles import dotted
 from ampwise_lint.triggers import SCALER
-from ampwise_lint.values.abstract import Scheduler
+from ampwise_lint.values.abstract import Optimizer, Scheduler
 from ampwise_lint.values.events import Condition, Managed, ScalerStep, SchedulerStep, Site, Update
 
 
@@ -118,7 +118,18 @@ def _is_of_learning_rate(event: SchedulerStep) -> bool:
 
 def _step_beside(trace: Trace, event: SchedulerStep) -> ScalerStep | Managed | None:
     """A scaler's step that runs as often: in one loop, or in a function that makes one."""
-    return next((each for each in steps_by_scaler(trace) if _is_as_often(event, each)), None)
+    steps = (each for each in steps_by_scaler(trace) if not _is_of_another(event, each))
+    return next((each for each in steps if _is_as_often(event, each)), None)
+
+
+def _is_of_another(event: SchedulerStep, step: ScalerStep | Managed) -> bool:
+    """Whether it schedules another optimizer than is stepped, which a search inside may have."""
+    assert isinstance(event.scheduler, Scheduler)
+    own, stepped = event.scheduler.optimizer, step.optimizer
+    if not isinstance(own, Optimizer) or not isinstance(stepped, Optimizer):
+        return False
+    keys = [{each.key, *(e.key for e in each.others)} for each in (own, stepped)]
+    return keys[0].isdisjoint(keys[1])
 
 
 def _site(event: SchedulerStep, step: ScalerStep | Managed) -> Site:

@@ -52,7 +52,7 @@ def make_optimizer(state: State, node: ast.Call, path: str, a: Arguments) -> Val
 
 def make_scheduler(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
     """A learning-rate scheduler."""
-    return Scheduler(state.made_here(node, "scheduler"), path)
+    return Scheduler(state.made_here(node, "scheduler"), path, a.first("optimizer"))
 
 
 def auto_optimizer(state: State, node: ast.Call, path: str, a: Arguments) -> Value:

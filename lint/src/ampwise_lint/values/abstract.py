@@ -297,6 +297,8 @@ class Scheduler(Value):
 
     key: str
     path: str = ""
+    optimizer: Value | None = None
+    """What it was made for."""
 
 
 @dataclass(eq=False, slots=True)
