@@ -9,6 +9,7 @@ from typing import Any
 from ampwise_lint.interpreter.naming import as_role, named
 from ampwise_lint.path.state import State
 from ampwise_lint.source.nodes import Node
+from ampwise_lint.source.places import is_inside, scope_of
 from ampwise_lint.source.roles import dotted
 from ampwise_lint.torch_model import tensors, trainers
 from ampwise_lint.torch_model.python_functions import is_loader
@@ -182,7 +183,10 @@ def element(
 
 
 def _is_key(state: State, node: Node, target: ast.expr) -> bool:
-    """Whether a loop takes its target for a key: ``for name in losses: losses[name]``."""
+    """Whether a loop takes its target for a key: ``for name in losses: losses[name]``.
+
+    Also where the function takes what the loop is over for a mapping: ``losses["total"]``.
+    """
     name = dotted(target)
     if isinstance(node, ast.For | ast.AsyncFor):
         over = state.here.unparsed(node.iter)
@@ -190,8 +194,22 @@ def _is_key(state: State, node: Node, target: ast.expr) -> bool:
         over = state.here.unparsed(node.generators[0].iter)
     else:
         return False
-    text = f"{over.removesuffix('.keys()')}[{name}]"
-    return bool(name) and text in state.here.unparsed(node)
+    over = over.removesuffix(".keys()")
+    if not name:
+        return False
+    return f"{over}[{name}]" in state.here.unparsed(node) or _is_mapping(state, node, over)
+
+
+def _is_mapping(state: State, node: Node, name: str) -> bool:
+    """Whether the function around a loop takes something by a text: ``losses["total"]``."""
+    scope = scope_of(state.here, node)
+    return any(
+        isinstance(each.slice, ast.Constant)
+        and isinstance(each.slice.value, str)
+        and dotted(each.value) == name
+        and is_inside(state.here, each, scope)
+        for each in state.here.index.of(ast.Subscript)
+    )
 
 
 def _nth(state: State, items: dict[Any, Value]) -> Any:
