@@ -145,10 +145,13 @@ def _is_as_loaded(tensor: Tensor) -> bool:
 
 
 def are_on_host(values: Sequence[Value]) -> bool:
-    """Whether tensors were put on the host: what a network or loss makes of them is there, too."""
+    """Whether tensors were read to the host: what a network or loss makes of them is there, too.
+
+    Batches that nobody has moved are there as well, but may be moved by what takes them.
+    """
     tensors = [each for each in flatten(values) if isinstance(each, Tensor)]
     on_host = all(each.host or _is_as_loaded(each) for each in tensors)
-    return on_host and any(each.host for each in tensors)
+    return on_host and any(each.host and each.of is not None for each in tensors)
 
 
 def _keep(result: Tensor, tensors: Sequence[Tensor]) -> None:
