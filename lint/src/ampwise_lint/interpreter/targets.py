@@ -41,7 +41,7 @@ def assign(state: State, target: ast.expr, value: Value) -> None:
     match target:
         case ast.Name(id=name):
             before = state.scope.get(name)
-            value = _either(state, target, before, value)
+            value = _kept(state, target, before, value)
             if not (state.unsure and _is_lost(before, value)):
                 state.scope.set(name, named(value, name))
         case ast.Tuple(elts=targets) | ast.List(elts=targets):
@@ -142,8 +142,10 @@ def _set_attribute(
         state.converted[f"attribute {key}"] = named(_kept(state, node, before, value), attr)
 
 
-def _kept(state: State, node: ast.Attribute, before: Value | None, value: Value) -> Value:
-    """What an attribute holds: of a setting and a branch's constant, either may stand."""
+def _kept(
+    state: State, node: ast.Name | ast.Attribute, before: Value | None, value: Value
+) -> Value:
+    """What a name or attribute holds: of a setting and a branch's constant, either may stand."""
     if state.unsure and isinstance(before, Unknown) and isinstance(value, Const):
         return before
     return _either(state, node, before, value)

@@ -6,9 +6,9 @@ train in mixed precision, and, where a loader pins memory, by default or where t
 copies of batches without `non_blocking=True`. Silent for validation, by name or where nothing
 trains in mixed precision on what it yields, or behind the `else` of `if is_train`, for loaders of
 which a batch at most is taken or whose data set or collate function puts data on the device, and
-where arguments come from a variable of which nothing is known; of copies also of batches that a
-wrapper was given as they were loaded, as it moves them itself, and of what was cast or computed on
-the host on some path: that lies in other memory.
+where arguments come from a variable that has another value on some path, or of which nothing is
+known; of copies also of batches that a wrapper was given as they were loaded, as it moves them
+itself, and of what was cast or computed on the host on some path: that lies in other memory.
 Mixed precision is also FSDP's `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`, and what
 `accelerate launch` may tell an `Accelerator()`.
 
@@ -70,6 +70,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
     prepared = {id(each.loader.node) for each in reads if each.by == PREPARED}
     used = [e.value for e in code.of(Made) if id(getattr(e.value, "node", None)) in trained]
     beside = {_name(each) for each in used if isinstance(each, Loader)}
+    paths = _paths(code)
     for event in code.of(Made):
         loader = event.value
         if not isinstance(loader, Loader) or loader.opaque or _evaluates(event):
@@ -80,7 +81,8 @@ def check(code: Analysis) -> Iterator[Mistake]:
             continue
         if id(loader.node) not in prepared and _is_left(loader, beside):
             continue
-        lacking = [name for name in ("num_workers", "pin_memory") if _is_off(loader, name)]
+        alike = paths[id(loader.node)]
+        lacking = [e for e in ("num_workers", "pin_memory") if all(_is_off(at, e) for at in alike)]
         if lacking:
             makes = "num_workers" in lacking
             remedies = ["num_workers"] * makes + ["pin_memory=True"] * ("pin_memory" in lacking)
@@ -93,6 +95,19 @@ def check(code: Analysis) -> Iterator[Mistake]:
                 "non_blocking=True",
                 mend=partial(_edits, code, loader, lacking),
             )
+
+
+def _paths(code: Analysis) -> dict[int, list[Loader]]:
+    """What a loader is on each path, by the ``id`` of its call.
+
+    What it has on one of them somebody has thought of: where it is trained on, or but on Windows.
+    """
+    found: dict[int, list[Loader]] = {}
+    for trace in code.traces:
+        for each in trace.of(Made):
+            if isinstance(each.value, Loader):
+                found.setdefault(id(each.value.node), []).append(each.value)
+    return found
 
 
 def _edits(code: Analysis, loader: Loader, lacking: list[str]) -> tuple[Edit, ...]:
