@@ -151,6 +151,10 @@ def _is_named(state: State, dtype: str) -> bool:
     return any(word.search(each.source.text) for each in (state.here, state.module))
 
 
+def _has_autocast(state: State) -> bool:
+    return any("autocast" in each.source.text for each in (state.here, state.module))
+
+
 def _is_not(state: State, option: Unknown, name: str) -> bool:
     """Whether an option was found to name something else on this path."""
     return state.oracle.decided.get(f"({key_of(option)} Eq {name!r})") is False
@@ -169,8 +173,11 @@ def _getattr(state: State, node: ast.Call, name: str, a: Arguments) -> Value:
             }
             if len(other) < len(FLOATS):
                 named = other  # the file names the one to tell the other from it
-            # A default is one of several.
-            return chosen(state, (named if a.count == 2 else None) or FLOATS, option)
+            if a.count > 2:
+                return chosen(state, FLOATS, option)  # a default is one of several
+            if not named and not _has_autocast(state):
+                return state.unknown(node, "given")  # of 16 bits nobody speaks
+            return chosen(state, named or FLOATS, option)
         case [Ref(path=path), option, *_] if path in CHOSEN_OF:
             return class_chosen(state, path, option)
         case [owner, Const(value=attr), *_]:
