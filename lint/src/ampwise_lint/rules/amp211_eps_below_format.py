@@ -191,8 +191,8 @@ def _bound_at_one(event: Op) -> str:
     if bound is not None and 0 < 1 - bound < 2.0 ** -(MANTISSA_BITS[dtype] + 2):
         return (
             f"the bound {bound:.10g} is 1 in {dtype}, whose next number below is "
-            f"{1 - 2.0 ** -(MANTISSA_BITS[dtype] + 1):.4g}: what is 1 stays 1, and the logarithm "
-            "of what is left of it is -inf; compute in float32 (.float())"
+            f"{1 - 2.0 ** -(MANTISSA_BITS[dtype] + 1):.4g}: what is 1 stays 1, and what is left of "
+            "it is 0, with a logarithm of -inf; compute in float32 (.float())"
         )
     return ""
 

@@ -43,24 +43,32 @@ def check(code: Analysis) -> Iterator[Mistake]:
     found = code.module.imports
     direct = False
     for statement, names in found.statements:
-        if any(_is_apex(each) for each in names):
+        if part := next(filter(None, map(_part, names)), ""):
             direct = True
-            yield _mistake(statement, code)
+            yield _mistake(statement, code, part)
     if direct:
         return
     for node, full in code.module.imports.uses(code.module.index):
-        if _is_apex(full):
-            yield _mistake(node, code)
+        if part := _part(full):
+            yield _mistake(node, code, part)
 
 
-def _is_apex(name: str) -> bool:
-    return name == "apex.amp" or name.startswith(("apex.amp.", "apex.fp16_utils"))
+def _part(name: str) -> str:
+    """The part of apex that a full name is in, if it is one that is gone."""
+    return next((each for each in GONE if name == each or name.startswith(f"{each}.")), "")
 
 
-def _mistake(node: Node, code: Analysis) -> Mistake:
+GONE = {
+    "apex.amp": ": its opt levels patch torch functions and break with new versions",
+    "apex.fp16_utils": "",
+}
+"""What became of parts of apex."""
+
+
+def _mistake(node: Node, code: Analysis, part: str) -> Mistake:
     return Mistake(
         node,
         code.module,
-        "apex.amp is no longer developed and is gone from current apex: its opt levels patch torch "
-        "functions and break with new versions; use torch.amp.autocast and torch.amp.GradScaler",
+        f"{part} is no longer developed and is gone from current apex{GONE[part]}; use "
+        "torch.amp.autocast and torch.amp.GradScaler",
     )
