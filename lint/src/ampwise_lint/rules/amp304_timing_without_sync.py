@@ -3,9 +3,10 @@
 ## What it does
 Reports a time taken in a training loop in mixed precision, or of a network in autocast, around
 work on the device, with no synchronize, event or read value before the clock is read the second
-time. `scaler.step` of an optimizer that is not fused reads found_inf, and so waits, too; one that
-comes from elsewhere is taken for such. What is read now and then, to be logged, is no wait. Silent
-for a time over many steps each of which waits somewhere: little of the last one is still queued.
+time. `scaler.step` of an optimizer that is not fused reads found_inf, and so waits, too, as does the
+step behind `backward` of a trainer that may scale; one that comes from elsewhere is taken for such.
+What is read now and then, to be logged, is no wait. Silent for a time over many steps each of which
+waits somewhere: little of the last one is still queued.
 
 ## Why is this bad
 Calls to CUDA return when work is queued. The difference is the time of queuing, not of
@@ -40,7 +41,7 @@ from ampwise_lint.queries.steps import step_loops
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.frequency import SETTING
 from ampwise_lint.triggers import MIXED
-from ampwise_lint.values.abstract import FALSE, Const, Optimizer, Value
+from ampwise_lint.values.abstract import FALSE, Const, Optimizer, Value, Wrapper
 from ampwise_lint.values.events import (
     Backward,
     Elapsed,
@@ -137,13 +138,17 @@ def _ends_at_work(events: list[Event]) -> bool:
 
     Where somebody has waited behind backward, the update alone is missing: a small part of a step.
     """
-    updates = False
+    updates = waits = False
     for event in reversed(events):
         if _is_wait(event):
             return False
         match event:
-            case ScalerStep() | OptimizerStep():
+            case ScalerStep():
                 updates = True
+            case OptimizerStep(optimizer=optimizer):
+                updates, waits = True, _reads_found_inf(optimizer)
+            case Backward(scaled=Wrapper() as trainer) if waits and _may_scale(trainer):
+                return False
             case Forward() | Backward():
                 return True
             case _:
@@ -174,6 +179,11 @@ def _reads_found_inf(optimizer: Value | None) -> bool:
     # Apex's fused ones take found_inf on the device only where they are captured in graphs.
     fused = optimizer.arguments.get("capturable" if "Fused" in optimizer.path else "fused", FALSE)
     return isinstance(fused, Const) and not fused.value
+
+
+def _may_scale(trainer: Wrapper) -> bool:
+    """Whether the step behind it may be that of a scaler, which a trainer puts into optimizers."""
+    return not trainer.off and trainer.mixed != "bfloat16"
 
 
 def _mistake(event: Event) -> Mistake:
