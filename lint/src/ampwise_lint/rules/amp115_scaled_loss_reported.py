@@ -3,7 +3,7 @@
 ## What it does
 Reports a loss that is printed, logged or summed after it was multiplied by the loss scale, or
 after it was divided by the accumulation window, in training or in the evaluation beside it. Silent
-for a sum over one window, or over as many batches, for one that the number of updates divides,
+for a sum over one window, over a batch that is trained on in parts, or over as many batches, for one that the number of updates divides,
 and where it is multiplied back.
 
 ## Why is this bad
@@ -194,9 +194,20 @@ def _is_window_sum(event: Report | Accumulate, inner: set[int]) -> bool:
     if isinstance(event, Report) and not event.into:
         return False
     loop = event.context.loops[-1].node
-    if id(loop) in inner or _runs_as_often(loop):
+    if id(loop) in inner or _runs_as_often(loop) or _is_sum_of_batch(event):
         return True
     return _starts_anew(event, loop) or _is_mean_of_windows(event, loop)
+
+
+def _is_sum_of_batch(event: Report | Accumulate) -> bool:
+    """Whether the sum begins at 0 for each batch, whose parts the micro-batches are."""
+    around = event.context.loops[-2:]
+    if len(around) < 2 or around[1].over_data or not around[0].over_data:
+        return False
+    if not isinstance(event.node, ast.AugAssign):
+        return False
+    name = dotted(event.node.target)
+    return any(_sets(each, name) for each in getattr(around[0].node, "body", []))
 
 
 def _runs_as_often(loop: Node) -> bool:
