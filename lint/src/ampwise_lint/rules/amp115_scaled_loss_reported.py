@@ -3,8 +3,8 @@
 ## What it does
 Reports a loss that is printed, logged or summed after it was multiplied by the loss scale, or
 after it was divided by the accumulation window, in training or in the evaluation beside it. Silent
-for a sum over one window, over a batch that is trained on in parts, or over as many batches, for one that the number of updates divides,
-and where it is multiplied back.
+for a sum over one window, over a batch that is trained on in parts, or over as many batches, for
+one that the number of updates divides, and where it is multiplied back.
 
 ## Why is this bad
 The figure is 65536 times too large and halves or doubles with the scale, or it is too small by

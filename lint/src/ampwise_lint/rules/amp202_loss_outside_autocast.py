@@ -86,7 +86,9 @@ def _half(event: Loss) -> Tensor | None:
     if event.path in PROMOTE and any(map(_is_float32, given)):
         return None
     # Of what was copied to the host figures are made, no losses that are trained on.
-    return next((e for e in given if isinstance(e, Tensor) and not e.host and is_half_output(e)), None)
+    return next(
+        (e for e in given if isinstance(e, Tensor) and not e.host and is_half_output(e)), None
+    )
 
 
 def _is_float32(value: Value) -> bool:

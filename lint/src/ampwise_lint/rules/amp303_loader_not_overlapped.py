@@ -1,16 +1,17 @@
 """# loader-not-overlapped
 
 ## What it does
-Reports a `DataLoader(...)` without `num_workers` or without `pin_memory=True`, in files that
-train in mixed precision, and, where a loader pins memory, by default or where there is a GPU,
-copies of batches without `non_blocking=True`. Silent for validation, by name or where nothing
-trains in mixed precision on what it yields, or behind the `else` of `if is_train`, for loaders of
-which a batch at most is taken or whose data set or collate function puts data on the device, and
-where arguments come from a variable that has another value on some path, or of which nothing is
-known; of copies also of batches that a wrapper was given as they were loaded, as it moves them
-itself, and of what was cast or computed on the host on some path: that lies in other memory.
-Mixed precision is also FSDP's `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`, and what
-`accelerate launch` may tell an `Accelerator()`.
+Reports a `DataLoader(...)` without `num_workers` or without `pin_memory=True`, in files that train
+in mixed precision, and, where a loader pins memory, by default or where there is a GPU, copies of
+batches without `non_blocking=True`. Silent for validation, by name or where nothing trains in mixed
+precision on what it yields, or behind the `else` of `if is_train`, for loaders of which a batch at
+most is taken, whose batches nothing but figures are made of, or whose data set or collate function
+puts data on the device, and where arguments come from a variable that has another value on some
+path, or of which nothing is known; of copies also of batches that a wrapper was given as they were
+loaded, as it moves them itself, and of what was cast or computed on the host on some path: that
+lies in other memory. Mixed precision is also FSDP's
+`MixedPrecisionPolicy(param_dtype=torch.bfloat16)`, and what `accelerate launch` may tell an
+`Accelerator()`.
 
 ## Why is this bad
 With `num_workers=0`, the default, the training process makes each batch itself, between steps.
@@ -43,21 +44,29 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TypeGuard
 
-from ampwise_lint.analysis import Analysis, Trace
+from ampwise_lint.analysis import Analysis
 from ampwise_lint.findings import Edit
 from ampwise_lint.loading import data_of, is_on_device
 from ampwise_lint.queries.edits import edit
 from ampwise_lint.queries.precision import trains_in_amp
-from ampwise_lint.queries.steps import Steps, is_hot, step_loops
+from ampwise_lint.queries.reads import is_aside, is_for_a_look, only_infers, reads_by_purpose
+from ampwise_lint.queries.steps import is_hot, step_loops
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.library import CAST_ON_HOST
-from ampwise_lint.source.places import bound_to, loads, scope_of
-from ampwise_lint.source.project import Module
-from ampwise_lint.source.roles import EVALUATION, dotted
+from ampwise_lint.source.places import (
+    bound_to,
+    scope_of,
+)
 from ampwise_lint.triggers import MIXED
 from ampwise_lint.values.abstract import Const, Loader, Model, Tensor, Unknown, Value
 from ampwise_lint.values.contents import flatten
-from ampwise_lint.values.events import PREPARED, Forward, Made, Moved, Read
+from ampwise_lint.values.events import (
+    PREPARED,
+    Forward,
+    Made,
+    Moved,
+    Read,
+)
 
 
 @rule("AMP303", "loader-not-overlapped", "info", fix="unsafe", triggers=MIXED)
@@ -65,7 +74,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
     if not trains_in_amp(code):
         return
     yield from _blocking_copies(code)
-    aside, trained = _read(code)
+    aside, trained = reads_by_purpose(code)
     reads = [each for trace in code.traces for each in trace.of(Read)]
     prepared = {id(each.loader.node) for each in reads if each.by == PREPARED}
     used = [e.value for e in code.of(Made) if id(getattr(e.value, "node", None)) in trained]
@@ -75,7 +84,9 @@ def check(code: Analysis) -> Iterator[Mistake]:
         loader = event.value
         if not isinstance(loader, Loader) or loader.opaque or _evaluates(event):
             continue
-        if id(loader.node) in aside or _is_for_a_look(event) or is_on_device(event):
+        if id(loader.node) in aside or is_for_a_look(event) or is_on_device(event):
+            continue
+        if only_infers(event):
             continue
         if id(loader.node) not in trained and _has_data_for_evaluation(event):
             continue
@@ -198,8 +209,9 @@ def _place(event: Moved) -> tuple[int, ...]:
 
 def _is_as_loaded(tensor: Value) -> TypeGuard[Tensor]:
     """Whether it is a batch in the memory that the loader has put it into."""
-    is_batch = isinstance(tensor, Tensor) and tensor.data and _is_loaded(tensor)
-    return is_batch and tensor.op != CAST_ON_HOST and tensor.cast is None
+    if not isinstance(tensor, Tensor) or not tensor.data or not _is_loaded(tensor):
+        return False
+    return tensor.op != CAST_ON_HOST and tensor.cast is None
 
 
 def _moves(event: Forward) -> set[str]:
@@ -217,75 +229,13 @@ def _is_loaded(tensor: Tensor) -> bool:
     return bool(LOADED.search(tensor.key))
 
 
-def _read(code: Analysis) -> tuple[set[int], set[int]]:
-    """``id`` of the nodes of loaders read in sight: those by no training, and the others."""
-    loops = step_loops(code)
-    aside: set[int] = set()
-    trained: set[int] = set()
-    for trace in code.traces:
-        for read in trace.of(Read):
-            if read.by == PREPARED:
-                continue
-            found = aside if _only_looks(read, loops, trace) else trained
-            found.add(id(read.loader.node))
-    return aside - trained, trained
-
-
-def _only_looks(read: Read, loops: Steps, trace: Trace) -> bool:
-    """Whether what takes batches surely validates, shows them, or trains in float32."""
-    if read.by:
-        return _is_aside(read.by)
-    around = read.context.loops[-1:]
-    if id(trace.events) in loops.traces:
-        return not loops.is_lower(trace, None)
-    if any(id(each.node) in loops.nodes for each in around):
-        return not loops.is_lower(trace, around[0])
-    if isinstance(read.node, ast.Call):  # of ``next``
-        return read.context.no_grad
-    if any(isinstance(each, ast.Yield) for each in ast.walk(read.node)):
-        return False
-    runs = [e for e in trace.of(Forward) if around[0].serial in (s.serial for s in e.context.loops)]
-    is_named = any(map(_is_aside, read.context.functions))
-    return read.context.no_grad or is_named or (bool(runs) and all(e.context.no_grad for e in runs))
-
-
-def _is_for_a_look(event: Made) -> bool:
-    """``len(loader)``, ``next(iter(loader))``, loops that end in ``break`` or drop each batch."""
-    module = event.module
-    statement = module.statement_of(event.node)
-    target = statement.targets[0] if isinstance(statement, ast.Assign) else None
-    uses = loads(module.tree, dotted(target)) if target is not None and dotted(target) else []
-    return bool(uses) and all(_takes_one(module, each) for each in uses)
-
-
-def _takes_one(module: Module, use: ast.expr) -> bool:
-    around = module.parents[id(use)]
-    match around:
-        case ast.Call(func=ast.Name(id="len")):
-            return True
-        case ast.Call(func=ast.Name(id="iter" | "enumerate")):
-            return _takes_one(module, around)
-        case ast.Call(func=ast.Name(id="next")):
-            return True
-        case ast.For(iter=over, body=[*_, ast.Break()]):
-            return over is use
-        case ast.For(iter=over, target=ast.Name(id="_")):
-            return over is use
-        case ast.For(
-            iter=ast.Call(func=ast.Name(id="enumerate")) as over, target=ast.Tuple() as to
-        ):
-            return over is use and ast.unparse(to.elts[-1]) == "_"
-        case _:
-            return False
-
-
 def _has_data_for_evaluation(event: Made) -> bool:
     """Whether its data is called so: ``DataLoader(val_set)``, ``Data(root, train=False)``."""
     texts = [ast.unparse(each) for each in data_of(event, 1)]
     words = {word for text in texts for word in re.findall(r"\w+", text)}
     if any("train=False" in text for text in texts):
         return True
-    return any(map(_is_aside, words)) and not any(TRAINING.search(each) for each in words)
+    return any(map(is_aside, words)) and not any(TRAINING.search(each) for each in words)
 
 
 TRAINING = re.compile("(^|_)train", re.IGNORECASE)
@@ -297,21 +247,11 @@ def _evaluates(event: Made) -> bool:
         return True
     names = [*bound_to(event.module, event.node), *event.context.functions]
     words = [re.split(r"\W+", each.rpartition(".")[2]) for each in names]
-    return any(_is_aside(word) for each in words for word in each)
+    return any(is_aside(word) for each in words for word in each)
 
 
 ASKS_TRAINING = re.compile(r"(^|[._'])train(ing)?('\)|$)", re.IGNORECASE)
 """``if is_train:``, ``if split == "train":``; what is behind its ``else`` is for evaluation."""
-
-
-def _is_aside(name: str) -> bool:
-    """Whether a name is of validation, of pictures or of a benchmark."""
-    return bool(EVALUATION.search(name) or PICTURES.search(name))
-
-
-PICTURES = re.compile(
-    r"(^|_)(vis|viz|visual\w*|plot\w*|render\w*|demo|dummy|bench(mark)?)(_|$)", re.IGNORECASE
-)
 
 
 GPU = re.compile(r"cuda\.is_available\(\)|Eq '(cuda|gpu)'|NotEq 'cpu'")

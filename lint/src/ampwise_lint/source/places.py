@@ -30,12 +30,12 @@ def grouped(module: Module, node: ast.expr) -> str:
 
 def functions_of(module: Module, node: ast.AST) -> list[Functions]:
     """The functions a node stands in, innermost first."""
-    return [each for each in _around(module, node) if isinstance(each, Functions)]
+    return [each for each in outward(module, node) if isinstance(each, Functions)]
 
 
 def is_inside(module: Module, node: ast.AST, outer: ast.AST) -> bool:
     """Whether a node stands in another one, in the same function."""
-    for each in _around(module, node):
+    for each in outward(module, node):
         if each is outer:
             return True
         if isinstance(each, Functions):
@@ -45,10 +45,11 @@ def is_inside(module: Module, node: ast.AST, outer: ast.AST) -> bool:
 
 def class_of(module: Module, node: ast.AST) -> ast.ClassDef | None:
     """The class a node stands in."""
-    return next((e for e in _around(module, node) if isinstance(e, ast.ClassDef)), None)
+    return next((e for e in outward(module, node) if isinstance(e, ast.ClassDef)), None)
 
 
-def _around(module: Module, node: ast.AST) -> Iterator[ast.AST]:
+def outward(module: Module, node: ast.AST) -> Iterator[ast.AST]:
+    """What a node stands in, from the inside."""
     around = module.parents.get(id(node))
     while around is not None:
         yield around
@@ -153,7 +154,7 @@ def is_never_read(module: Module, node: ast.AST) -> bool:
     if module.imports.names.get("annotations") == "__future__.annotations":
         return True
     is_local = isinstance(around, ast.AnnAssign) and isinstance(around.target, ast.Name)
-    within = next((e for e in _around(module, around) if isinstance(e, SCOPES)), None)
+    within = next((e for e in outward(module, around) if isinstance(e, SCOPES)), None)
     return is_local and isinstance(within, ast.FunctionDef | ast.AsyncFunctionDef)
 
 
