@@ -50,7 +50,7 @@ def _mistake(event: Made) -> Mistake:
         event.node,
         event.module,
         "a new GradScaler is made in the training loop: each starts again at 65,536, skips steps "
-        "until the scale fits, and never grows; make one before the loop",
+        "until the scale fits, and grows only if it lasts 2,000 steps; make one before the loop",
         _edits(event),
     )
 
