@@ -63,6 +63,11 @@ def _read(state: State, node: ast.Call, owner: Tensor, name: str, a: Arguments) 
     return tensors.read(state, node, owner, name)
 
 
+def _copied(state: State, node: ast.Call, owner: Tensor, name: str, a: Arguments) -> Value:
+    """In memory of its own: what is done to it in place is not done to what it was copied from."""
+    return owner.but()
+
+
 def _as_float32(state: State, node: ast.Call, owner: Tensor, name: str, a: Arguments) -> Value:
     return _cast(owner, "float32").but(cast=None)
 
@@ -178,7 +183,6 @@ OF_TENSORS: dict[str, Callable[[State, ast.Call, Tensor, str, Arguments], Value]
     **dict.fromkeys(
         (
             "detach",
-            "clone",
             "requires_grad_",
             "contiguous",
             "detach_",
@@ -197,6 +201,7 @@ OF_TENSORS: dict[str, Callable[[State, ast.Call, Tensor, str, Arguments], Value]
     **dict.fromkeys(("clamp_", "clip_"), _clamped),
     **dict.fromkeys(EXTENTS, _extent),
     **dict.fromkeys(("values", "items", "keys"), _entries),
+    "clone": _copied,
     "get": _looked_up,
     "backward": _backward,
     "type_as": _as_other,
