@@ -297,6 +297,16 @@ def _is_of(event: Event, outputs: set[int]) -> bool:
 
 
 def _same(zero: ZeroGrad, step: ScalerStep | OptimizerStep) -> bool:
+    """Whether all that a step takes is zeroed, not the gradient of one tensor: ``gate.grad``."""
+    match zero.node:
+        case (
+            ast.Attribute(attr="grad")
+            | ast.Call(func=ast.Attribute(value=ast.Attribute(attr="grad")))
+        ):
+            if not isinstance(zero.of, Parameter):
+                return False
+        case _:
+            pass
     if isinstance(zero.of, Optimizer):
         return zero.of is step.optimizer
     return same_owner(zero.of, step.optimizer) is True
