@@ -98,6 +98,8 @@ def _dtype(event: Op) -> str | None:
         return None
     if first.dtype in ZERO_BELOW:
         return first.dtype if not first.guessed or _is_of_logits(first) else None
+    if any(each.data and each.dtype is None for each in origins(first)):
+        return None  # of a batch, labels of float32 make it float32
     region = first.region
     open_dtype = first.dtype is None and region is not None and region.device != "cpu"
     low = region.dtype if region is not None and region.enabled else None
