@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 from ampwise_lint.analysis import Analysis, Trace
@@ -72,6 +72,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
     trained = _by_name(each for each in all_trained if not _is_of_trainer(each))
     plain = _by_name(each for trace in code.traces for each in _trained_without(trace))
     networks = {_network(each) for each in all_trained}
+    makers = _by_name(all_trained, lambda each: {_maker(each)})
     covered = _covered(code)
     contexts = {name for each in all_trained for name in _contexts(each)}
     beside = _beside(code)
@@ -88,7 +89,9 @@ def check(code: Analysis) -> Iterator[Mistake]:
                 continue
             same = _network(event) in models or _holds(event.model, parts)
             same = (same and _is_reached(trace, event)) or (
-                _name(event) in trained and not _is_another(event, trained, plain)
+                _name(event) in trained
+                and not _is_another(event, trained, plain)
+                and not _is_made_otherwise(event, makers)
             )
             if contexts.intersection(_contexts(event)):
                 continue  # whoever calls it sets the same name
@@ -381,11 +384,28 @@ def _is_another(event: Forward, trained: Places, plain: Places) -> bool:
     return name in plain and bool(_places(event) & plain[name] - trained[name])
 
 
-def _by_name(events: Iterable[Forward]) -> Places:
-    """The places in which networks are trained, by their names."""
+def _is_made_otherwise(event: Forward, makers: Places) -> bool:
+    """Whether what is trained by that name was made by other classes or functions."""
+    maker, others = _maker(event), makers[_name(event)]
+    return bool(maker) and "" not in others and maker not in others
+
+
+def _maker(event: Forward) -> str:
+    """The class or function that made a network; empty where that is not in sight."""
+    network = _original(event.model)
+    if isinstance(network, Instance):
+        return network.class_.node.name
+    made, _, place = key_of(network).partition("@")
+    return made if place else ""
+
+
+def _by_name(
+    events: Iterable[Forward], what: Callable[[Forward], set[str]] | None = None
+) -> Places:
+    """The places in which networks are trained, or `what` else is told of them, by their names."""
     found: Places = {}
     for each in events:
-        found.setdefault(_name(each), set()).update(_places(each))
+        found.setdefault(_name(each), set()).update((what or _places)(each))
     return found
 
 
