@@ -98,8 +98,6 @@ def _dtype(event: Op) -> str | None:
         return None
     if first.dtype in ZERO_BELOW:
         return first.dtype if not first.guessed or _is_of_logits(first) else None
-    if any(each.data and each.dtype is None for each in origins(first)):
-        return None  # of a batch, labels of float32 make it float32
     region = first.region
     open_dtype = first.dtype is None and region is not None and region.device != "cpu"
     low = region.dtype if region is not None and region.enabled else None
@@ -107,9 +105,12 @@ def _dtype(event: Op) -> str | None:
 
 
 def _is_of_logits(tensor: Tensor) -> bool:
-    """Whether a tensor was computed of the sigmoid of what a network returned."""
-    of_sigmoid = [each for each in origins(tensor) if each.op == "sigmoid"]
-    return bool(of_sigmoid) and not any(each.data for each in origins(*of_sigmoid))
+    """Whether a tensor was computed of the sigmoid of what a network returned, and of no labels.
+
+    Labels of float32 make float32 of what they are multiplied with.
+    """
+    found = list(origins(tensor))
+    return any(each.op == "sigmoid" for each in found) and not any(each.data for each in found)
 
 
 def _number(value: Value | None) -> float | None:
