@@ -112,8 +112,10 @@ def _parts(state: State, value: Value, targets: list[ast.expr]) -> list[Value]:
 def _set_attribute(
     state: State, node: ast.Attribute, owner: Value, attr: str, value: Value
 ) -> None:
-    is_of_object = isinstance(owner, Instance) and not is_network(owner.class_)
-    if attr == "grad" and not is_of_object:
+    if attr == "grad" and isinstance(owner, Instance) and not is_network(owner.class_):
+        if not isinstance(value, Gradient):  # ``config.grad`` is a setting, too
+            owner.attributes[attr] = value
+    elif attr == "grad":
         if value is NONE or (isinstance(value, Const) and value.value is None):
             state.emit(ZeroGrad, node, owner)
         else:

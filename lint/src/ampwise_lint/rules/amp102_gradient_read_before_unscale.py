@@ -135,8 +135,9 @@ def _norm_of(read: ast.AST, parents: dict[int, ast.AST]) -> ast.Call | None:
     """The call that takes a gradient's norm: ``torch.norm(p.grad)``, ``p.grad.norm()``."""
     around = parents[id(read)]
     call = parents[id(around)] if isinstance(around, ast.Attribute) else around
-    is_norm = isinstance(call, ast.Call) and dotted(call.func).rpartition(".")[2].endswith("norm")
-    return call if is_norm else None
+    if isinstance(call, ast.Call) and dotted(call.func).rpartition(".")[2].endswith("norm"):
+        return call
+    return None
 
 
 def _dividend(norm: ast.AST, parents: dict[int, ast.AST]) -> ast.expr | None:
