@@ -77,7 +77,7 @@ from ampwise_lint.values.abstract import (
 )
 from ampwise_lint.values.classes import is_network
 from ampwise_lint.values.contents import flatten
-from ampwise_lint.values.events import Backward, Made, Save, ScalerStep, Site, StateDict
+from ampwise_lint.values.events import Backward, Event, Made, Save, ScalerStep, Site, StateDict
 
 
 @rule(
@@ -106,6 +106,8 @@ def check(code: Analysis) -> Iterator[Mistake]:
     if not saved and code.any(Save):
         return
     for event in code.of(StateDict):
+        if _is_tested(event):
+            continue
         if event.loads and isinstance(event.of, Optimizer) and not _loads_scaler(event.module):
             yield Mistake(
                 event.node,
@@ -114,6 +116,11 @@ def check(code: Analysis) -> Iterator[Mistake]:
                 "scale 65,536 and skips steps until it fits; load the scaler's state too",
                 mend=partial(_load_edits, code, event),
             )
+
+
+def _is_tested(event: Event) -> bool:
+    """Whether a unit test saves or loads it, from which nobody goes on."""
+    return any(each.startswith("test_") for each in event.context.functions)
 
 
 def _past_accelerator(code: Analysis) -> Iterator[Mistake]:
@@ -164,10 +171,8 @@ def _saves_without(code: Analysis, saved: bool) -> list[Save]:
     found: dict[object, Save] = {}
     for save in saves:
         place = _place(save)
-        if place in found or _calls(save) in plain:
+        if place in found or _is_tested(save) or _calls(save) in plain:
             continue
-        if any(each.startswith("test_") for each in save.context.functions):
-            continue  # nobody goes on from what a unit test saves
         if save.mapping is None:
             lacks = not saved and _is_optimizer_state(code, save)
         else:
