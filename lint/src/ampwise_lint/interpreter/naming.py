@@ -96,5 +96,11 @@ def named(value: Value, name: str) -> Value:
             scaled = value if "scale" in f"{name} {value.key}".lower() else None
             return Tensor(key=value.key, loss=True, scaled=scaled)
         if isinstance(value, Tensor) and not value.loss and not value.data and not value.host:
-            return value.but(loss=True)
+            return as_loss(value)
     return value
+
+
+def as_loss(value: Tensor) -> Tensor:
+    """What is a loss by its name; that of a network autocast has computed in float32."""
+    dtype = "float32" if value.forward and value.guessed else value.dtype
+    return value.but(loss=True, dtype=dtype)

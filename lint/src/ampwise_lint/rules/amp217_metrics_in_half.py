@@ -85,8 +85,6 @@ def _edits(event: Accumulate) -> tuple[Edit, ...]:
 
 
 def _is_half_sum(into: object, added: object) -> bool:
-    if isinstance(added, Tensor) and added.loss and added.guessed:
-        return False  # a loss that a network returns: autocast computes those in float32
     if (
         isinstance(into, Tensor)
         and not into.host
