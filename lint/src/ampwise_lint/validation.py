@@ -37,7 +37,9 @@ def validates(event: Forward, network: str, place: Node) -> bool:
         return False
     if not event.context.no_grad and event.training is not False:
         return False
-    functions = [each.rpartition(".")[2] for each in event.context.functions[-2:]]
+    # What a helper is called, which training calls, too, does not tell.
+    around = next(each.functions for each in event.way if each.node is place)
+    functions = [each.rpartition(".")[2] for each in around[-2:]]
     if functions and "train" in functions[-1] and not event.context.no_grad:
         return False
     data = _loops_over(event)
@@ -204,7 +206,10 @@ def _asked(branch: Condition) -> list[str]:
 
 def _is_discarded(event: Forward) -> bool:
     """Whether nobody looks at the output: a warm-up, a measurement of speed."""
-    match event.module.parents.get(id(event.node)):
+    around = event.module.parents.get(id(event.node))
+    while isinstance(around, ast.IfExp):
+        around = event.module.parents.get(id(around))
+    match around:
         case ast.Expr():
             return True
         case ast.Assign(targets=[ast.Name(id=name)]):
