@@ -166,6 +166,11 @@ def _dict(state: State, node: ast.Dict) -> Value:
 def _conditional(state: State, node: ast.IfExp) -> Value:
     test = state.evaluate(node.test)
     branches = (node.body, node.orelse)
+    match branches:
+        case (ast.Constant(value=True), ast.Constant(value=False)) if isinstance(test, Unknown):
+            return test  # it is what was asked
+        case _:
+            pass
     matters = any(id(each) in state.here.roles.steps for each in branches)
     plain = all(map(_is_plain, branches))
     if is_known(test) or matters or plain or isinstance(node.body, ast.Constant):

@@ -260,14 +260,20 @@ GPU = re.compile(r"cuda\.is_available\(\)|Eq '(cuda|gpu)'|NotEq 'cpu'")
 
 def _is_pinned(loader: Loader) -> bool:
     """Whether it pins memory, where there is a GPU and options are what they are by default."""
-    match loader.arguments.get("pin_memory"):
-        case Const(value=value):
-            return value is True
+    return _is_on(loader.arguments.get("pin_memory"), loader.module)
+
+
+def _is_on(value: Value | None, module: Module) -> bool:
+    match value:
+        case Const(value=constant):
+            return constant is True
         case Unknown(op="not"):
             return False
+        case Unknown(op="and", operands=operands):
+            return all(_is_on(each, module) for each in operands)
         case Unknown(key=key):
             option = re.search(r"\w+$", key)
-            is_on = option is not None and option[0] in loader.module.flags_on
+            is_on = option is not None and option[0] in module.flags_on
             return is_on or bool(GPU.search(key))
         case _:
             return False
