@@ -4,7 +4,8 @@
 Reports exp, pow, square, reciprocal and products of a tensor with itself that run in float16.
 Under CUDA autocast exp, pow, reciprocal and rsqrt are on the float32 list and not reported; `x
 * x` and `square` are not on it, and with autocast off nothing is cast. Also `1 + x` of 16 bits from
-which `x.exp()` is taken away, as in the KL divergence of a VAE.
+which `x.exp()` is taken away, as in the KL divergence of a VAE. Silent for what a clamp, or a
+sigmoid or tanh, has bounded so that nothing overflows.
 
 ## Why is this bad
 In float16, 256 squared is inf, exp overflows above 11.09 and 1 / 1e-5 is inf; the square of
@@ -27,6 +28,7 @@ No automatic fix: how far the float32 part has to reach depends on what follows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from ampwise_lint.analysis import Analysis, Trace
@@ -55,7 +57,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
                 )
             elif id(event.node) in elsewhere:
                 continue
-            elif _overflows(event) and not _is_penalty(event):
+            elif _overflows(event) and not _is_penalty(event) and not _fits(event, trace):
                 yield Mistake(
                     event.node,
                     event.module,
@@ -78,6 +80,42 @@ def _overflows(event: Op) -> bool:
             return abs(power.value) > 1
         return True
     return event.path == "mul" and len(event.inputs) == 2 and _is_square(event)
+
+
+LARGEST = 65_504.0
+AT_MOST_1 = ("sigmoid", "tanh", "softmax", "sin", "cos")
+
+
+def _fits(event: Op, trace: Trace) -> bool:
+    """Whether what it is computed of is bounded so that nothing can overflow."""
+    limit = _limit(event.inputs[0], trace)
+    power = event.inputs[1] if event.path.startswith("pow") and len(event.inputs) > 1 else None
+    match event.path, power:
+        case (("exp" | "exp_" | "expm1"), _):
+            return limit <= math.log(LARGEST)
+        case (("mul" | "square" | "square_"), _):
+            return limit**2 <= LARGEST
+        case _, Const(value=int() | float() as number) if number > 0:
+            return limit <= LARGEST ** (1 / number)
+        case _:
+            return False
+
+
+def _limit(value: Value, trace: Trace) -> float:
+    """What every element is at most, without its sign."""
+    if not isinstance(value, Tensor):
+        return math.inf
+    if value.op in AT_MOST_1:
+        return 1.0
+    if value.op not in ("clamp", "clip"):
+        return math.inf
+    made = next((each for each in trace.of(Op) if each.result is value), None)
+    named = (
+        [made.arguments[name] for name in ("min", "max") if name in made.arguments] if made else []
+    )
+    bounds = [each.value for each in (*value.inputs[1:], *named) if isinstance(each, Const)]
+    numbers = [abs(each) for each in bounds if isinstance(each, int | float)]
+    return max(numbers) if len(numbers) == 2 else math.inf
 
 
 def _cancels(event: Op, trace: Trace) -> bool:
