@@ -397,6 +397,8 @@ def _names(mapping: DictValue, kind: type[Value]) -> bool:
         # A network's state is that of its parameters, whatever else it holds.
         objects = [e for e in states if isinstance(e, Instance) and not is_network(e.class_)]
         states += [value for each in objects for value in each.attributes.values()]
+        if any(isinstance(each, Unknown) and each.scale for each in states):
+            return True  # the scale itself, which another scaler may begin with
     if any(isinstance(each, kind) or (kind is Scaler and _may_scale(each)) for each in states):
         return True
     keys = [key.lower() for key in mapping.items if isinstance(key, str)]
