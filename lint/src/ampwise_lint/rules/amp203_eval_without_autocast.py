@@ -68,7 +68,26 @@ Places = dict[str, set[str]]
 
 @rule("AMP203", "eval-without-autocast", "warning", fix="unsafe", triggers=(SCALER, AUTOCAST))
 def check(code: Analysis) -> Iterator[Mistake]:
-    all_trained = [each for trace in code.traces for each in _trained(trace)]
+    trained = [each for trace in code.traces for each in _trained(trace)]
+    found = list(_validations(code, trained))
+    places = {id(place.node) for _, place, _ in found}
+    for event, place, trace in found:
+        if place is event and any(id(each.node) in places for each in event.context.sites):
+            continue  # inside a method of the network: it is told where that is called
+        yield Mistake(
+            place.node,
+            place.module,
+            "training runs this network in autocast, validation without: figures are those of "
+            "another precision than the one trained in, and evaluation takes float32's time and "
+            "memory; run it under the same autocast",
+            mend=partial(_edits, event, trace, trained) if place is event else None,
+        )
+
+
+def _validations(
+    code: Analysis, all_trained: list[Forward]
+) -> Iterator[tuple[Forward, Forward | Site, Trace]]:
+    """Forwards of validations outside autocast, and where it is missing."""
     trained = _by_name(each for each in all_trained if not _is_of_trainer(each))
     plain = _by_name(each for trace in code.traces for each in _trained_without(trace))
     networks = {_network(each) for each in all_trained}
@@ -103,14 +122,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
             if not same or place is None or _casts(event, code.module):
                 continue
             if validates(event, _name(event), place.node):
-                yield Mistake(
-                    place.node,
-                    place.module,
-                    "training runs this network in autocast, validation without: figures are those "
-                    "of another precision than the one trained in, and evaluation takes float32's "
-                    "time and memory; run it under the same autocast",
-                    mend=partial(_edits, event, trace, all_trained) if place is event else None,
-                )
+                yield event, place, trace
 
 
 def _contexts(event: Forward) -> Iterator[str]:
