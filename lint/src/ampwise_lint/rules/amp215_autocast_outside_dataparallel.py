@@ -37,7 +37,7 @@ from ampwise_lint.analysis import Analysis
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.roles import RUNS
 from ampwise_lint.triggers import AUTOCAST
-from ampwise_lint.values.abstract import Instance, Model
+from ampwise_lint.values.abstract import Instance, Model, Region
 from ampwise_lint.values.events import Forward
 
 
@@ -47,8 +47,8 @@ def check(code: Analysis) -> Iterator[Mistake]:
         for event in trace.of(Forward):
             region = event.context.region
             wrapped = isinstance(event.model, Model | Instance) and event.model.wrapped == "dp"
-            lower = region is not None and region.dtype != "float16"
-            if wrapped and event.is_root and lower and _is_call(event):
+            other = region is not None and region.dtype != "float16" and _names_dtype(region)
+            if wrapped and event.is_root and other and _is_call(event):
                 yield Mistake(
                     event.node,
                     event.module,
@@ -57,6 +57,14 @@ def check(code: Analysis) -> Iterator[Mistake]:
                     "in float16; put autocast inside the module's forward, or use "
                     "DistributedDataParallel",
                 )
+
+
+def _names_dtype(region: Region) -> bool:
+    """Whether autocast is told a dtype; replicas run on CUDA, where float16 is its default."""
+    if region.dtype is not None or not isinstance(region.node, ast.Call):
+        return True
+    named = (each.arg in ("dtype", None) for each in region.node.keywords)
+    return len(region.node.args) > 1 or any(named)
 
 
 def _is_call(event: Forward) -> bool:
