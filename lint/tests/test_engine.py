@@ -302,3 +302,37 @@ def test_waits_of_one_kind_in_one_loop_are_one_finding(tmp_path):
     found = [e for e in lint([path], use_cache=False).findings if e.code == "AMP301"]
     assert [each.line for each in found] == [10]
     assert "on each step that comes here (also in lines 11, 12)" in found[0].message
+
+
+LEARNER = """\
+import lightning
+import torch
+
+
+class Learner(lightning.LightningModule):
+    {decorated}
+    def training_step(self, batch, index):
+        loss = self.net(batch).sum()
+        loss.backward()
+        return loss
+
+
+lightning.Trainer(precision="{precision}").fit(Learner())
+"""
+
+
+@pytest.mark.parametrize(
+    ("decorated", "precision", "words"),
+    [
+        ("", "16-mixed", "the trainer has opened it"),
+        ('@torch.autocast("cuda")', "32", "decorate the function that computes the loss"),
+    ],
+)
+def test_how_backward_leaves_autocast_depends_on_what_opened_it(
+    tmp_path, decorated, precision, words
+):
+    path = tmp_path / "learner.py"
+    path.write_text(LEARNER.format(decorated=decorated, precision=precision))
+    found = [e for e in lint([path], use_cache=False).findings if e.code == "AMP201"]
+    assert [each.line for each in found] == [9]
+    assert words in found[0].message

@@ -53,10 +53,23 @@ def check(code: Analysis) -> Iterator[Mistake]:
                 event.node,
                 event.module,
                 "backward runs inside autocast: backward operations already run in the dtype of "
-                "their forward; what hooks and custom functions do is cast a second time; move it "
-                "behind the with block",
+                "their forward; what hooks and custom functions do is cast a second time; "
+                + _remedy(region),
                 edits,
             )
+
+
+def _remedy(region: Region) -> str:
+    """How it gets out of a region, by what has opened that."""
+    around = region.module.parents.get(id(region.node))
+    if isinstance(around, ast.FunctionDef):
+        return "decorate the function that computes the loss, not one that calls backward"
+    if isinstance(region.node, ast.Call) and "autocast" not in ast.unparse(region.node.func):
+        return (
+            "the trainer has opened it around the step: leave it with torch.autocast(..., "
+            "enabled=False)"
+        )
+    return "move it behind the with block"
 
 
 def _stands_directly_in(event: Backward, region: Region) -> bool:
