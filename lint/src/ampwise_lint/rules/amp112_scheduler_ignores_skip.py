@@ -160,7 +160,8 @@ def _asks(event: SchedulerStep) -> bool:
     """Whether a condition in the loop of the steps looks at the scale, or counts steps."""
     held = event.context.loops[0].held if event.context.loops else 0
     return any(
-        ASKED.search(each.key) or _counts_steps(each) for each in event.context.conditions[held:]
+        ASKED.search(each.key) or _counts_steps(event.module, each)
+        for each in event.context.conditions[held:]
     )
 
 
@@ -198,10 +199,15 @@ def _made_of(module: Module, test: ast.expr) -> list[ast.expr]:
     return [each.value for each in made if each.value is not None]
 
 
-def _counts_steps(condition: Condition) -> bool:
-    """``before < optimizer._step_count``: PyTorch counts the steps that were made."""
+def _counts_steps(module: Module, condition: Condition) -> bool:
+    """``before < optimizer._step_count``, or a flag made of it: PyTorch counts what was made."""
     test = getattr(condition.node, "test", None)
-    return test is not None and "_step_count" in ast.unparse(test)
+    asked = [] if test is None else [test]
+    for each in asked[:]:
+        if module.holds(each):
+            flags = _made_of(module, each)
+            asked += [*flags, *(e for flag in flags for e in _made_of(module, flag))]
+    return any("_step_count" in ast.unparse(each) for each in asked)
 
 
 def _edits(event: SchedulerStep, trace: Trace) -> tuple[Edit, ...]:
