@@ -31,6 +31,7 @@ _NOWHERE = ast.Pass(lineno=0, col_offset=0)
 NO_LOSS = (
     "fn", "func", "function", "es", "weight", "weights", "name", "type", "key", "str", "meter",
     "meters", "tracker", "log", "logger", "history", "list", "dict", "scaler", "metric", "metrics",
+    "config", "cfg", "conf", "settings", "options", "args", "kwargs", "params",
 )  # fmt: skip
 """Endings of names of things about losses that are none."""
 
