@@ -42,12 +42,12 @@ from ampwise_lint.queries.edits import edit, left_autocast
 from ampwise_lint.queries.precision import evaluates, is_half_output, losses_by_hand
 from ampwise_lint.queries.wrappers import is_given
 from ampwise_lint.rule import Mistake, rule
-from ampwise_lint.source.library import LOSS_FUNCTIONS
+from ampwise_lint.source.library import LOSS_FUNCTIONS, MOVES
 from ampwise_lint.source.places import grouped
 from ampwise_lint.triggers import AUTOCAST
-from ampwise_lint.values.abstract import Tensor, Value
+from ampwise_lint.values.abstract import Tensor, Value, is_low
 from ampwise_lint.values.contents import flatten
-from ampwise_lint.values.events import Backward, Loss
+from ampwise_lint.values.events import Backward, Loss, Op
 
 PROMOTE = {"mse_loss", "l1_loss", "smooth_l1_loss"}
 """Losses that run in the wider dtype of output and target."""
@@ -59,7 +59,11 @@ def check(code: Analysis) -> Iterator[Mistake]:
         if not trace.of(Backward) and not any(map(is_given, trace.events)):
             continue
         seen: set[int] = set()
-        found = [(event, half) for event in trace.of(Loss) if (half := _half(event)) is not None]
+        found = [
+            (event, half)
+            for event in trace.of(Loss)
+            if (half := _half(event)) is not None and _computes_in_half(event, trace)
+        ]
         calls = {id(event.node) for event, _ in found}
         for event, half in found:
             seen.add(id(event.module.statement_of(event.node)))
@@ -83,7 +87,7 @@ def _half(event: Loss) -> Tensor | None:
     if event.context.regions and event.path not in LOSS_FUNCTIONS:
         return None  # a function that is called with autocast switched off may cast by itself
     given = flatten(event.inputs)
-    if event.path in PROMOTE and any(map(_is_float32, given)):
+    if event.path in PROMOTE and any(map(_is_wider, given)):
         return None
     # Of what was copied to the host figures are made, no losses that are trained on.
     return next(
@@ -91,8 +95,30 @@ def _half(event: Loss) -> Tensor | None:
     )
 
 
-def _is_float32(value: Value) -> bool:
-    return isinstance(value, Tensor) and value.dtype == "float32"
+def _is_wider(value: Value) -> bool:
+    """Whether it is float32, as what a network outside autocast returns mostly is."""
+    if not isinstance(value, Tensor):
+        return False
+    is_plain = value.forward and value.region is None and value.dtype is None
+    return is_plain or value.dtype == "float32"
+
+
+def _computes_in_half(event: Loss, trace: Trace) -> bool:
+    """Whether a loss does so, as far as it is in sight."""
+    inside = [
+        each
+        for each in trace.events
+        if isinstance(each, Op | Loss) and any(e.node is event.node for e in each.context.sites)
+    ]
+    return not inside or any(map(_is_in_half, inside))
+
+
+def _is_in_half(event: Op | Loss) -> bool:
+    """Whether it computes with, or gives, a number of 16 bits."""
+    if isinstance(event, Loss):
+        return _half(event) is not None
+    made = event.result
+    return event.path not in MOVES and isinstance(made, Tensor) and is_low(made.dtype)
 
 
 def _by_hand(trace: Trace, seen: set[int], calls: set[int]) -> Iterator[Mistake]:
