@@ -133,5 +133,7 @@ def _constant(inputs: Sequence[Value], arguments: Mapping[str, Value]) -> float 
 
 
 def _is_half(event: Op) -> bool:
-    tensors = [each for each in event.inputs if isinstance(each, Tensor)]
-    return any(each.dtype == "float16" for each in tensors)
+    """Whether what is filled is float16; of the mask that does not matter."""
+    masked = event.path.startswith("masked_fill")
+    filled = event.inputs[:1] if masked else event.inputs[event.path == "where" :]
+    return any(isinstance(each, Tensor) and each.dtype == "float16" for each in filled)
