@@ -92,17 +92,16 @@ def _spans_steps(event: Elapsed, trace: Trace) -> bool:
 
 
 def _is_perhaps(event: Event, elapsed: Elapsed, trace: Trace) -> bool:
-    """Whether the host waits there now and then only: in a branch that may not be taken."""
-    if not isinstance(event, HostSync):
-        return False
+    """Whether the host waits, or a network runs, there now and then only, in a branch."""
     held = {id(each.node) for each in elapsed.context.conditions}
-    return any(
-        id(each.node) not in held
-        and each.key not in trace.decided
+    branches = [e for e in event.context.conditions if id(e.node) not in held and not e.known]
+    if isinstance(event, Forward):
+        return any(each.periodic for each in branches)
+    return isinstance(event, HostSync) and any(
+        each.key not in trace.decided
         and isinstance(each.node, ast.If)
         and (each.periodic or NOW_AND_THEN.search(ast.unparse(each.node.test)))
-        for each in event.context.conditions
-        if not each.known
+        for each in branches
     )
 
 
