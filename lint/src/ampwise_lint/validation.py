@@ -48,7 +48,7 @@ def validates(event: Forward, network: str, place: Node) -> bool:
         return False
     asked = [each for branch in event.context.conditions for each in _asked(branch)]
     named = any(map(EVALUATION.search, [*functions, *data, *asked]))
-    if not named and any(map(ACTS.search, functions)):
+    if any(map(ACTS.search, functions if not named else functions[-1:])):
         return False  # what an agent does, and learns from, is not measured
     return (event.training is False or named) and not _is_dead(event)
 
@@ -115,7 +115,7 @@ def _loops_over(event: Forward) -> list[str]:
 
 
 SHOWS = re.compile(
-    r"(^|_)(sampl\w*|generat\w*|gen|preview\w*|visuali\w*|plot\w*|draw\w*|demo)(_|$)",
+    r"(^|_)(sampl\w*|generat\w*|gen|preview\w*|visuali\w*|plot\w*|draw\w*|demo|videos?)(_|$)",
     re.IGNORECASE,
 )
 PREDICTS = re.compile(
@@ -132,11 +132,23 @@ def _only_shows(event: Forward, place: Node) -> bool:
 
     What a function that predicts gives back may be measured by whom it is given to.
     """
-    around = list(_functions(event, place))[:2]
+    around = _up_to_purpose(list(_functions(event, place)))
     if any(EVALUATION.search(each.name) and not _is_shown(each) for _, each in around):
         return False
     texts = [OF_TOKENS.sub("", module.unparsed(e)) for module, e in around if _is_shown(e)]
     return not all(map(FIGURE.search, texts))
+
+
+def _up_to_purpose(ways: list[tuple[Module, Definition]]) -> list[tuple[Module, Definition]]:
+    """The two innermost functions, or those up to the first that says what it is for.
+
+    What shows something may have been told to by what is called so, too.
+    """
+    ends = (n for n, (_, e) in enumerate(ways) if EVALUATION.search(e.name) or _is_shown(e))
+    last = next(ends, 0) + 1
+    while last < len(ways) and _is_shown(ways[last][1]):
+        last += 1
+    return ways[: max(2, last)]
 
 
 def _is_shown(function: Definition) -> bool:
