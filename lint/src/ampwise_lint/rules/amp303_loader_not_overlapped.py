@@ -53,10 +53,8 @@ from ampwise_lint.queries.reads import is_aside, is_for_a_look, only_infers, rea
 from ampwise_lint.queries.steps import is_hot, step_loops
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.library import CAST_ON_HOST
-from ampwise_lint.source.places import (
-    bound_to,
-    scope_of,
-)
+from ampwise_lint.source.places import bound_to, scope_of
+from ampwise_lint.source.project import Module
 from ampwise_lint.triggers import MIXED
 from ampwise_lint.values.abstract import Const, Loader, Model, Tensor, Unknown, Value
 from ampwise_lint.values.contents import flatten
