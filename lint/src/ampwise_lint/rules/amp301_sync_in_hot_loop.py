@@ -124,6 +124,8 @@ def _is_on_host(event: HostSync) -> bool:
 def _is_no_tensor(event: HostSync) -> bool:
     """Whether it is read behind a check that it is none: ``isinstance(x, torch.Tensor)``."""
     read = {ast.unparse(each) for each in getattr(event.node, "args", [])}
+    if read & _numbers_given(event):
+        return True
     taken = [each.node for each in event.context.conditions if each.taken]
     if any(_asked_to_be_number(e.test) in read for e in taken if isinstance(e, ast.If | ast.IfExp)):
         return True
@@ -131,6 +133,14 @@ def _is_no_tensor(event: HostSync) -> bool:
     tests = [each.test for each in others if isinstance(each, ast.If | ast.IfExp)]
     tests += [each.test for each in passed(event, None)]
     return any(_asked_to_be_tensor(each) in read for each in tests)
+
+
+def _numbers_given(event: HostSync) -> set[str]:
+    """Parameters of the function around that are annotated as numbers: ``count: int``."""
+    around = next(iter(functions_of(event.module, event.node)), None)
+    spec = getattr(around, "args", None)
+    given = [] if spec is None else [*spec.posonlyargs, *spec.args, *spec.kwonlyargs]
+    return {e.arg for e in given if e.annotation and ast.unparse(e.annotation) in NUMBERS}
 
 
 METHODS = ("'item'", "'detach'", "'cpu'")
