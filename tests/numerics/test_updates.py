@@ -176,6 +176,23 @@ def test_what_an_update_flushes_is_said_by_its_elements():
     assert "results of _to_copy on line" in found.explanation
 
 
+class Tiny(Own):
+    """Its squares end as 0, so that it goes as far as a division by eps takes it."""
+
+    def update(self, p, grad, state, lr):
+        if not state:
+            state["squares"] = torch.zeros_like(p, dtype=torch.float16)
+        squares = state["squares"]
+        squares.mul_(0.99).add_((1e-6 * grad).square(), alpha=0.01)  # <- here
+        p.sub_(lr * 1e-6 * grad / (squares.float().sqrt() + 1e-30))
+
+
+def test_a_step_that_fails_after_updates_that_went_too_far_shows_these():
+    found = diagnose(of(Tiny), precision="bf16", steps=8)
+    assert (found.status, found.phase, found.cause) == ("fault", "optimizer", "UNDERFLOW")
+    assert found.origin.line == line_of(Tiny)
+
+
 @pytest.mark.parametrize("kind", [Momentum, Compensated, ByChance, Wide], ids=lambda e: e.__name__)
 def test_an_update_that_loses_nothing_is_none(kind):
     assert diagnose(of(kind), precision="bf16", steps=8).status == "clean"

@@ -140,7 +140,9 @@ def run_diagnosis(task: Task, config: DiagnoseConfig, progress: Progress) -> Dia
 def _wrong_updates(
     task: Task, config: DiagnoseConfig, arm: Arm, found: Diagnosis, progress: Progress
 ) -> int:
-    """Say of a run of sound steps whether its updates were what they should be.
+    """Say of a run whether its updates were what they should be, unless one is at fault already.
+
+    A step that fails may only show that those before it led parameters astray.
 
     Returns
     -------
@@ -148,10 +150,12 @@ def _wrong_updates(
         How many are at fault: all that were made, or 0.
     """
     sound = found.status in ("clean", "benign")
-    if not sound or arm.step.ranks > 1 or config.policy.pure:
+    steps = arm.step.steps if sound else found.step - 1
+    if not steps or found.phase == "optimizer" or arm.step.ranks > 1 or config.policy.pure:
         return 0
-    trained = config.trained(task, arm.step.steps)
-    return trained.steps if wrong_updates(trained, arm, found, progress) else 0
+    trained = config.trained(task, steps)
+    wrong = wrong_updates(trained, arm, found, progress, too_far=not sound)
+    return steps if wrong else 0
 
 
 class Explored(NamedTuple):

@@ -50,8 +50,10 @@ ADVICE = Fix("float32 for what updates keep",
 """What is said as long as no patch does it."""
 
 
-def wrong_updates(trained: Trained, arm: Arm, found: Diagnosis, progress: Progress) -> bool:
-    """Say in a diagnosis of sound gradients that updates are wrong, if they are.
+def wrong_updates(
+    trained: Trained, arm: Arm, found: Diagnosis, progress: Progress, *, too_far: bool = False
+) -> bool:  # fmt: skip
+    """Say in a diagnosis that the updates before are wrong, if they are.
 
     Parameters
     ----------
@@ -59,13 +61,16 @@ def wrong_updates(trained: Trained, arm: Arm, found: Diagnosis, progress: Progre
         `steps` of it are made again.
     arm
         What it was.
+    too_far
+        Whether that is said only where parameters went too far: the step after them failed.
     """
     if not rounds_updates(trained, arm):
         return False
     progress.stage(f"training {trained.steps} steps again, with their updates in float64")
     run = follow(trained, trained.steps)
     wrong = run.wrong()
-    if not wrong:
+    # What a single update makes of something may be its copy.
+    if not wrong or ((too_far or run.updates == 1) and not run.went_too_far):
         return False
     kind = next(iter(wrong))
     line = _line(trained, run, kind)
@@ -79,6 +84,7 @@ def wrong_updates(trained: Trained, arm: Arm, found: Diagnosis, progress: Progre
     # Of a step that was skipped because of its loss scale, before these.
     found.path, found.target, found.history = [], "", []
     found.extent = found.measured_scale = None
+    found.notes = [] if too_far else found.notes
     why = _why(cause, line) if flushed is None else out_of_range_words(flushed)
     found.explanation = f"{_in_words(run, wrong, changes)} {why}."
     found.fixes = [ADVICE]
@@ -208,8 +214,9 @@ def _in_words(run: Followed, wrong: Mapping[str, GradientErrors], changes: Seque
     names = joined(each.name for each in changes) if few else kind
     moved, should = (_norm([e.actual for e in changes]), _norm([e.ideal for e in changes]))
     also = f"; that of {joined(others[:2])} is wrong, too" if others else ""
+    which = "update is" if run.steps == 1 else f"{counted(run.steps, 'update')} are"
     return (
-        f"The first {counted(run.steps, 'update')} are not what float64 makes of the same "
+        f"The first {which} not what float64 makes of the same "
         f"gradients: the change of {names} is off by {off_by(wrong[kind].sqnr_db)} (it has a norm "
         f"of {moved:.3g}, and should have {should:.3g}){also}."
     )

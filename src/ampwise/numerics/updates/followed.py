@@ -60,6 +60,8 @@ MATRIX_DB = 4.0
 """SQNR of the change of a weight matrix below which it is wrong; of all `NOISE_DB`."""
 _BY_CHANCE = 1e-3
 """Change in exact arithmetic, beside the actual one, of what holds only what rounding lost."""
+_TOO_FAR = 4.0
+"""Times that parameters change more than they should by which they are taken to have got lost."""
 _GATE = 2
 """Updates after which it is known whether any of them computes in 16 bits."""
 LIMIT_S = 60.0
@@ -81,6 +83,8 @@ class Followed:
         What each update was given, by parameter.
     began
         Of parameters in 16 bits that were asked for, what they were then.
+    updates
+        How many steps were not skipped.
     range_losses
         What became inf, or 0, where the shadow rounds.
     """
@@ -93,16 +97,29 @@ class Followed:
     draws: bool = False
     gradients: list[dict[str, Tensor]] = field(default_factory=list[dict[str, Tensor]])
     began: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    updates: int = 0
     range_losses: list[RangeLoss] = field(default_factory=list[RangeLoss])
 
     @property
     def is_deliberate(self) -> bool:
-        """Whether what rounding loses is kept: by chance, or in a compensation."""
+        """Whether what rounding loses is kept: by chance, or in a compensation.
+
+        A parameter is none: it may have gone much too far.
+        """
         return self.draws or any(
             bool(each.actual.norm() > 0)
             and bool(each.ideal.norm() < _BY_CHANCE * each.actual.norm())
             for each in self.changes
+            if each.kind != PARAMETERS
         )
+
+    @property
+    def went_too_far(self) -> bool:
+        """Whether parameters are wrong, and have changed much more than they should."""
+        mine = [each for each in self.changes if each.kind == PARAMETERS]
+        moved = sum(float(each.actual.square().sum()) for each in mine)
+        should = sum(float(each.ideal.square().sum()) for each in mine)
+        return PARAMETERS in self.wrong() and moved > _TOO_FAR**2 * should
 
     def errors(self) -> dict[str, GradientErrors]:
         """Of changes against what they should be, by kind: state in 16 bits first."""
@@ -215,6 +232,7 @@ def follow(
             feeds.end(held)
             first.note(held)
             found.steps += 1
+        found.updates = feeds.updates
         found.roundings, found.draws = list(feeds.roundings.values()), feeds.draws
         if mode is not None:
             found.range_losses = mode.range_losses.found

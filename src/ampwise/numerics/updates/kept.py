@@ -28,6 +28,8 @@ from ampwise.places import Place, Places
 from ampwise.step.replay import Replay
 
 PARAMETERS = "parameters"
+_BY_THEN = 2
+"""Updates after which it is known what feeds on itself."""
 _OVERWRITES = ("copy_", "fill_", "zero_")
 
 _Line = tuple[str, int]
@@ -161,6 +163,8 @@ class Feedback(OperationMode):
     ----------
     accumulates
         Names of tensors that were made of themselves.
+    updates
+        How many steps made some of themselves: others were skipped.
     roundings
         By line.
     draws
@@ -173,11 +177,11 @@ class Feedback(OperationMode):
         super().__init__()
         self.also = also
         self.accumulates: set[str] = set()
+        self.updates = 0
         self.roundings: dict[_Line, Rounding] = {}
         self.draws = False
         self._places = places
         self._begun = self._updates = False
-        self._steps = 0
         self._made_of: dict[int, frozenset[str]] = {}
         self._written: set[int] = set()
         self._others: dict[str, weakref.ref[Tensor]] = {}
@@ -199,24 +203,24 @@ class Feedback(OperationMode):
             self._updates = False
 
     def begin(self, kept: Sequence[Kept]) -> None:
-        """A step begins, with these.
-
-        What the first one makes of a tensor may be its copy: then it is another that feeds on
-        itself.
-        """
-        if self._steps == 1:
-            self.accumulates.clear()
-        self._steps += 1
+        """A step begins, with these."""
         self._made_of = {memory(each.tensor): frozenset([each.name]) for each in kept}
         self._written.clear()
         self._begun = True
 
     def end(self, kept: Sequence[Kept]) -> None:
-        """It is over."""
-        for each in kept:
-            at = memory(each.tensor)
-            if at in self._written and each.name in self._made_of.get(at, ()):
-                self.accumulates.add(each.name)
+        """It is over.
+
+        What the first update makes of a tensor may be its copy: then it is another that feeds on
+        itself.
+        """
+        found = {each.name for each in kept if self._feeds_on_itself(each)}
+        self.updates += bool(found)
+        self.accumulates = found if self.updates == _BY_THEN and found else self.accumulates | found
+
+    def _feeds_on_itself(self, each: Kept) -> bool:
+        at = memory(each.tensor)
+        return at in self._written and each.name in self._made_of.get(at, ())
 
     def anew(self, gradient: Tensor) -> None:
         """A gradient counts as given, whatever it was made of."""
