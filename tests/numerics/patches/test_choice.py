@@ -221,6 +221,16 @@ def test_a_statement_may_leave_an_island_at_the_cost_of_digits_that_no_layer_kee
     assert search.tried[-1].proposal.data == b"0,2"
 
 
+def test_a_format_of_an_update_that_keeps_enough_as_it_is_stays():
+    """Momenta in 16 bits beside squares that have to be float32."""
+    exact, rounded = (Outcome("", sqnr_db=each, updates=9) for each in (MOST + 10, MOST - 0.5))
+    tries = Tries({b"0,1,2": exact, b"0,1": rounded, b"0": Outcome("", sqnr_db=20, updates=9),
+                   b"1": rounded})  # fmt: skip
+    search = Search(SITE, [parted(range(3))], tries, mock.Mock())
+    search.run()
+    assert search.tried[-1].proposal.data == b"1"
+
+
 def test_what_reaches_further_back_is_tried_where_all_that_holds_is_noise_on_some_step():
     narrow = held("operand", Grade.FLOAT32, 40, 30, 15)
     back = held("from above", Grade.STATEMENTS, 50, 48, 46, lines=2)

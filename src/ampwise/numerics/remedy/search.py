@@ -155,7 +155,8 @@ class Search:
             self._progress.stage(f"the patch without one of its edits: {whole.what}")
             number = self._most_tried + 1 + part
             outcome = self._tries.of(number, less.data, less.beside)
-            most = self._most if part >= whole.parts - whole.statements else math.inf
+            coarse = best.outcome.updates or part >= whole.parts - whole.statements
+            most = self._most if coarse else math.inf
             if is_as_good(outcome, best, most):
                 best = Held(number, less, outcome)
                 kept.remove(part)
