@@ -58,17 +58,33 @@ _OF_PRECISION = ("UNDERFLOW", "EPS_UNDERFLOW", "RANGE_OVERFLOW")
 
 
 def _clamped(site: Site) -> Iterator[Rewrite]:
-    """A clamp into the domain of the function; in float32, where 16 bits are too few."""
+    """A clamp into the domain of the function; in float32, where 16 bits are too few.
+
+    The smallest first, which changes the least; of what is nearer to 0 the derivative is larger,
+    and may not be beyond float16.
+    """
     wide = ".float()" if site.dtype in HALF else ""
-    for op in ("sqrt", "log", "log2", "log10", "rsqrt"):
-        yield _kept(f"the argument of {op} kept above 0", f"{op}(X)",
-                    f"torch.{op}(X{wide}.clamp_min(1e-12))")  # fmt: skip
+    half = site.compute_dtype == "float16"
+    for least, squared in (("1e-12", "1e-12"), *([("1e-4", "1e-8")] if half else ())):
+        yield from _above_0(wide, least, squared)
     for op in ("acos", "asin", "atanh"):
         yield _kept(f"the argument of {op} kept inside -1 to 1", f"{op}(X)",
                     f"torch.{op}(X.float().clamp(-1 + 1e-6, 1 - 1e-6))")  # fmt: skip
-    yield _kept("the base of a power kept above 0", "pow(X, N)", f"X{wide}.clamp_min(1e-12) ** N")
-    yield _kept("the divisor kept above 0", "Y / X", f"Y / X{wide}.clamp_min(1e-12)")
-    yield _kept("the divisor kept above 0", "reciprocal(X)", f"1 / X{wide}.clamp_min(1e-12)")
+
+
+def _above_0(wide: str, least: str, squared: str) -> Iterator[Rewrite]:
+    """A clamp above 0; `squared` is that of what a root is taken of."""
+    for op in ("sqrt", "log", "log2", "log10", "rsqrt"):
+        limit = squared if op.endswith("sqrt") else least
+        yield _kept(f"the argument of {op} kept above 0", f"{op}(X)",
+                    f"torch.{op}(X{wide}.clamp_min({limit}))")  # fmt: skip
+    for what, pattern, instead in (
+        ("base of a power", "pow(X, N)", "X{} ** N"),
+        ("divisor", "Y / X", "Y / X{}"),
+        ("divisor", "reciprocal(X)", "1 / X{}"),
+    ):
+        above = instead.format(f"{wide}.clamp_min({least})")
+        yield _kept(f"the {what} kept above 0", pattern, above)
 
 
 def _limited(site: Site) -> Iterator[Rewrite]:

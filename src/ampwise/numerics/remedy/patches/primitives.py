@@ -385,16 +385,19 @@ _NORMS = (
         ("mean(square(X), dim=D_, keepdim=K_) - square(mean(X, dim=D_, keepdim=K_))",),
         "torch.var(X, dim=D_, correction=0, keepdim=K_)",
     ),
-    Rewrite(
-        "normalize in float32 in place of x / |x|",
-        "Squares leave the format's range, or a row of zeros is divided by 0.",
-        ("X / sqrt(sum(square(X), dim=D, keepdim=True))",
-         "X / sqrt(sum(square(X), dim=D, keepdim=True) + EPS)",
-         "X / (sqrt(sum(square(X), dim=D, keepdim=True)) + EPS)",
-         "X / norm(X, dim=D, keepdim=True)",
-         "X / (norm(X, dim=D, keepdim=True) + EPS)"),
-        "F.normalize(X.float(), dim=D)",
-        _eps_is_small,
+    *(
+        Rewrite(
+            "normalize in float32 in place of x / |x|",
+            "Squares leave the format's range, or a row of zeros is divided by 0.",
+            ("X / sqrt(sum(square(X), dim=D, keepdim=True))",
+             "X / sqrt(sum(square(X), dim=D, keepdim=True) + EPS)",
+             "X / (sqrt(sum(square(X), dim=D, keepdim=True)) + EPS)",
+             "X / norm(X, dim=D, keepdim=True)",
+             "X / (norm(X, dim=D, keepdim=True) + EPS)"),
+            f"F.normalize(X.float(), dim=D{eps})",
+            _eps_is_small,
+        )
+        for eps in ("", ", eps=1e-4")  # the gradient of a row of zeros is divided by it
     ),
     Rewrite(
         "vector_norm in place of sqrt(sum(x²))",
