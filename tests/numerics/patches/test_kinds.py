@@ -133,6 +133,33 @@ def test_a_larger_eps_comes_after_float32_which_keeps_the_one_that_was_meant(nam
     assert Grade.FLOAT32 in grades[: found.index(larger)]
 
 
+BLOCKED = "def f(x, mask):\n    return x.masked_fill(mask, BLOCKED)  # <-\n"
+NAMED = BLOCKED.replace("BLOCKED", "torch.finfo(x.dtype).min")
+
+
+@pytest.mark.parametrize(
+    ("above", "left"),
+    [
+        ("BLOCKED = -1e9\n\n\n", ""),
+        ("# What must not be chosen.\nBLOCKED = -1e9\n\n\n", ""),
+        ("BLOCKED = -1e9\nCLIP = 10.0\n\n\n", "CLIP = 10.0\n\n\n"),
+        ("# In logits.\nBLOCKED = -1e9\nCLIP = 10.0\n\n\n", None),
+        ("BLOCKED = -1e9\n__all__ = ['BLOCKED', 'f']\n\n\n", None),
+    ],
+    ids=["alone", "with its comment", "with others", "below a comment", "exported"],
+)
+def test_a_number_that_nothing_reads_any_more_is_dropped(above, left):
+    here = site(above + BLOCKED, "x", cause="MASK_CONSTANT", op="masked_fill")
+    assert proposals(here)[0].data.decode() == HEAD + (above if left is None else left) + NAMED
+
+
+def test_a_number_that_another_file_names_stays(tmp_path):
+    here = site(f"BLOCKED = -1e9\n\n\n{BLOCKED}", "x", cause="MASK_CONSTANT", op="masked_fill")
+    here.source.path = tmp_path / "x.py"
+    (tmp_path / "other.py").write_text("from x import BLOCKED\n")
+    assert b"BLOCKED = -1e9" in proposals(here)[0].data
+
+
 def test_a_constant_is_found_where_its_name_was_assigned():
     code = "def f(x):\n    p = x + 1e-8\n    return torch.div(1, p)  # <-\n"
     assert code.replace("1e-8", "1e-4") in texts(code, cause="EPS_UNDERFLOW")
@@ -185,6 +212,18 @@ def test_state_that_is_made_elsewhere_in_the_function_is_made_in_float32():
     )
     wanted = code.replace("torch.float16", "torch.float32").replace(".half()", ".float()")
     assert texts(code, cause="EPS_UNDERFLOW", op="div")[0] == wanted
+
+
+def test_a_clamp_nearer_to_0_comes_before_one_whose_derivative_float16_holds():
+    known = {"op": "div", "cause": "DOMAIN_ERROR"}
+    code = "def f(x, n):\n    return x / n  # <-\n"
+    found = texts(code, "x n", **known)
+    ends = [code.replace("/ n", f"/ n.float().clamp_min({end})") for end in ("1e-12", "1e-4")]
+    assert found[:2] == ends
+    root = "def f(x):\n    return torch.sqrt(x)  # <-\n"
+    found = texts(root, "x", op="sqrt", cause="DOMAIN_ERROR")
+    assert found[1] == root.replace("(x)", "(x.float().clamp_min(1e-8))")
+    assert ends[1] not in texts(code, "x n", compute_dtype="bfloat16", **known)
 
 
 def test_a_clamp_comes_last_where_a_wider_format_does():
@@ -435,6 +474,21 @@ def test_what_a_helper_is_given_by_a_cast_to_half_is_given_in_float32():
         each.data.decode() for each in around(at, [CallSite(at, end, helpers=frozenset([end]))], [])
     ]
     assert any("distance(m(b).float(), b.float())" in each for each in made)
+
+
+def test_what_a_helper_is_given_a_part_of_is_in_float32_from_where_it_is_made():
+    code = (
+        "def loss(m, b):\n"
+        "    places = 40 + m(b).cumsum(-1)\n"
+        "    return slope(places[:-1], places[1:])  # <-\n"
+    )
+    at = site(code)
+    call = next(each for each in at.expressions if code_of(each).startswith("slope("))
+    end = at.source.end(call)
+    made = [
+        each.data.decode() for each in around(at, [CallSite(at, end, helpers=frozenset([end]))], [])
+    ]
+    assert made[0] == HEAD + code.replace("m(b)", "m(b).float()")
 
 
 def back(code: str, half: str = "", before=(), **known) -> list[str]:
@@ -906,8 +960,44 @@ def test_what_a_loop_adds_up_is_made_in_float32():
         "    return total\n"
     )
     found = texts(code, "x total each", op="add", cause="PRECISION_LOSS")
-    assert "zeros_like(x[0], dtype=torch.float32)" in found[0]
-    assert "        total = total + each.float()" in found[0]
+    assert found[0] == code.replace("(x[0])", "(x[0], dtype=torch.float32)")
+    assert "        total = total + each.float()" in found[1]
+
+
+LOOP = "    for each in x:\n        level = level + each  # <-\n    return level\n"
+ADDED = LOOP.replace("level + each", "level.sqrt() + each").replace("level = ", "level += ")
+
+
+@pytest.mark.parametrize(
+    ("head", "begins", "loop"),
+    [
+        ("def f(self, x):\n    level = self.inlet(x)\n",
+         "def f(self, x):\n    level = self.inlet(x).float()\n", LOOP),
+        ("def f(self, x):\n    level = self.inlet(x)\n",
+         "def f(self, x):\n    level = self.inlet(x).float()\n", ADDED),
+        ("def f(x, level):\n", "def f(x, level):\n    level = level.float()\n", LOOP),
+        ("def f(x, n):\n    level, rate = n\n",
+         "def f(x, n):\n    level, rate = n\n    level = level.float()\n", LOOP),
+    ],
+    ids=["made", "added in place", "an argument", "a part"],
+)  # fmt: skip
+def test_what_a_loop_goes_on_with_is_cast_before_it(head, begins, loop):
+    found = texts(head + loop, "x level each", op="add", cause="PRECISION_LOSS")
+    assert found[0] == begins + loop
+
+
+def test_where_what_it_adds_is_cast_too_the_loop_still_begins_in_float32():
+    code = f"def f(x, level):\n    # through time\n{LOOP}"
+    found = texts(code, "x level each", op="add", cause="PRECISION_LOSS")
+    assert found[1] == code.replace("    for", "    level = level.float()\n    for").replace(
+        "level + each", "level + each.float()"
+    )
+
+
+def test_what_a_loop_makes_anew_each_time_is_cast_in_it():
+    code = "def f(x, y):\n    for each in x:\n        y = each.sin()\n        z = y + 1  # <-\n"
+    found = texts(code, "x y each", op="add", cause="PRECISION_LOSS")
+    assert found[0] == code.replace("y + 1", "y.float() + 1")
 
 
 def test_a_mask_of_ones_is_not_made_in_float32_to_promote_what_it_is_multiplied_by():
@@ -929,6 +1019,22 @@ def test_a_cast_of_a_part_of_what_is_float32_is_left_out():
         here["self.shares"] = {"float32"}
     found = [each.data.decode().removeprefix(HEAD) for each in proposals(marked)]
     assert found[0] == code.replace(".to(x.dtype)", "")
+
+
+def test_a_cast_of_a_formula_of_float32_and_whole_numbers_is_left_out():
+    code = "def f(self, n, x):\n    x = x - (self.slopes * (n + 1)).to(x.dtype)  # <-\n"
+    marked = site(code, "x", op="sub", cause="RANGE_OVERFLOW")
+    for here in marked.dtypes.values():
+        here |= {"self.slopes": {"float32"}, "n": {"int64"}}
+    assert proposals(marked)[0].data.decode() == HEAD + code.replace(".to(x.dtype)", "")
+
+
+def test_a_cast_of_a_part_of_complex_numbers_is_left_out():
+    code = "def f(x, z):\n    power = z.real.to(x.dtype) ** 2 + z.imag.to(x.dtype) ** 2  # <-\n"
+    marked = site(code, "x", op="pow", cause="RANGE_OVERFLOW")
+    for here in marked.dtypes.values():
+        here |= {"z": {"complex64"}}
+    assert proposals(marked)[0].data.decode() == HEAD + code.replace(".to(x.dtype)", "")
 
 
 def test_a_tensor_that_is_cast_twice_is_cast_once_in_front():

@@ -17,7 +17,7 @@ from ampwise.numerics.remedy.patches.edit import Edit, of_parts, separable, wide
 from ampwise.numerics.remedy.patches.island import bare, outside_autocast
 from ampwise.numerics.remedy.patches.site import OTHER, Site
 from ampwise.numerics.remedy.patches.source import Change, changed, dotted, walk
-from ampwise.numerics.remedy.patches.views import raised_as_one
+from ampwise.numerics.remedy.patches.views import raised_as_one, viewed
 from ampwise_lint.base.words import joined
 
 _WHY = "The values between these functions are in float32, then, too."
@@ -142,7 +142,9 @@ def _sources(
             if each is not None and not each.is_constant:
                 yield from _sources(at, each.node, helpers)
         return
-    if (base := _reshaped(node)) is not None and _holds_helper(at, base):
+    if (base := _reshaped(node)) is not None and (
+        _holds_helper(at, base) or (viewed(site, node) is base and _defined(at, base) is not None)
+    ):
         yield from _sources(at, base, helpers)
         return
     inner = _defined(at, node)

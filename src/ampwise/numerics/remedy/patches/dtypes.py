@@ -15,13 +15,22 @@ from ampwise.numerics.remedy.patches.edit import (
     comments_moved,
     enclosed,
     method,
+    raised,
     raised_before,
     says_nothing,
     separable,
     widened,
 )
 from ampwise.numerics.remedy.patches.site import Site
-from ampwise.numerics.remedy.patches.source import Change, changed, code_of, dotted, same, walk
+from ampwise.numerics.remedy.patches.source import (
+    Before,
+    Change,
+    changed,
+    code_of,
+    dotted,
+    same,
+    walk,
+)
 from ampwise.numerics.remedy.patches.terms import Term
 from ampwise.numerics.remedy.patches.views import outermost, viewed
 from ampwise_lint.base.words import joined
@@ -57,6 +66,7 @@ _MAKES = ("_to_copy", "arange", "full", "zeros", "ones", "empty", "linspace", "s
 """Operations that give a tensor its format."""
 _NEW = ("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor")
 _LIKE = tuple(f"torch.{each}_like" for each in ("zeros", "ones", "full", "empty", "rand", "randn"))
+_WHOLE = ("int64", "int32", "int16", "int8", "uint8", "bool")
 _EXACT = ("torch.eye", "torch.zeros", "torch.ones")
 """Tensors whose numbers every format holds: in a formula, theirs only changes that of others."""
 _TIGHT = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
@@ -73,6 +83,7 @@ def edits(site: Site) -> Iterator[Edit]:
         yield from _matching(site)
     yield from _uncast(site)
     yield from _followed(site)
+    yield from _carried(site)
     yield from _raised(site)
     yield from _formula(site)
     yield from _like(site)
@@ -233,11 +244,24 @@ def _is_float32(site: Site, term: Term) -> bool:
     """Whether a name holds float32, or a formula is of such names and numbers only."""
     if term.op in ELEMENTWISE:
         given = [each for each in map(term.get, TENSORS) if each is not None]
-        tensors = [each for each in given if not each.is_constant]
+        tensors = [e for e in given if not e.is_constant and not _is_whole(site, e)]
         return bool(tensors) and all(_is_float32(site, each) for each in tensors)
     if (base := viewed(site, term.node)) is not None:
         return _is_float32(site, site.term(base))
-    return site.kinds(term.node) == {"float32"}
+    match term.node:
+        case cst.Attribute(value=whole, attr=cst.Name(value="real" | "imag")):
+            return site.kinds(whole) == {"complex64"}
+        case _:
+            return site.kinds(term.node) == {"float32"}
+
+
+def _is_whole(site: Site, term: Term) -> bool:
+    """Whether a name holds whole numbers, or a formula is of such: they are in no format."""
+    if term.op in ("add", "sub", "mul", "neg", "abs"):
+        given = [each for each in map(term.get, TENSORS) if each is not None]
+        return all(isinstance(each.value, int) or _is_whole(site, each) for each in given)
+    kinds = site.kinds(term.node)
+    return bool(kinds) and kinds <= set(_WHOLE)
 
 
 def _given(site: Site, changes: Mapping[cst.CSTNode, Change]) -> dict[cst.CSTNode, Change]:
@@ -528,15 +552,39 @@ def _formula(site: Site) -> Iterator[Edit]:
 def _from_their_making(
     site: Site, casts: Mapping[cst.CSTNode, Change]
 ) -> Iterator[Mapping[cst.CSTNode, Change]]:  # fmt: skip
-    """Casts, and first: what is made like another tensor in float32 where it is made."""
+    """Casts, and first: what is made like another tensor in float32 where it is made.
+
+    So is what a loop goes on with: cast in the loop, it would be each time that this comes by.
+    """
     found: dict[cst.CSTNode, Change] = {}
     for node, to in casts.items():
-        values = site.values_of(node.value) if isinstance(node, cst.Name) else [node]
-        like = {made: new for each in values for made, new in made_like(site, each).items()}
-        found |= {made: like[made] for made in values if made in like} or {node: to}
+        found |= _made_in_float32(site, node) or {node: to}
     if found.keys() != casts.keys():
         yield found
     yield casts
+
+
+def _made_in_float32(site: Site, node: cst.CSTNode) -> dict[cst.CSTNode, Change]:
+    """Changes that make a value in float32 where it is made; empty where a cast is as good."""
+    values = site.values_of(node.value) if isinstance(node, cst.Name) else [node]
+    like = {made: new for each in values for made, new in made_like(site, each).items()}
+    if here := {made: like[made] for made in values if made in like}:
+        return here
+    if (found := site.carried(node)) is None:
+        return {}
+    loop, begin = found
+    if begin.value is None:
+        return {loop: Before(raised([begin.name]))}
+    return {} if site.term(begin.value).is_constant else {begin.value: widened(site, begin.value)}
+
+
+def _carried(site: Site) -> Iterator[Edit]:
+    """What a loop goes on with at the line in float32 from where it begins."""
+    names = [] if site.statement is None else walk(site.statement, cst.Name)
+    half = [each for each in names if site.is_half(each) and site.carried(each) is not None]
+    changes = {node: to for each in half for node, to in _made_in_float32(site, each).items()}
+    if changes:
+        yield separable("what the loop goes on with, in float32", FLOAT32, changes)
 
 
 def _leaves(site: Site, term: Term) -> Iterator[Term]:

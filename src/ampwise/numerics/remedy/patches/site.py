@@ -229,6 +229,23 @@ class Site:
             return None  # it may not have run
         return None if self._in_loop(name) and len(self._bindings[name.value]) > 1 else last
 
+    def carried(self, name: cst.CSTNode) -> tuple[cst.For | cst.While, Binding] | None:
+        """The loop that goes on with what a name holds, and what it begins with; None where none.
+
+        Of loops in each other the outermost.
+        """
+        if not isinstance(name, cst.Name) or name not in self.source.positions:
+            return None
+        every = self._bindings.get(name.value, ())
+        before = [each for each in every if each.at < self.source.start(name)]
+        begin = before[-1] if before else None
+        loops = [each for each in self.source.up(name) if isinstance(each, cst.For | cst.While)]
+        for loop in reversed(loops):
+            first, last = self.source.start(loop), self.source.end(loop)
+            if begin is not None and begin.at < first and any(first < e.at <= last for e in every):
+                return loop, begin
+        return None
+
     def _in_loop(self, node: cst.CSTNode) -> bool:
         return any(isinstance(each, cst.For | cst.While) for each in self.source.up(node))
 

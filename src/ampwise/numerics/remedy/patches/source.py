@@ -17,9 +17,27 @@ from libcst.codemod.visitors import AddImportsVisitor
 from libcst.metadata import CodeRange, MetadataWrapper, ParentNodeProvider, PositionProvider
 
 from ampwise.numerics.remedy.lines import lines_of
+from ampwise.numerics.remedy.patches.unused import without_unused
 
 N = TypeVar("N", bound=cst.CSTNode)
-Change = cst.CSTNode | cst.RemovalSentinel | cst.FlattenSentinel[cst.BaseStatement]
+
+
+@dataclass(frozen=True, eq=False)
+class Before:
+    """A statement in front of another, in which there may be changes, too.
+
+    Comments above that stay above both.
+    """
+
+    statement: cst.BaseStatement
+
+    def of(self, below: cst.CSTNode) -> cst.FlattenSentinel[cst.CSTNode]:
+        """Both."""
+        above = self.statement.with_changes(leading_lines=getattr(below, "leading_lines", ()))
+        return cst.FlattenSentinel([above, below.with_changes(leading_lines=())])
+
+
+Change = cst.CSTNode | cst.RemovalSentinel | cst.FlattenSentinel[cst.BaseStatement] | Before
 
 _BOTH_HOMES = ("log_softmax", "softmax")
 """Functions that ``torch`` has by the same name as ``torch.nn.functional``."""
@@ -180,6 +198,7 @@ class SourceFile:
         text = "".join([*lines[: self.lines_before], part, *lines[after:]])
         if "torch" not in self.imports.values() and _names_torch(changes.values()):
             text = with_torch(text)
+        text = without_unused(self.data.decode(self.encoding), text, self.path)
         return text.encode(self.encoding)
 
 
@@ -266,9 +285,10 @@ class _Editor(cst.CSTTransformer):
         super().__init__()
         self._changes = changes
 
-    def on_leave(self, original_node: cst.CSTNode, updated_node: cst.CSTNode) -> Change:  # pyright: ignore[reportIncompatibleMethodOverride] - statements among statements
+    def on_leave(self, original_node: cst.CSTNode, updated_node: cst.CSTNode) -> Any:
         """The change of a node, if there is one."""
-        return self._changes.get(original_node, updated_node)
+        change = self._changes.get(original_node, updated_node)
+        return change.of(updated_node) if isinstance(change, Before) else change
 
 
 def unified(before: bytes, after: bytes, name: str, encoding: str = "utf-8") -> str:
