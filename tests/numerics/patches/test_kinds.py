@@ -60,10 +60,16 @@ LINES = {
                               'return (2 * x).masked_fill(mask, float("-inf"))',
                               {"cause": "MASK_CONSTANT"}),
     "mask by product": ("m = (1 - mask) * -10000000.0",
-                        "m = (1 - mask) * torch.finfo(mask.dtype).min",
+                        "m = (1 - mask) * torch.finfo(mask.dtype).min / 2",
                         {"cause": "MASK_CONSTANT", "half": "mask"}),
     "mask by where": ("return torch.where(mask, -1e9, x)",
                       "return torch.where(mask, torch.finfo(x.dtype).min, x)",
+                      {"cause": "MASK_CONSTANT"}),
+    "mask by product, cast": ("m = (1 - mask.to(n.dtype)) * -1e9",
+                              "m = (1 - mask.to(n.dtype)) * torch.finfo(n.dtype).min / 2",
+                              {"cause": "MASK_CONSTANT"}),
+    "mask in a sum": ("return x.masked_fill(mask, -1e9) + n",
+                      "return x.masked_fill(mask, torch.finfo(x.dtype).min / 2) + n",
                       {"cause": "MASK_CONSTANT"}),
     "row of -inf": ("x = x.masked_fill(mask, -torch.inf)",
                     "x = x.masked_fill(mask, torch.finfo(x.dtype).min)",
@@ -160,6 +166,27 @@ def test_a_number_that_another_file_names_stays(tmp_path):
     assert b"BLOCKED = -1e9" in proposals(here)[0].data
 
 
+def test_a_mask_that_something_is_taken_from_has_room():
+    code = "def f(x, mask, n):\n    x = x.masked_fill(mask, -1e9)  # <-\n    x -= n\n    return x\n"
+    found = texts(code, "x", cause="MASK_CONSTANT", op="masked_fill")
+    assert found[0] == code.replace("-1e9", "torch.finfo(x.dtype).min / 2")
+
+
+def test_the_masks_of_one_constant_are_changed_together_and_it_is_dropped():
+    code = (
+        "MASKED = -1e5\n\n\nclass Model:\n"
+        "    def attend(self, x, mask):\n"
+        "        return torch.where(mask, torch.full_like(x, MASKED), x)  # <-\n\n"
+        "    def forward(self, x, mask):\n"
+        "        y = self.attend(x, mask)\n"
+        "        return y.masked_fill(mask, MASKED)\n"
+    )
+    found = texts(code, "x", cause="MASK_CONSTANT", op="full_like")
+    both = code.replace("(x, MASKED)", "(x, torch.finfo(x.dtype).min)")
+    both = both.replace("(mask, MASKED)", "(mask, torch.finfo(y.dtype).min)")
+    assert both.removeprefix("MASKED = -1e5\n\n\n") in found[:3]
+
+
 def test_a_constant_is_found_where_its_name_was_assigned():
     code = "def f(x):\n    p = x + 1e-8\n    return torch.div(1, p)  # <-\n"
     assert code.replace("1e-8", "1e-4") in texts(code, cause="EPS_UNDERFLOW")
@@ -222,7 +249,7 @@ def test_a_clamp_nearer_to_0_comes_before_one_whose_derivative_float16_holds():
     assert found[:2] == ends
     root = "def f(x):\n    return torch.sqrt(x)  # <-\n"
     found = texts(root, "x", op="sqrt", cause="DOMAIN_ERROR")
-    assert found[1] == root.replace("(x)", "(x.float().clamp_min(1e-8))")
+    assert found[1] == root.replace("sqrt(x)", "sqrt(x.float().clamp_min(1e-8))")
     assert ends[1] not in texts(code, "x n", compute_dtype="bfloat16", **known)
 
 

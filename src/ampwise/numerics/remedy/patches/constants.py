@@ -10,7 +10,7 @@ import libcst as cst
 from ampwise import formats
 from ampwise.numerics.remedy.patches.edit import Edit
 from ampwise.numerics.remedy.patches.site import Site
-from ampwise.numerics.remedy.patches.source import code_of, dotted, walk
+from ampwise.numerics.remedy.patches.source import code_of, dotted, same, walk
 from ampwise.numerics.remedy.patches.terms import Term
 
 _FILLS = {"masked_fill": "value", "masked_fill_": "value", "fill_": "value",
@@ -56,10 +56,24 @@ def masks(site: Site) -> Iterator[Edit]:
         return
     most = formats.lookup(site.compute_dtype).max
     for term in terms(site):
-        for place, tensor in _places(term):
-            if _is_wide(site, place, most):
-                yield from _finite(place, tensor, site)
-                break
+        found = next((each for each in _places(term) if _is_wide(site, each[0], most)), None)
+        if found is not None:
+            yield from _finite(site, term, *found)
+            yield from _everywhere(site, found[0])
+
+
+def _everywhere(site: Site, place: Term) -> Iterator[Edit]:
+    """The same for all masks of the class, or function, that have the constant of a place."""
+    nodes = walk(site.source.module, cst.BaseExpression)
+    every = [(term, *each) for term in map(site.term, nodes) for each in _places(term)]
+    alike = [each for each in every if same(each[1].node, place.node)]
+    made = [next(_finite(site, *each), None) for each in alike]
+    if len(made) > 1 and None not in made:
+        first = next(each for each in made if each is not None)
+        changes = {node: to for e in made if e is not None for node, to in e.changes.items()}
+        yield Edit(
+            f"{first.what}, and wherever else {code_of(place.node)} is one", first.why, changes
+        )
 
 
 def _places(term: Term) -> Iterator[tuple[Term, Term]]:
@@ -89,15 +103,20 @@ def _is_infinity(node: cst.BaseExpression) -> bool:
     return words in ("float('-inf')", "float('inf')", "torch.inf", "math.inf", "np.inf")
 
 
-def _finite(place: Term, tensor: Term, site: Site) -> Iterator[Edit]:
-    """The most negative number of the tensor's own format; -inf where that has no name."""
+def _finite(site: Site, term: Term, place: Term, tensor: Term) -> Iterator[Edit]:
+    """The most negative number of the tensor's own format; -inf where that has no name.
+
+    Half of it where something is added: the sum has room, then.
+    """
     end = "max" if place.is_constant and place.value > 0 else "min"
-    finfo = site.source.spelled("torch.finfo")
-    if name := _named(site, tensor.node):
+    is_added = _is_added(site, term)
+    if format_ := _format_of(site, tensor.node):
+        most = f"{site.source.spelled('torch.finfo')}({format_}).{end}{' / 2' * is_added}"
+        room = ", with room for what is added" * is_added
         yield Edit(
-            f"a mask of torch.finfo({name}.dtype).{end}",
-            "The constant is the format's own limit, whatever the format is.",
-            {place.node: cst.parse_expression(f"{finfo}({name}.dtype).{end}")},
+            f"a mask of torch.finfo({format_}).{end}{' / 2' * is_added}",
+            f"The constant is the format's own limit, whatever the format is{room}.",
+            {place.node: cst.parse_expression(most)},
         )
     if site.cause == "MASK_CONSTANT" and end == "min":
         yield Edit(
@@ -107,14 +126,42 @@ def _finite(place: Term, tensor: Term, site: Site) -> Iterator[Edit]:
         )
 
 
-def _named(site: Site, node: cst.BaseExpression) -> str:
-    """The name of a tensor that an expression is, or has its format from."""
+def _is_added(site: Site, term: Term) -> bool:
+    """Whether a mask is a term of a sum, or what it gives is: a factor is meant to be one."""
+    line = site.source.statement(term.node)
+    names = walk(site.scope, cst.Name)
+    given = [
+        e for e in names if (made := site.definition(e)) is not None and made.statement is line
+    ]
+    return term.op == "mul" or any(_in_a_sum(site, each) for each in (term.node, *given))
+
+
+def _in_a_sum(site: Site, node: cst.BaseExpression) -> bool:
+    match site.source.parents[node]:
+        case cst.BinaryOperation(operator=cst.Add() | cst.Subtract()):
+            return True
+        case cst.AugAssign(operator=cst.AddAssign() | cst.SubtractAssign()):
+            return True
+        case _:
+            return False
+
+
+def _format_of(site: Site, node: cst.BaseExpression) -> str:
+    """How the format of a tensor is called: a tensor's own, or what it is cast to."""
+    if dotted(node):
+        return f"{dotted(node)}.dtype"
+    casts = [each.args[0].value for each in walk(node, cst.Call) if _is_cast(each)]
+    if known := [dotted(each) for each in casts if dotted(each).endswith("dtype")]:
+        return known[0]
     names = [
         each for kind in (cst.Attribute, cst.Name) for each in walk(node, kind) if dotted(each)
     ]
-    if dotted(node):
-        return dotted(node)
-    return next((dotted(each) for each in names if site.is_half(each)), "")
+    half = (dotted(each) for each in names if site.is_half(each))
+    return next((f"{each}.dtype" for each in half), "")
+
+
+def _is_cast(call: cst.Call) -> bool:
+    return isinstance(call.func, cst.Attribute) and call.func.attr.value == "to" and bool(call.args)
 
 
 # -- guards ---------------------------------------------------------------------------------------

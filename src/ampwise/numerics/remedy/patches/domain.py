@@ -64,7 +64,7 @@ def _clamped(site: Site) -> Iterator[Rewrite]:
     and may not be beyond float16.
     """
     wide = ".float()" if site.dtype in HALF else ""
-    half = site.compute_dtype == "float16"
+    half = site.compute_dtype == "float16" and site.cause not in _OF_PRECISION
     for least, squared in (("1e-12", "1e-12"), *([("1e-4", "1e-8")] if half else ())):
         yield from _above_0(wide, least, squared)
     for op in ("acos", "asin", "atanh"):

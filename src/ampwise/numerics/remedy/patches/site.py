@@ -237,8 +237,7 @@ class Site:
         if not isinstance(name, cst.Name) or name not in self.source.positions:
             return None
         every = self._bindings.get(name.value, ())
-        before = [each for each in every if each.at < self.source.start(name)]
-        begin = before[-1] if before else None
+        begin = self._reaching(name.value, self.source.start(name))
         loops = [each for each in self.source.up(name) if isinstance(each, cst.For | cst.While)]
         for loop in reversed(loops):
             first, last = self.source.start(loop), self.source.end(loop)
@@ -251,7 +250,7 @@ class Site:
 
     def _reaching(self, name: str, at: tuple[int, int]) -> Binding | None:
         """The last binding of a name before a place."""
-        before = [each for each in self._bindings.get(name, []) if each.at <= at]
+        before = [each for each in self._bindings.get(name, []) if each.at < at]
         return before[-1] if before else None
 
     def unchanged(self, node: cst.CSTNode, at: tuple[int, int]) -> bool:
