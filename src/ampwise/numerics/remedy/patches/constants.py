@@ -92,7 +92,8 @@ def _is_wide(site: Site, term: Term, most: float) -> bool:
         return term.value == -math.inf or _is_infinity(term.node)
     if term.is_constant:
         return abs(term.value) > most
-    return bool(dotted(term.node)) and not site.kinds(term.node) & set(_TENSORS)
+    node = term.node.expression if isinstance(term.node, cst.UnaryOperation) else term.node
+    return bool(dotted(node)) and not site.kinds(node) & set(_TENSORS)
 
 
 _TENSORS = ("float16", "bfloat16", "float32", "float64", "int64", "int32", "bool")
