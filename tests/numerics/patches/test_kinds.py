@@ -256,6 +256,19 @@ def test_a_clamp_nearer_to_0_comes_before_one_whose_derivative_float16_holds():
     assert ends[1] not in texts(code, "x n", compute_dtype="bfloat16", **known)
 
 
+def test_a_product_is_divided_as_it_stands():
+    code = line("return 1 - 2 * x / n")
+    found = texts(code, "x n", op="div", cause="DOMAIN_ERROR")
+    assert found[0] == code.replace("/ n", "/ n.float().clamp_min(1e-12)")
+
+
+def test_what_rounds_to_the_end_of_the_domain_may_be_kept_inside_in_the_end():
+    code = line("return torch.acos(x / n)")
+    found = texts(code, "x n", op="acos", cause="PRECISION_LOSS")
+    clamped = ["torch.acos((x / n).float().clamp(-1 + 1e-6, 1 - 1e-6))" in each for each in found]
+    assert clamped.count(True) == 2 and clamped == sorted(clamped)  # also in a float32 function
+
+
 def test_a_clamp_comes_last_where_a_wider_format_does():
     code = line("return torch.sqrt(x.mean())")
     clamped = ["clamp_min" in each for each in texts(code, "x", cause="UNDERFLOW", op="sqrt")]

@@ -67,6 +67,11 @@ def _clamped(site: Site) -> Iterator[Rewrite]:
     half = site.compute_dtype == "float16" and site.cause not in _OF_PRECISION
     for least, squared in (("1e-12", "1e-12"), *([("1e-4", "1e-8")] if half else ())):
         yield from _above_0(wide, least, squared)
+    yield from _inside()
+
+
+def _inside() -> Iterator[Rewrite]:
+    """A clamp between the ends of the domain, where there is no derivative."""
     for op in ("acos", "asin", "atanh"):
         yield _kept(f"the argument of {op} kept inside -1 to 1", f"{op}(X)",
                     f"torch.{op}(X.float().clamp(-1 + 1e-6, 1 - 1e-6))")  # fmt: skip
@@ -122,6 +127,9 @@ def edits(site: Site) -> Iterator[Edit]:
 
 def clamps(site: Site) -> Iterator[Edit]:
     """A clamp where a wider format might have done: it changes what is computed."""
+    if site.cause in ("PRECISION_LOSS", "CANCELLATION"):
+        for row in _inside():
+            yield from row.edits(site)
     if site.cause in _OF_PRECISION:
         for row in _clamps(site):
             yield from row.edits(site)

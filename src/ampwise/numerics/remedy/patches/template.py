@@ -297,7 +297,11 @@ class _Builder(cst.CSTTransformer):
     def leave_BinaryOperation(  # noqa: N802 - libcst's name
         self, original_node: cst.BinaryOperation, updated_node: cst.BinaryOperation
     ) -> cst.BaseExpression:
-        """A sum that begins with a minus needs no parentheses around its first term."""
+        """No parentheses around what a sum, or product, begins with: a minus, a product."""
+        hole = original_node.left
+        first = self._holes.get(hole.value) if isinstance(hole, cst.Name) else None
+        if first is not None and not first.lpar and _begins(original_node.operator, first):
+            return updated_node.with_changes(left=first)
         left = updated_node.left
         adds = isinstance(original_node.operator, cst.Add | cst.Subtract)
         if adds and isinstance(left, cst.UnaryOperation) and len(left.lpar) == 1:
@@ -322,6 +326,13 @@ class _Builder(cst.CSTTransformer):
         if original_node.value == str(math.log(2)) and "math" in source.imports.values():
             return cst.parse_expression(f"{source.spelled('math.log')}(2)")
         return updated_node
+
+
+def _begins(operator: cst.BaseBinaryOp, first: cst.BaseExpression) -> bool:
+    """Whether a product goes on with an operator as it is read without parentheses."""
+    products = cst.Multiply | cst.Divide | cst.MatrixMultiply
+    is_product = isinstance(first, cst.BinaryOperation) and isinstance(first.operator, products)
+    return is_product and isinstance(operator, products)
 
 
 def _is_hole(name: str) -> bool:
