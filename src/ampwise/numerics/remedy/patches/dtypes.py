@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import libcst as cst
 
@@ -33,6 +33,16 @@ from ampwise.numerics.remedy.patches.source import (
 )
 from ampwise.numerics.remedy.patches.terms import Term
 from ampwise.numerics.remedy.patches.views import outermost, viewed
+from ampwise.numerics.remedy.patches.written import (
+    ASKED,
+    is_a_dtype,
+    made_like,
+    of_half,
+    only_asked,
+    taken_over,
+    uses,
+    wide,
+)
 from ampwise_lint.base.words import joined
 
 ELEMENTWISE = frozenset(
@@ -64,14 +74,7 @@ _ATEN: Mapping[str, tuple[str, ...]] = {
 """Aten's names of operations, where they are others."""
 _MAKES = ("_to_copy", "arange", "full", "zeros", "ones", "empty", "linspace", "scalar_tensor")
 """Operations that give a tensor its format."""
-_NEW = ("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor")
-_LIKE = tuple(f"torch.{each}_like" for each in ("zeros", "ones", "full", "empty", "rand", "randn"))
 _WHOLE = ("int64", "int32", "int16", "int8", "uint8", "bool")
-_EXACT = ("torch.eye", "torch.zeros", "torch.ones")
-"""Tensors whose numbers every format holds: in a formula, theirs only changes that of others."""
-_TIGHT = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
-_ASKED = ("dtype", "device", "shape", "ndim", "dim", "size", "numel")
-"""What may be asked of a tensor without its numbers."""
 FLOAT32 = "float32 keeps the digits, and the range, that this operation needs."
 _INTO = {"index_add_": 2, "index_copy_": 2, "scatter_add_": 2, "scatter_": 2, "masked_scatter_": 1}
 """Methods that write a tensor of their own format, and which argument that is."""
@@ -91,23 +94,6 @@ def edits(site: Site) -> Iterator[Edit]:
 
 
 # -- a cast that is too much ----------------------------------------------------------------------
-
-
-def wide(site: Site, node: cst.CSTNode) -> dict[cst.CSTNode, Change]:
-    """Changes that make casts to 16 bits in an expression casts to float32."""
-    changes: dict[cst.CSTNode, Change] = {}
-    for name in walk(node, cst.Attribute):
-        full = site.source.full(name)
-        if full.removeprefix("torch.") in (*HALF, "half") and full.startswith("torch."):
-            changes[name] = cst.parse_expression(site.source.spelled("torch.float32"))
-        elif name.attr.value in ("half", "bfloat16") and not full and _is_called(site, name):
-            changes[name.attr] = cst.Name("float")
-    return changes
-
-
-def _is_called(site: Site, name: cst.Attribute) -> bool:
-    above = site.source.parents[name]
-    return isinstance(above, cst.Call) and above.func is name
 
 
 def _uncast(site: Site) -> Iterator[Edit]:
@@ -179,8 +165,8 @@ def _returned_as_asked(
     unused = [
         name
         for name in sorted(arguments & within)
-        if _is_a_dtype(cst.Name(name))
-        and all(any(site.source.inside(use, e) for e in changes) for use in _uses(site, name))
+        if is_a_dtype(cst.Name(name))
+        and all(any(site.source.inside(use, e) for e in changes) for use in uses(site, name))
     ]
     returned = [each.value for each in walk(site.function.body, cst.Return)]
     if (
@@ -309,48 +295,6 @@ def _cast_of(site: Site, call: cst.Call) -> cst.BaseExpression | None:
     return call.func.value if is_to and wide(site, call.args[0].value) else None
 
 
-def taken_over(site: Site, expressions: Iterable[cst.BaseExpression]) -> dict[cst.CSTNode, Change]:
-    """Changes of a format that is given as a name, or that of another tensor: ``x.dtype``.
-
-    Only for expressions that make a tensor in that format, where this is a 16-bit one.
-    """
-    changes: dict[cst.CSTNode, Change] = {}
-    float32 = cst.parse_expression(site.source.spelled("torch.float32"))
-    for node in expressions:
-        if not isinstance(node, cst.Call) or _only_promotes(site, node):
-            continue
-        name = node.func.attr.value if isinstance(node.func, cst.Attribute) else ""
-        for arg in node.args:
-            positional = arg.keyword is None and name == "to" and arg is node.args[0]
-            named = arg.keyword is not None and arg.keyword.value == "dtype"
-            if (positional or named) and _is_a_dtype(arg.value):
-                changes[arg.value] = float32
-        if name == "to" and node.args and site.is_half(other := node.args[0].value):
-            assert isinstance(node.func, cst.Attribute)  # it goes to the device of the other, too
-            device = cst.Attribute(other, cst.Name("device"))
-            changes[node] = method(node.func.value, "to", device, float32)
-        elif name == "type_as":
-            assert isinstance(node.func, cst.Attribute)
-            changes[node] = method(node.func.value, "float")
-    return changes
-
-
-def _only_promotes(site: Site, node: cst.Call) -> bool:
-    in_formula = isinstance(site.source.parents.get(node), cst.BinaryOperation)
-    return in_formula and site.source.full(node.func) in _EXACT
-
-
-def made_like(site: Site, node: cst.CSTNode) -> dict[cst.CSTNode, Change]:
-    """Changes that make tensors in float32 that are made like one with 16 bits."""
-    float32 = cst.parse_expression(site.source.spelled("torch.float32"))
-    dtype = cst.Arg(float32, cst.Name("dtype"), equal=_TIGHT)
-    return {
-        each: each.with_changes(args=[*each.args, dtype])
-        for each in walk(node, cst.Call)
-        if _is_made_like(site, each)
-    }
-
-
 def _like(site: Site) -> Iterator[Edit]:
     """Float32 for what is made in the format of another tensor, without a word.
 
@@ -361,18 +305,6 @@ def _like(site: Site) -> Iterator[Edit]:
             yield separable("float32 in place of the format of another tensor", FLOAT32, changes)
 
 
-def _is_made_like(site: Site, call: cst.Call) -> bool:
-    """Whether a tensor is made in the format of one with 16 bits, for want of another."""
-    if any(each.keyword is not None and each.keyword.value == "dtype" for each in call.args):
-        return False
-    if isinstance(call.func, cst.Attribute) and call.func.attr.value in _NEW:
-        return site.is_half(call.func.value)
-    if site.source.full(call.func) not in _LIKE or not call.args:
-        return False
-    other = call.args[0].value
-    return site.is_half(other.value if isinstance(other, cst.Subscript) else other)
-
-
 def _is_cast(node: cst.BaseExpression) -> bool:
     """Whether an expression casts what there is, and makes no tensor."""
     match node:
@@ -380,49 +312,6 @@ def _is_cast(node: cst.BaseExpression) -> bool:
             return name in ("to", "type", "type_as")
         case _:
             return False
-
-
-def of_half(
-    site: Site, changes: Mapping[cst.CSTNode, Change]
-) -> dict[cst.CSTNode, Change]:  # fmt: skip
-    """Those of changes of a format that take over that of a tensor seen to have 16 bits."""
-    return {
-        node: to
-        for node, to in changes.items()
-        if isinstance(node, cst.Call)
-        or (isinstance(node, cst.Attribute) and site.is_half(node.value))
-    }
-
-
-def only_asked(site: Site, name: str) -> bool:
-    """Whether a tensor is only asked for its format, device or shape in the function."""
-    uses = _uses(site, name)
-    return bool(uses) and all(_asked_for(site, each) for each in uses)
-
-
-def formats_asked(site: Site, names: Iterable[str]) -> dict[cst.CSTNode, Change]:
-    """Changes that write float32 where tensors are asked for their format."""
-    float32 = cst.parse_expression(site.source.spelled("torch.float32"))
-    return {
-        site.source.parents[use]: float32
-        for name in names
-        for use in _uses(site, name)
-        if _asked_for(site, use) == "dtype"
-    }
-
-
-def _uses(site: Site, name: str) -> list[cst.Name]:
-    named = [each for each in walk(site.scope, cst.Name) if each.value == name]
-    return [e for e in named if e in site.source.positions and not site.is_label(e)]
-
-
-def _asked_for(site: Site, use: cst.Name) -> str:
-    """What of a tensor is asked for where its name is used; empty for its numbers."""
-    match site.source.parents[use]:
-        case cst.Attribute(value=value, attr=cst.Name(value=asked)) if value is use:
-            return asked if asked in _ASKED else ""
-        case _:
-            return ""
 
 
 def _followed(site: Site) -> Iterator[Edit]:
@@ -438,11 +327,6 @@ def _followed(site: Site) -> Iterator[Edit]:
         if changes and not any(site.source.inside(each, asked) for each in changes):
             what = f"{code_of(asked.value)}, whose format this takes over, in float32"
             yield Edit(what, FLOAT32, changes)
-
-
-def _is_a_dtype(node: cst.BaseExpression) -> bool:
-    """Whether an expression is called a format: ``x.dtype``, ``dtype``."""
-    return dotted(node).rpartition(".")[2] == "dtype"
 
 
 # -- operands -------------------------------------------------------------------------------------
@@ -476,8 +360,8 @@ def casts(
     tensors = {e: e.value if isinstance(e, cst.Subscript) else e for e in changes}
     names = [each.value for each in tensors.values() if isinstance(each, cst.Name)]
     lines = [each for each in dict.fromkeys(map(statement, changes)) if each is not None]
-    uses = [use for name in dict.fromkeys(names) for use in _uses(site, name)]
-    beside = [] if alone else [e for e in uses if statement(e) in lines and e not in changes]
+    named = [use for name in dict.fromkeys(names) for use in uses(site, name)]
+    beside = [] if alone else [e for e in named if statement(e) in lines and e not in changes]
     first, end = lines[0], max(map(source.end, lines))
     if (
         isinstance(first, cst.SimpleStatementLine)
@@ -488,7 +372,7 @@ def casts(
         and not any(
             source.start(use) > end and site.unchanged(each, source.start(use))
             for each in tensors.values()
-            for use in _uses(site, code_of(each))
+            for use in uses(site, code_of(each))
         )
         and not any(isinstance(each, cst.For | cst.While) for each in source.up(first))
     ):
@@ -526,14 +410,14 @@ def may_be_half(site: Site, term: Term) -> bool:
     node = term.node
     if kinds := site.kinds(node):
         return bool(kinds & set(HALF))
-    if isinstance(node, cst.Attribute) and node.attr.value in _ASKED:
+    if isinstance(node, cst.Attribute) and node.attr.value in ASKED:
         return False
     if isinstance(node, cst.Call):
         full = site.source.full(node.func) or dotted(node.func)
         called = node.func.attr.value if isinstance(node.func, cst.Attribute) else ""
         return full.partition(".")[0] not in _NO_TENSORS and called not in _KNOWN
     of = node.value if isinstance(node, cst.Subscript) else node  # x.shape[-1]
-    asked = isinstance(of, cst.Attribute) and of.attr.value in _ASKED
+    asked = isinstance(of, cst.Attribute) and of.attr.value in ASKED
     return not asked and not code_of(node).endswith(".float()")
 
 

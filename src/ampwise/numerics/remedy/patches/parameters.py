@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 import libcst as cst
 
 from ampwise.formats import HALF
-from ampwise.numerics.remedy.patches.dtypes import taken_over, wide
 from ampwise.numerics.remedy.patches.edit import (
     Edit,
     comments_moved,
@@ -24,6 +23,7 @@ from ampwise.numerics.remedy.patches.edit import (
 )
 from ampwise.numerics.remedy.patches.site import Site
 from ampwise.numerics.remedy.patches.source import Change, dotted, walk
+from ampwise.numerics.remedy.patches.written import taken_over, wide
 
 WHY = "In float32 a small update is not lost beside a weight; autocast computes in 16 bits anyway."
 _TURNED = ("t", "T", "mT", "transpose", "reshape", "view")

@@ -17,14 +17,9 @@ from ampwise.numerics.remedy.patches.dtypes import (
     ELEMENTWISE,
     FLOAT32,
     TENSORS,
-    formats_asked,
     half_operands,
     in_place_of,
     may_be_half,
-    of_half,
-    only_asked,
-    taken_over,
-    wide,
 )
 from ampwise.numerics.remedy.patches.edit import (
     Edit,
@@ -53,6 +48,13 @@ from ampwise.numerics.remedy.patches.site import Site
 from ampwise.numerics.remedy.patches.source import Change, changed, walk
 from ampwise.numerics.remedy.patches.terms import Term
 from ampwise.numerics.remedy.patches.views import outermost, viewed
+from ampwise.numerics.remedy.patches.written import (
+    formats_asked,
+    of_half,
+    only_asked,
+    taken_over,
+    wide,
+)
 from ampwise_lint.base.words import joined
 
 
