@@ -41,7 +41,13 @@ def to_itself(model, batch):
 
 @pytest.mark.parametrize(
     ("kept_db", "said"),
-    [(60, "0.1%"), (20, "10%"), (0, "100%"), (-20, "10 times its size"), (-math.inf, "no end")],
+    [
+        (60, "0.1%"),
+        (20, "10%"),
+        (0, "100%"),
+        (-20, "10 times its size"),
+        (-math.inf, "an unbounded factor"),
+    ],
 )
 def test_an_error_is_said_beside_its_size(kept_db, said):
     assert off_by(kept_db) == said

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,7 @@ from torch import nn
 
 from ampwise.numerics.diagnose import diagnose
 from ampwise.numerics.explain import spread
+from ampwise.places import Place
 from ampwise.tasks import Task
 from tests.numerics.cases import data, line_of
 
@@ -210,3 +213,13 @@ def test_a_formula_on_another_line_that_makes_as_much_makes_it_a_fault():
     assert found.status == "fault", found.notes
     assert found.origin is not None
     assert found.origin.line == line_of(Waves)
+
+
+def test_a_line_of_another_file_is_told_with_that():
+    worst = SimpleNamespace(name="add", dtype=torch.float16)
+    here, other = (
+        SimpleNamespace(place=Place("forward", "", 0, file, 7), share=0.4, worst=worst, alone=True)
+        for file in ("/a/model.py", "/a/losses.py")
+    )
+    words = spread._lines([here, other])
+    assert "line 7 (add in float16, 40%) and line 7 of losses.py (add in float16" in words

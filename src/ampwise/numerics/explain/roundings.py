@@ -65,7 +65,7 @@ def left_range(lost: RangeLoss, stash: Stash) -> Lost:
 def off_by(kept_db: float) -> str:
     """How large an error is, from an SQNR: ``3.2%``; of one that is larger, how many times."""
     if kept_db == -math.inf:
-        return "no end"
+        return "an unbounded factor"
     error = 10 ** (-kept_db / 20)
     if error >= 2:
         return f"{figure(float(f'{error:.2g}'))} times its size"

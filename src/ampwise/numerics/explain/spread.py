@@ -296,7 +296,8 @@ def _beside(found: Sequence[Carrier]) -> str:
 
 def _lines(found: Sequence[Carrier]) -> str:
     """Where it is rounded, and what each of these lines makes of the error."""
-    made = (f"line {each.place.line} ({_rounding(each)}, {percent(each.share)})"
+    first = found[0].place
+    made = (f"{each.place.line_from(first)} ({_rounding(each)}, {percent(each.share)})"
             for each in found[:_TRIED])  # fmt: skip
     return f"The error of the gradient is made by rounding on {joined(made)}"
 
