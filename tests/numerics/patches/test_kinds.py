@@ -1021,8 +1021,11 @@ ADDED = LOOP.replace("level + each", "level.sqrt() + each").replace("level = ", 
         ("def f(x, level):\n", "def f(x, level):\n    level = level.float()\n", LOOP),
         ("def f(x, n):\n    level, rate = n\n",
          "def f(x, n):\n    level, rate = n\n    level = level.float()\n", LOOP),
+        ("def f(x, n):\n    if n is None:\n        level = x[0]\n    else:\n        level = n\n",
+         "def f(x, n):\n    if n is None:\n        level = x[0]\n    else:\n        level = n\n"
+         "    level = level.float()\n", LOOP),
     ],
-    ids=["made", "added in place", "an argument", "a part"],
+    ids=["made", "added in place", "an argument", "a part", "one of two"],
 )  # fmt: skip
 def test_what_a_loop_goes_on_with_is_cast_before_it(head, begins, loop):
     found = texts(head + loop, "x level each", op="add", cause="PRECISION_LOSS")

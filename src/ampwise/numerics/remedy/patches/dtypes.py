@@ -457,7 +457,7 @@ def _made_in_float32(site: Site, node: cst.CSTNode) -> dict[cst.CSTNode, Change]
     if (found := site.carried(node)) is None:
         return {}
     loop, begin = found
-    if begin.value is None:
+    if begin.value is None or not site.has_run(begin, loop):
         return {loop: Before(raised([begin.name]))}
     return {} if site.term(begin.value).is_constant else {begin.value: widened(site, begin.value)}
 

@@ -224,10 +224,16 @@ class Site:
         last = self._reaching(name.value, self.source.start(name))
         if last is None or last.statement is None:
             return None
-        block = self.source.parents[last.statement]
-        if not any(each is block for each in self.source.up(name)):
-            return None  # it may not have run
+        if not self.has_run(last, name):
+            return None
         return None if self._in_loop(name) and len(self._bindings[name.value]) > 1 else last
+
+    def has_run(self, binding: Binding, at: cst.CSTNode) -> bool:
+        """Whether the assignment of a binding is on every way to a place below it."""
+        if binding.statement is None:
+            return False
+        block = self.source.parents[binding.statement]
+        return any(each is block for each in self.source.up(at))
 
     def carried(self, name: cst.CSTNode) -> tuple[cst.For | cst.While, Binding] | None:
         """The loop that goes on with what a name holds, and what it begins with; None where none.
