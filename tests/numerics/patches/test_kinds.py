@@ -835,6 +835,17 @@ def test_a_cast_of_a_formula_of_float32_is_left_out():
     assert code.replace("drive.dtype", "torch.float32") in found
 
 
+def test_a_pair_that_assigns_a_name_to_itself_is_left_out():
+    code = (
+        "def misfit(recon, flux, sigma):\n"
+        "    flux, sigma = flux.to(recon.dtype), sigma.to(recon.dtype)\n"
+        "    weight = 1.0 / sigma.square()  # <-\n"
+        "    return (recon - flux).square() * weight\n"
+    )
+    wanted = code.replace("flux, sigma = flux.to(recon.dtype), sigma", "flux = flux")
+    assert wanted in with_float32(code, "recon flux sigma", "flux sigma")
+
+
 def test_a_cast_that_is_all_of_a_block_is_a_cast_to_float32():
     code = (
         "def left(self, events, times, now):\n"

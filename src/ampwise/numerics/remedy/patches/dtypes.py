@@ -17,7 +17,7 @@ from ampwise.numerics.remedy.patches.edit import (
     method,
     raised,
     raised_before,
-    says_nothing,
+    said,
     separable,
     widened,
 )
@@ -199,13 +199,15 @@ def without_casts(
             left |= own
             continue
         idle += len(own)
-        if isinstance(statement, cst.SimpleStatementLine) and says_nothing(
-            changed(statement, less)
-        ):
-            block = site.source.parents[statement]
-            if not isinstance(block, cst.IndentedBlock) or len(block.body) == 1:
-                return changes, False  # nothing would be left in it
-            less = {statement: cst.RemoveFromParent()}
+        if isinstance(statement, cst.SimpleStatementLine):
+            made = changed(statement, less)
+            if (saying := said(made)) is None:
+                block = site.source.parents[statement]
+                if not isinstance(block, cst.IndentedBlock) or len(block.body) == 1:
+                    return changes, False  # nothing would be left in it
+                less = {statement: cst.RemoveFromParent()}
+            elif saying is not made:
+                less = {statement: saying}
         left |= less
     return left | comments_moved(site, left), idle == len(changes)
 

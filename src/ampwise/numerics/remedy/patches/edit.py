@@ -172,18 +172,17 @@ def comments_moved(site: Site, changes: Mapping[cst.CSTNode, Change]) -> dict[cs
     return moved
 
 
-def says_nothing(statement: cst.SimpleStatementLine) -> bool:
-    """Whether a statement only names something, or assigns it to itself."""
-    if len(statement.body) != 1:
-        return False
-    match statement.body[0]:
-        case cst.Expr(value=value):
-            return bool(dotted(value))
-        case cst.Assign(targets=[one], value=value):
-            parts = value.elements if isinstance(value, cst.Tuple) else [cst.Element(value)]
-            return all(dotted(each.value) for each in parts) and same(one.target, value)
+def said(statement: cst.SimpleStatementLine) -> cst.SimpleStatementLine | None:
+    """A statement without what only names something, or assigns it to itself; None for no rest."""
+    match statement.body:
+        case [cst.Expr(value=value)]:
+            return None if dotted(value) else statement
+        case [cst.Assign(targets=[_]) as assign]:
+            pairs = _pairs(assign)
+            kept = [pair for pair in pairs if not dotted(pair[1]) or not same(*pair)]
+            return statement if len(kept) == len(pairs) else _with_pairs(statement, assign, kept)
         case _:
-            return False
+            return statement
 
 
 def _is_sum(node: cst.CSTNode) -> bool:
@@ -209,19 +208,39 @@ def _without(statement: cst.BaseStatement, dead: Sequence[Binding]) -> Change | 
     (assign, *others) = statement.body
     if others or not isinstance(assign, cst.Assign) or len(assign.targets) > 1:
         return None
-    target, value = assign.targets[0].target, assign.value
-    if not isinstance(target, cst.Tuple) or not isinstance(value, cst.Tuple):
+    if not isinstance(assign.targets[0].target, cst.Tuple) or not isinstance(
+        assign.value, cst.Tuple
+    ):
         return cst.RemoveFromParent()
     names = {each.name for each in dead}
     kept = [
-        (one.value, other.value)
-        for one, other in zip(target.elements, value.elements, strict=True)
-        if not (isinstance(one.value, cst.Name) and one.value.value in names)
+        (one, other)
+        for one, other in _pairs(assign)
+        if not (isinstance(one, cst.Name) and one.value in names)
     ]
-    if not kept:
-        return cst.RemoveFromParent()
-    names_left, values = (_tuple([pair[side] for pair in kept]) for side in (0, 1))
-    to = assign.targets[0].with_changes(target=names_left)
+    return _with_pairs(statement, assign, kept) or cst.RemoveFromParent()
+
+
+def _pairs(assign: cst.Assign) -> list[tuple[cst.BaseExpression, cst.BaseExpression]]:
+    """Targets of an assignment, each with its value."""
+    target, value = assign.targets[0].target, assign.value
+    match target, value:
+        case cst.Tuple(elements=names), cst.Tuple(elements=values) if len(names) == len(values):
+            return [(one.value, other.value) for one, other in zip(names, values, strict=True)]
+        case _:
+            return [(target, value)]
+
+
+def _with_pairs(
+    statement: cst.SimpleStatementLine,
+    assign: cst.Assign,
+    pairs: Sequence[tuple[cst.BaseExpression, cst.BaseExpression]],
+) -> cst.SimpleStatementLine | None:
+    """A statement that assigns these alone; None where there are none."""
+    if not pairs:
+        return None
+    names, values = (_tuple([pair[side] for pair in pairs]) for side in (0, 1))
+    to = assign.targets[0].with_changes(target=names)
     return statement.with_changes(body=[assign.with_changes(targets=[to], value=values)])
 
 

@@ -18,7 +18,7 @@ from ampwise.numerics.remedy.patches.edit import (
     enclosed,
     like,
     method,
-    says_nothing,
+    said,
     separable,
 )
 from ampwise.numerics.remedy.patches.site import Site
@@ -67,8 +67,8 @@ def without(site: Site) -> dict[cst.CSTNode, Change]:
     if not dropping.dropped:
         return {}
     assert isinstance(less, cst.SimpleStatementLine)
-    if not says_nothing(less):
-        return {statement: less}
+    if (left := said(less)) is not None:
+        return {statement: left}
     block = site.source.parents[statement]
     if isinstance(block, cst.IndentedBlock) and len(block.body) == 1:
         loop = site.source.parents[block]
