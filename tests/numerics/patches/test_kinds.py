@@ -835,6 +835,44 @@ def test_a_cast_of_a_formula_of_float32_is_left_out():
     assert code.replace("drive.dtype", "torch.float32") in found
 
 
+def test_casts_of_a_statement_are_left_out_together():
+    code = (
+        "def inverse(x, std, mean):\n"
+        "    return x * std.to(x.dtype) + mean.to(x.dtype)  # <-\n"
+    )  # fmt: skip
+    at = site(code, "x", cause="RANGE_OVERFLOW", op="_to_copy")
+    at.dtypes[HEAD.count("\n") + 2] |= {"std": {"float32"}, "mean": {"float32"}}
+    wanted = code.replace(".to(x.dtype)", "")
+    (found,) = [e for e in proposals(at) if e.data.decode().removeprefix(HEAD) == wanted]
+    assert found.parts == 1
+
+
+def test_what_a_sine_is_taken_of_is_cast_where_the_formula_begins():
+    code = "def half_angle(theta, x):\n    b = (1 - torch.cos(theta)) / (theta * theta)  # <-\n"
+    code += "    return b * x\n"
+    first, *rest = code.splitlines(keepends=True)
+    wanted = "".join([first, "    theta = theta.float()\n", *rest])
+    assert wanted in texts(code, "theta x", cause="CANCELLATION", op="div")
+
+
+def test_a_name_is_cast_in_front_of_what_takes_its_format_over():
+    code = (
+        "def f(count, r):\n"
+        "    count = count.to(r.dtype)\n"
+        "    total = count + r  # <-\n"
+        "    return torch.lgamma(total) - torch.lgamma(r)\n"
+    )
+    first, *rest = code.splitlines(keepends=True)
+    found = made(code, "count r", cause="PRECISION_LOSS", op="add")
+    wanted = HEAD + "".join([first, "    r = r.float()\n", *rest])
+    assert "r in float32 from here on" in [e.what for e in found if e.data.decode() == wanted]
+    (both,) = [each for each in found if each.what == "count and r in float32 from here on"]
+    assert both.only is not None
+    less = both.only([1])
+    assert less is not None
+    assert less.what == "r in float32 from here on"
+
+
 def test_a_pair_that_assigns_a_name_to_itself_is_left_out():
     code = (
         "def misfit(recon, flux, sigma):\n"

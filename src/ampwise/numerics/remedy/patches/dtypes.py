@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import libcst as cst
 
@@ -35,6 +35,7 @@ from ampwise.numerics.remedy.patches.terms import Term
 from ampwise.numerics.remedy.patches.views import outermost, viewed
 from ampwise.numerics.remedy.patches.written import (
     ASKED,
+    asked_for,
     is_a_dtype,
     made_like,
     of_half,
@@ -50,8 +51,9 @@ ELEMENTWISE = frozenset(
      "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt", "rsqrt", "reciprocal", "abs",
      "var", "std", "norm", "vector_norm", "normalize", "cosine_similarity", "softmax",
      "log_softmax", "sigmoid", "tanh", "clamp", "clamp_min", "clamp_max", "where", "maximum",
-     "minimum", "cosh", "sinh", "logsumexp", "nll_loss", "cross_entropy", "softplus",
-     "layer_norm", "rms_norm", "masked_fill"]
+     "minimum", "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh",
+     "atanh", "erf", "erfc", "lgamma", "digamma", "logsumexp", "nll_loss", "cross_entropy",
+     "softplus", "layer_norm", "rms_norm", "masked_fill"]
 )  # fmt: skip
 """Operations that compute in the format of their operands, or in float32, under autocast."""
 
@@ -75,6 +77,7 @@ _ATEN: Mapping[str, tuple[str, ...]] = {
 _MAKES = ("_to_copy", "arange", "full", "zeros", "ones", "empty", "linspace", "scalar_tensor")
 """Operations that give a tensor its format."""
 _WHOLE = ("int64", "int32", "int16", "int8", "uint8", "bool")
+FROM_HERE_ON = "{} in float32 from here on"
 FLOAT32 = "float32 keeps the digits, and the range, that this operation needs."
 _INTO = {"index_add_": 2, "index_copy_": 2, "scatter_add_": 2, "scatter_": 2, "masked_scatter_": 1}
 """Methods that write a tensor of their own format, and which argument that is."""
@@ -151,7 +154,16 @@ def in_place_of(
     what = f"no cast to {format_}" if all_left_out else f"{wider} in place of {format_}"
     if returned := _returned_as_asked(site, less):
         yield Edit(f"{what} but of the result", FLOAT32, returned)
-    yield separable(what, FLOAT32, less)
+    yield _by_statement(site, what, less)
+
+
+def _by_statement(site: Site, what: str, changes: Mapping[cst.CSTNode, Change]) -> Edit:
+    """An edit of formats: all of a statement, or none: a reader would ask why one is left."""
+
+    def statement(node: cst.CSTNode) -> object:
+        return node if isinstance(node, cst.BaseStatement) else site.source.statement(node)
+
+    return separable(what, FLOAT32, changes, statement)
 
 
 def _returned_as_asked(
@@ -266,7 +278,7 @@ def _given(site: Site, changes: Mapping[cst.CSTNode, Change]) -> dict[cst.CSTNod
 def in_part(site: Site) -> Iterator[Edit]:
     """All casts to 16 bits in a part of a file: a class, a function, a statement outside of any."""
     if changes := wide(site, site.source.module):
-        yield separable("casts to float32 in place of 16 bits", FLOAT32, changes)
+        yield _by_statement(site, "casts to float32 in place of 16 bits", changes)
 
 
 def copied(site: Site) -> Iterator[Edit]:
@@ -503,8 +515,32 @@ def _from_here_on(site: Site) -> Iterator[Edit]:
     used = [each for each in walk(line, cst.Name) if site.is_half(each)]
     names = list(dict.fromkeys(each.value for each in used if not site.is_label(each)))
     names = [each for each in names if not only_asked(site, each)]
-    if names:
-        yield raised_before(line, names, f"{joined(names)} in float32 from here on", FLOAT32)
+    if not names:
+        return
+    first, asked = _where_asked(site, line, names)
+    if asked:
+        yield raised_before(first, asked, FROM_HERE_ON, FLOAT32)
+    yield raised_before(line, names, FROM_HERE_ON, FLOAT32)
+
+
+def _where_asked(
+    site: Site, line: cst.SimpleStatementLine, names: Sequence[str]
+) -> tuple[cst.SimpleStatementLine, list[str]]:
+    """The statement right above a line that asks names for their format, and these names.
+
+    Cast in front of it, what is made there in that format is in float32, too.
+    """
+    block = site.source.parents[line]
+    assert isinstance(block, cst.IndentedBlock)
+    at = block.body.index(line)
+    above = block.body[at - 1] if at else None
+    if not isinstance(above, cst.SimpleStatementLine):
+        return line, []
+    read = [use for name in names for use in uses(site, name) if site.source.inside(use, above)]
+    asked = [each.value for each in read if asked_for(site, each) == "dtype"]
+    bound = {name.value for each in walk(above, cst.AssignTarget) for name in walk(each, cst.Name)}
+    is_only_asked = all(each.value in {*asked, *bound} for each in read)
+    return above, [*dict.fromkeys(each for each in asked if each not in bound)] * is_only_asked
 
 
 # -- a cast that is missing -----------------------------------------------------------------------

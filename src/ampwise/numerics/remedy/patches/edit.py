@@ -11,6 +11,7 @@ import libcst as cst
 from ampwise.formats import HALF
 from ampwise.numerics.remedy.patches.site import Binding, Site
 from ampwise.numerics.remedy.patches.source import Change, changed, dotted, same, walk
+from ampwise_lint.base.words import joined
 
 P = TypeVar("P")
 
@@ -272,13 +273,14 @@ def raised(names: Sequence[str], lists: Container[str] = ()) -> cst.BaseStatemen
 def raised_before(
     line: cst.SimpleStatementLine, names: Sequence[str], what: str, why: str
 ) -> Edit:  # fmt: skip
-    """Names in float32 from a statement on."""
+    """Names in float32 from a statement on; `what` has a place for them."""
 
     def made(some: Sequence[str]) -> Edit | None:
         if not some:
             return None
         cast = raised(some).with_changes(leading_lines=line.leading_lines)
         below = line.with_changes(leading_lines=())
-        return Edit(what, why, {line: cst.FlattenSentinel([cast, below])})
+        named = what.replace("{}", joined(some))
+        return Edit(named, why, {line: cst.FlattenSentinel([cast, below])})
 
     return of_parts(names, made)

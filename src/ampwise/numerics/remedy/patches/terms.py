@@ -21,9 +21,10 @@ _UNARY = ("input",)
 PARAMETERS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(
         ("exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt", "rsqrt", "square",
-         "reciprocal", "neg", "sigmoid", "tanh", "sin", "cos", "cosh", "sinh", "acos", "asin",
-         "atanh", "abs", "half", "bfloat16", "float", "double", "relu", "mT", "logsigmoid",
-         "detach", "numel", "size"), _UNARY),
+         "reciprocal", "neg", "sigmoid", "tanh", "sin", "cos", "tan", "asin", "acos", "atan",
+         "sinh", "cosh", "asinh", "acosh", "atanh", "erf", "erfc", "lgamma", "digamma", "abs",
+         "half", "bfloat16", "float", "double", "relu", "mT", "logsigmoid", "detach", "numel",
+         "size"), _UNARY),
     **dict.fromkeys(("sum", "mean", "prod", "amax", "amin", "logsumexp", "all", "any"), _REDUCTION),
     **dict.fromkeys(("max", "min", "cumsum", "cumprod"), ("input", "dim", "keepdim")),
     **dict.fromkeys(("softmax", "log_softmax"), ("input", "dim", "dtype")),
