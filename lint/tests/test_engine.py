@@ -336,3 +336,32 @@ def test_how_backward_leaves_autocast_depends_on_what_opened_it(
     found = [e for e in lint([path], use_cache=False).findings if e.code == "AMP201"]
     assert [each.line for each in found] == [9]
     assert words in found[0].message
+
+
+SHOWN = """\
+def train(model, loader, optimizer, scaler, criterion, writer):
+    for step, (x, y) in enumerate(loader):
+        loss = criterion(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        writer.add_scalar("loss", loss, step)
+{also}
+"""
+
+
+@pytest.mark.parametrize(
+    ("also", "words"),
+    [
+        ("", "add_scalar waits for the device"),
+        ("        print(loss)", "add_scalar and print wait for the device"),
+        ('        log(f"{loss}")', "add_scalar and an f-string wait for the device"),
+    ],
+)
+def test_what_waits_is_called_by_its_name(tmp_path, also, words):
+    path = tmp_path / "shown.py"
+    path.write_text(SHOWN.format(also=also))
+    found = [e for e in lint([path], use_cache=False).findings if e.code == "AMP301"]
+    assert [each.line for each in found] == [8]
+    assert words in found[0].message

@@ -274,7 +274,7 @@ def _joined(state: State, node: ast.JoinedStr) -> Value:
     for each in node.values:
         if isinstance(each, ast.FormattedValue):
             value = state.evaluate(each.value)
-            tensors.shown(state, each.value, value)
+            tensors.shown(state, each.value, value, "an f-string")
     return Unknown(f"str@{node.lineno}:{node.col_offset}")
 
 

@@ -233,7 +233,7 @@ def _formatted(state: State, node: Node, right: Value) -> Value:
         nodes = operand.elts if isinstance(operand, ast.Tuple) else [operand]
         values = right.items if isinstance(right, ListValue) else [right]
         for each, value in zip(nodes, values, strict=False):
-            tensors.shown(state, each, value)
+            tensors.shown(state, each, value, "% formatting")
     return Unknown(f"str@{node.lineno}:{node.col_offset}")
 
 

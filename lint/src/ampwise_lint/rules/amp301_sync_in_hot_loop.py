@@ -80,7 +80,8 @@ def check(code: Analysis) -> Iterator[Mistake]:
                     edits[id(event.node)] = _edits(event)
                 place = _Place(event, is_always(event, loops), edits[id(event.node)])
                 if not event.module.source.ignores(event.node.lineno, "AMP301"):
-                    key = (_loop(event, loops, trace), event.how, bool(place.edits))
+                    kind = "a text" if event.shows else event.how
+                    key = (_loop(event, loops, trace), kind, bool(place.edits))
                     found.setdefault(key, {}).setdefault(id(event.node), place)
     for places in found.values():
         yield _mistake(sorted(places.values(), key=lambda each: each.line))
@@ -177,12 +178,14 @@ def _mistake(places: list[_Place]) -> Mistake:
     lines = sorted({each.line for each in others} - {first.line})
     also = f" (also in line{'s' * (len(lines) > 1)} {', '.join(map(str, lines))})" if lines else ""
     often = "on every step" if first.always else "on each step that comes here"
+    calls = [*dict.fromkeys(each.event.how for each in places)]
+    waits = "waits" if len(calls) == 1 else "wait"
     return Mistake(
         first.event.node,
         first.event.module,
-        f"{first.event.how} waits for the device {often}{also}: the queue of kernels runs dry and "
-        "the speed of lower precision is lost; keep the tensor (.detach()), and read it every so "
-        "many steps",
+        f"{' and '.join(calls)} {waits} for the device {often}{also}: the queue of kernels runs "
+        "dry and the speed of lower precision is lost; keep the tensor (.detach()), and read it "
+        "every so many steps",
         tuple(edit for each in places for edit in each.edits),
     )
 

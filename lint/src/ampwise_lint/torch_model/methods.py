@@ -307,7 +307,7 @@ def _note_shown(state: State, node: ast.Call, name: str, a: Arguments) -> None:
         nodes = [*node.args, *(each.value for each in node.keywords)]
         for each, value in zip(nodes, a.values, strict=False):
             if isinstance(value, Tensor) and value.host:
-                tensors.shown(state, each, value, waits=False)
+                tensors.shown(state, each, value, name, waits=False)
 
 
 def _returned(state: State, node: ast.Call, owner: Unknown, name: str, a: Arguments) -> Value:
@@ -357,7 +357,7 @@ def _const(state: State, node: ast.Call, owner: Const, name: str, a: Arguments) 
     match name, a.positional:
         case "format" | "join", given:
             for each, value in zip(node.args, given, strict=False):
-                tensors.shown(state, each, value)
+                tensors.shown(state, each, value, f"{name}()")
         case "startswith" | "endswith", [Const(value=str(part)), *_]:
             return Const(getattr(text, name)(part))
         case "lower" | "upper" | "strip", [] if not a.named:

@@ -245,7 +245,7 @@ def _bool(state: State, node: ast.Call, name: str, a: Arguments) -> Value:
 def _text(state: State, node: ast.Call, name: str, a: Arguments) -> Value:
     first = _first(a)
     if node.args:
-        tensors.shown(state, node.args[0], first)
+        tensors.shown(state, node.args[0], first, f"{name}()")
     return Unknown(f"str({key_of(first)})")
 
 

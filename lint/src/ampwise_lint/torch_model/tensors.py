@@ -298,18 +298,19 @@ def is_rescaled(node: ast.expr) -> bool:
     )
 
 
-def shown(state: State, node: ast.expr, value: Value, *, waits: bool = True) -> None:
-    """A value is printed or logged."""
+def shown(state: State, node: ast.expr, value: Value, how: str, *, waits: bool = True) -> None:
+    """A value is printed or logged, by a function called `how`, or made a text of."""
     if not isinstance(value, Tensor):
         return
     # What a dict holds that is no network's output may be numbers.
     if not value.host and waits and not value.data and value.op != "items":
-        state.emit(HostSync, node, value, "print")
+        state.emit(HostSync, node, value, how, shows=True)
     state.emit(Report, node, value, "", is_rescaled(node))
 
 
 def shown_all(state: State, node: ast.Call, values: Sequence[Value], *, waits: bool) -> None:
     """The arguments of a call that prints or logs."""
+    how = node.func.attr if isinstance(node.func, ast.Attribute) else dotted(node.func)
     nodes = [*node.args, *(each.value for each in node.keywords)]
     for each, value in zip(nodes, values, strict=False):
         if isinstance(value, DictValue):
@@ -317,6 +318,6 @@ def shown_all(state: State, node: ast.Call, values: Sequence[Value], *, waits: b
             here = isinstance(made, ast.Dict) and (made is each or state.here.holds(made))
             inner = made.values if here and isinstance(made, ast.Dict) else []
             for part, item in zip(inner, value.items.values(), strict=False):
-                shown(state, part, item, waits=waits)
+                shown(state, part, item, how, waits=waits)
         elif not isinstance(each, ast.JoinedStr):
-            shown(state, each, value, waits=waits)
+            shown(state, each, value, how, waits=waits)

@@ -298,6 +298,8 @@ class HostSync(Event):
 
     tensor: Value | None
     how: str
+    shows: bool = False
+    """A text is made of it, to be printed or logged; `how` is what makes it."""
 
 
 @dataclass(eq=False, slots=True)
