@@ -365,3 +365,28 @@ def test_what_waits_is_called_by_its_name(tmp_path, also, words):
     found = [e for e in lint([path], use_cache=False).findings if e.code == "AMP301"]
     assert [each.line for each in found] == [8]
     assert words in found[0].message
+
+
+OLD_NAMES = """\
+import torch
+from torch.cuda.amp import autocast, GradScaler
+
+{use}
+"""
+
+
+@pytest.mark.parametrize(
+    ("use", "name"),
+    [
+        ("scaler = GradScaler()", "GradScaler"),
+        ("with autocast():\n    pass\nscaler = GradScaler()", "autocast"),
+        ("def train(scaler: GradScaler):\n    pass", "GradScaler"),
+        ("", "autocast"),
+    ],
+)
+def test_of_old_names_one_that_is_used_is_told(tmp_path, use, name):
+    path = tmp_path / "old.py"
+    path.write_text(OLD_NAMES.format(use=use))
+    found = [e for e in lint([path], use_cache=False).findings if e.code == "AMP401"]
+    assert [each.line for each in found] == [2]
+    assert found[0].message.startswith(f"torch.cuda.amp.{name} is deprecated")

@@ -76,7 +76,9 @@ def check(code: Analysis) -> Iterator[Mistake]:
         old = [each for each in names if _old_home(each)]
         if old and not has_newer(module, statement, NEW):
             edits = _import_edits(module, statement)
-            yield _mistake(statement, module, old[0], _use_of(module, statement), edits)
+            use = _use_of(module, statement.names)
+            told = _first_of_use(module, statement, names, use)
+            yield _mistake(statement, module, told, use, edits)
     for node, full in module.imports.uses(module.index):
         home = _old_home(full)
         if isinstance(node, ast.Name) or _from_alias(found, node):
@@ -84,7 +86,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
         if not home or full == home or is_never_read(module, node):
             continue
         if not has_newer(module, node, NEW):
-            use: Use = "type" if is_type(module, node) else "call"
+            use = "type" if is_type(module, node) else "call"
             yield _mistake(node, module, full, use, _path_edits(module, node, full))
 
 
@@ -101,9 +103,18 @@ def _first(node: ast.AST) -> str:
     return dotted(node).partition(".")[0]
 
 
-def _use_of(module: Module, statement: ast.Import | ast.ImportFrom) -> Use:
+def _first_of_use(
+    module: Module, statement: ast.Import | ast.ImportFrom, names: list[str], use: Use
+) -> str:
+    """Of the old names that a statement imports, the first one that is used as is told."""
+    old = [each for each in zip(statement.names, names, strict=True) if _old_home(each[1])]
+    used = (name for alias, name in old if _use_of(module, [alias]) == use)
+    return next(used, old[0][1])
+
+
+def _use_of(module: Module, aliases: list[ast.alias]) -> Use:
     """What is done with the names that a statement imports; a package hands them on."""
-    bound = {each.asname or each.name.partition(".")[0] for each in statement.names}
+    bound = {each.asname or each.name.partition(".")[0] for each in aliases}
     every = module.imports.uses(module.index)
     uses: list[ast.AST] = [e for e, full in every if _first(e) in bound and _old_home(full)]
     uses += [each for each in module.index.of(ast.Constant) if _spells(module, each, bound)]
