@@ -390,3 +390,37 @@ def test_of_old_names_one_that_is_used_is_told(tmp_path, use, name):
     found = [e for e in lint([path], use_cache=False).findings if e.code == "AMP401"]
     assert [each.line for each in found] == [2]
     assert found[0].message.startswith(f"torch.cuda.amp.{name} is deprecated")
+
+
+BEGINS = """\
+import torch
+
+
+def main(model, optimizer, loader, path):
+    scaler = torch.amp.GradScaler("cuda"{scale})
+    for x in loader:
+        with torch.autocast("cuda"):
+            loss = model(x).mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    torch.save({{"model": model.state_dict(), "optimizer": optimizer.state_dict()}}, path)
+"""
+
+
+@pytest.mark.parametrize(
+    ("scale", "words"),
+    [
+        ("", "again at loss scale 65,536 "),
+        (", 1024", "again at loss scale 1,024 "),
+        (", init_scale=2.0**17.5", "again at loss scale 185,364 "),
+        (", init_scale=path.scale", "again at the loss scale it is made with "),
+    ],
+)
+def test_a_resumed_run_begins_with_the_scale_it_is_told(tmp_path, scale, words):
+    path = tmp_path / "begins.py"
+    path.write_text(BEGINS.format(scale=scale))
+    found = [e for e in lint([path], use_cache=False).findings if e.code == "AMP111"]
+    assert [each.line for each in found] == [13]
+    assert words in found[0].message

@@ -8,8 +8,27 @@ from collections.abc import Iterator
 
 from ampwise_lint.analysis import Analysis
 from ampwise_lint.source.places import functions_of
-from ampwise_lint.values.abstract import Optimizer, Scaler, Unknown
+from ampwise_lint.values.abstract import Const, Optimizer, Scaler, Unknown, Value
 from ampwise_lint.values.events import Made, ScalerStep
+
+
+def first_scale(*scalers: Scaler) -> str:
+    """The loss scale that scalers begin with, as a message tells it."""
+    told = {_as_text(each.first_scale) for each in scalers} or {_as_text(None)}
+    return told.pop() if len(told) == 1 else MADE_WITH
+
+
+MADE_WITH = "the loss scale it is made with"
+
+
+def _as_text(scale: Value | None) -> str:
+    match scale:
+        case None:
+            return "loss scale 65,536"
+        case Const(value=int() | float() as number):
+            return f"loss scale {number:,.0f}" if number >= 1 else f"loss scale {number:g}"
+        case _:
+            return MADE_WITH
 
 
 def recreated(code: Analysis) -> Iterator[Made]:

@@ -34,9 +34,10 @@ from collections.abc import Iterator
 from ampwise_lint.analysis import Analysis
 from ampwise_lint.findings import Edit
 from ampwise_lint.queries.edits import edit
-from ampwise_lint.queries.scalers import recreated
+from ampwise_lint.queries.scalers import first_scale, recreated
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.triggers import SCALER
+from ampwise_lint.values.abstract import Scaler
 from ampwise_lint.values.events import Made
 
 
@@ -46,11 +47,14 @@ def check(code: Analysis) -> Iterator[Mistake]:
 
 
 def _mistake(event: Made) -> Mistake:
+    scaler = event.value
+    assert isinstance(scaler, Scaler)
     return Mistake(
         event.node,
         event.module,
-        "a new GradScaler is made in the training loop: each starts again at 65,536, skips steps "
-        "until the scale fits, and grows only if it lasts 2,000 steps; make one before the loop",
+        "a new GradScaler is made in the training loop: each starts again at "
+        f"{first_scale(scaler)}, skips steps until the scale fits, and grows only if it lasts "
+        "2,000 steps; make one before the loop",
         _edits(event),
     )
 

@@ -48,7 +48,7 @@ from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.findings import Edit
 from ampwise_lint.queries.edits import edit, file_of, receiver
 from ampwise_lint.queries.precision import in_float16, is_real
-from ampwise_lint.queries.scalers import recreated
+from ampwise_lint.queries.scalers import first_scale, recreated
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.nodes import Node
 from ampwise_lint.source.places import (
@@ -112,10 +112,16 @@ def check(code: Analysis) -> Iterator[Mistake]:
             yield Mistake(
                 event.node,
                 event.module,
-                "the optimizer's state is loaded but not the scaler's: the run goes on at loss "
-                "scale 65,536 and skips steps until it fits; load the scaler's state too",
+                "the optimizer's state is loaded but not the scaler's: the run goes on at "
+                f"{_first_scale(code)} and skips steps until it fits; load the scaler's state too",
                 mend=partial(_load_edits, code, event),
             )
+
+
+def _first_scale(code: Analysis) -> str:
+    """What the scalers that scale losses here begin with."""
+    scaled = [each.scaled for trace in code.traces for each in trace.of(Backward)]
+    return first_scale(*(each for each in scaled if isinstance(each, Scaler) and each.path))
 
 
 def _is_tested(event: Event) -> bool:
@@ -317,7 +323,7 @@ def _save_mistake(code: Analysis, save: Save) -> Mistake:
         node,
         module,
         "the checkpoint holds the optimizer's state but not the scaler's: a resumed run starts "
-        "again at loss scale 65,536 and skips steps until it fits; save scaler.state_dict() too",
+        f"again at {_first_scale(code)} and skips steps until it fits; save scaler.state_dict() too",
         _edits(code, save, module),
     )
 

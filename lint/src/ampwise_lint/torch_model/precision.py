@@ -47,6 +47,7 @@ def make_scaler(
         path,
         device or Const("cuda"),
         opaque,
+        a.get(1 if new else 0, "init_scale"),
     )
     state.emit(Made, node, scaler)
     return scaler

@@ -245,6 +245,8 @@ class Scaler(Value):
     device: Value | None = None
     opaque: bool = False
     """From a function nobody showed us: what its methods do is not ours to judge."""
+    first_scale: Value | None = None
+    """What it is told to begin with; None where torch's own choice stands."""
 
 
 @dataclass(eq=False, slots=True)
