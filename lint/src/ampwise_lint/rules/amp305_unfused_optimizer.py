@@ -24,11 +24,12 @@ parameters took 82 ms, fused 27 ms.
     scaler.update()
 
 ## Fix safety
-Unsafe: `--unsafe-fixes` adds `fused=True`. A checkpoint of before undoes it: `load_state_dict` puts
-back the `fused=None` that was saved, and the scaler's step then raises an AssertionError; set
-`group["fused"] = True` in each of the checkpoint's `param_groups` before it is loaded. Results differ in rounding; a skipped step still
-calls Python's `optimizer.step()`; and with ShardedGradScaler a fused optimizer skips the
-all-reduce of found_inf. Where an option names the class, nothing is added: not each is fused.
+Unsafe: `--unsafe-fixes` adds `fused=True`. A checkpoint of the unfused optimizer undoes it:
+`load_state_dict` puts back the `fused=None` that was saved, and the scaler's step then raises an
+AssertionError; set `group["fused"] = True` in each of the checkpoint's `param_groups` before it is
+loaded. Results differ in rounding; a skipped step still calls Python's `optimizer.step()`; and with
+ShardedGradScaler a fused optimizer skips the all-reduce of found_inf. Where an option names the
+class, nothing is added: not each is fused.
 """
 
 from __future__ import annotations
