@@ -83,6 +83,8 @@ def attribute(state: State, node: Node, owner: Value, attr: str) -> Value:
             return owner
         case Tensor() if attr in ("data", "T", "mT", "H"):
             return owner
+        case Tensor() if attr == library.PACKED_SIZES:
+            return Tensor(f"{owner.key}.{attr}", "int", host=True)
         case Tensor(op="max" | "min" | "sort") if attr == "values" and id(node) not in state.called:
             return owner
         case Tensor() if attr in ("shape", "ndim", "device", "dtype", "is_cuda", "requires_grad"):

@@ -8,6 +8,7 @@ from dataclasses import replace
 from ampwise_lint.interpreter.items import item, set_item
 from ampwise_lint.interpreter.naming import named
 from ampwise_lint.path.state import State
+from ampwise_lint.source import library
 from ampwise_lint.source.nodes import Node
 from ampwise_lint.source.roles import dotted
 from ampwise_lint.values.abstract import (
@@ -29,6 +30,7 @@ from ampwise_lint.values.abstract import (
     Value,
     Wrapper,
     is_low,
+    key_of,
     truth,
 )
 from ampwise_lint.values.classes import is_network
@@ -86,6 +88,14 @@ def _either(
 
 
 def _parts(state: State, value: Value, targets: list[ast.expr]) -> list[Value]:
+    parts = _unpacked(state, value, targets)
+    is_packed = isinstance(value, Tensor | Unknown) and len(targets) > 1
+    if is_packed and dotted(targets[1]) == library.PACKED_SIZES:  # of a PackedSequence
+        parts[1] = Tensor(f"{key_of(value)}.{library.PACKED_SIZES}", "int", host=True)
+    return parts
+
+
+def _unpacked(state: State, value: Value, targets: list[ast.expr]) -> list[Value]:
     starred = any(isinstance(each, ast.Starred) for each in targets)
     match value:
         case ListValue(items=items) if len(items) == len(targets) and not starred:
@@ -101,12 +111,10 @@ def _parts(state: State, value: Value, targets: list[ast.expr]) -> list[Value]:
         case Tensor():
             return [value.but(key=f"{value.key}[{i}]") for i in range(len(targets))]
         case _:
-            parts: list[Value] = []
-            for number, each in enumerate(targets):
-                text = dotted(each) or str(number)
-                part = item(state, value, number, text)
-                parts.append(part)
-            return parts
+            return [
+                item(state, value, number, dotted(each) or str(number))
+                for number, each in enumerate(targets)
+            ]
 
 
 def _set_attribute(

@@ -111,7 +111,7 @@ def _loop(event: HostSync, loops: Steps, trace: Trace) -> object:
 
 
 HOST = re.compile(
-    r"\b(np|numpy|random|math|time|cfg|config|args)\b|[mM]eter"
+    r"\b(np|numpy|random|math|time|cfg|config|args|batch_sizes)\b|[mM]eter"
     # A mapping inside a batch, which a loop that copies the entries of the batch leaves out.
     r"|\b(data|batch|samples?)\['\w+'\]\['\w+'\]"
 )

@@ -158,6 +158,8 @@ HOST_TENSORS = {
     for kind in ("", "Float", "Double", "Long", "Int", "Short", "Byte", "Bool", "Half")
 }
 """Classes of tensors that are made on the host, of numbers or of a shape."""
+PACKED_SIZES = "batch_sizes"
+"""The second part of a PackedSequence, on the host wherever the data is."""
 INTEGER = {
     "argmax", "argmin", "argsort", "eq", "ne", "lt", "gt", "le", "ge", "long", "int", "bool",
     "isnan", "isinf", "isfinite", "topk", "numel",

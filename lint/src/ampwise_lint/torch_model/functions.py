@@ -98,6 +98,12 @@ def _host_tensor(state: State, node: ast.Call, path: str, a: Arguments) -> Value
     return Tensor(state.made_here(node, "tensor"), dtype, op="tensor", inputs=inputs, host=True)
 
 
+def _padded(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
+    """``pad_packed_sequence(packed)``: what it holds, and the lengths, which are on the host."""
+    padded = tensors.apply(state, node, "pad", a.positional[:1])
+    return ListValue([padded, Tensor(state.made_here(node, "lengths"), "int", host=True)])
+
+
 def _distribution(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
     """A distribution; of Python's numbers it draws on the host."""
     made = tensors.apply(state, node, library.operation(path), a.values, a.named)
@@ -266,6 +272,7 @@ NAMES: dict[str, Handler] = {
     "torch.jit.is_scripting": _is_scripting,
     "torch.device": _device,
     **dict.fromkeys(library.HOST_TENSORS, _host_tensor),
+    "torch.nn.utils.rnn.pad_packed_sequence": _padded,
     "torch.save": training.save,
     "apex.amp.scale_loss": precision.scale_loss,
     **dict.fromkeys(library.FULLY_SHARD, precision.fully_sharded),
