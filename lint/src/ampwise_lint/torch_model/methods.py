@@ -250,6 +250,11 @@ def _unknown(state: State, node: ast.Call, owner: Unknown, name: str, a: Argumen
             return NONE
         case _ if name in tensor_methods.READS and not a.positional:
             return tensors.read(state, node, owner, name)
+        case "decode" | "batch_decode" if _makes_text(owner, name, a):
+            ids = a.first(*IDS)
+            if isinstance(ids, Tensor) and (ids.moved or not ids.data):
+                tensors.read(state, node, ids, name)
+            return state.unknown(node, "called")
         case "half" | "bfloat16" if not a.count:
             return casts.halved(state, node, _as_made(state, node, owner), library.HALVES[name])
         case "parameters" | "named_parameters":
@@ -286,6 +291,17 @@ def _unknown(state: State, node: ast.Call, owner: Unknown, name: str, a: Argumen
             _note_shown(state, node, name, a)
             given_away(state, node, name, a, owner)
             return _returned(state, node, owner, name, a)
+
+
+IDS = ("token_ids", "sequences", "ids")
+"""What tokenizers of transformers call what they decode."""
+TOKENIZER = re.compile(r"(Tokenizer|Processor)\w*\.from_pretrained")
+
+
+def _makes_text(owner: Unknown, name: str, a: Arguments) -> bool:
+    """Whether ids are made a text, on the host; the tokenizers of pictures make none."""
+    asks = "skip_special_tokens" in a.named or name == "batch_decode"
+    return asks or bool(TOKENIZER.search(owner.key))
 
 
 def _setting(owner: Unknown, a: Arguments) -> str | None:
