@@ -61,20 +61,36 @@ def is_rare(branch: Condition, loop: Node | None, module: Module) -> bool:
 def is_of_evaluation(branch: Condition) -> bool:
     """Whether a branch is for a network that does not train: ``if not self.training``."""
     node = branch.node
-    return isinstance(node, ast.If | ast.IfExp) and _tells_evaluation(node.test, branch.taken)
+    return isinstance(node, ast.If | ast.IfExp) and _tells(node.test, branch.taken, TRAINS, False)
 
 
-def _tells_evaluation(test: ast.expr, holds: bool) -> bool:
-    """Whether a test that holds, or does not, tells that a network does not train."""
+TRAINS = re.compile(r"\.training$")
+
+
+def _tells(test: ast.expr, holds: bool, flag: re.Pattern[str], value: bool) -> bool:
+    """Whether a test that holds, or does not, tells that a flag has a value."""
     match test:
-        case ast.Attribute(attr="training"):
-            return not holds
+        case ast.Attribute() | ast.Name():
+            return holds is value and bool(flag.search(dotted(test)))
         case ast.UnaryOp(op=ast.Not(), operand=inner):
-            return _tells_evaluation(inner, not holds)
+            return _tells(inner, not holds, flag, value)
         case ast.BoolOp(op=op, values=values) if isinstance(op, ast.And) is holds:
-            return any(_tells_evaluation(each, holds) for each in values)
+            return any(_tells(each, holds, flag, value) for each in values)
         case _:
             return False
+
+
+TRIAL = re.compile(r"(^|[._])(smoke|dry_?run|sanity|debug|fast_dev_run)(_(test|check|run|mode))?$")
+TRIES = re.compile(r"(^|[._])(smoke|dry_?run|sanity|debug)(_|$)")
+"""Functions that try out a training."""
+
+
+def is_trial(event: Event) -> bool:
+    """Whether it only tries out that a training runs: a smoke test, a dry run, whatever it costs."""
+    if any(map(TRIES.search, event.context.functions)):
+        return True
+    asked = [e for e in event.context.conditions if isinstance(e.node, ast.If | ast.IfExp)]
+    return any(_tells(each.node.test, each.taken, TRIAL, True) for each in asked)
 
 
 def is_of_fault(event: Event) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 from ampwise_lint.analysis import Analysis, Trace
-from ampwise_lint.queries.branches import is_of_evaluation, is_rare, passed, raises
+from ampwise_lint.queries.branches import is_of_evaluation, is_rare, is_trial, passed, raises
 from ampwise_lint.queries.precision import evaluates, evaluates_by_name, is_by_scaler
 from ampwise_lint.queries.wrappers import is_given
 from ampwise_lint.source.frequency import SETTING, is_for_most
@@ -172,7 +172,7 @@ def is_hot(event: Event, steps: Steps, trace: Trace) -> bool:
     """Whether something happens on every step of a training loop in lower precision."""
     if event.context.no_grad and not _is_of_step(event, steps, trace):
         return False
-    if raises(event):
+    if raises(event) or is_trial(event):
         return False
     conditions = list(event.context.conditions)
     if any(map(is_of_evaluation, conditions)):

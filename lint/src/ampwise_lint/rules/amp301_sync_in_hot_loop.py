@@ -1,15 +1,15 @@
 """# sync-in-hot-loop
 
 ## What it does
-Reports what copies a value to the host on every step of a mixed-precision training loop:
-`.item()`, `.cpu()`, `float(loss)`, `print(loss)`, `get_scale()`, `if torch.isnan(loss)`,
+Reports what copies a value to the host on every step of a mixed-precision training loop: `.item()`,
+`.cpu()`, `float(loss)`, `print(loss)`, `get_scale()`, `if torch.isnan(loss)`,
 `math.isfinite(loss)`; one finding for each loop and kind, with all lines. Silent under a condition
 such as `step % 100 == 0`, `step == 0` or `step in shown`, in branches that leave the loop, and in
-those for a step that went wrong or gave a warning, or for evaluation (`if not self.training`); in
-functions that such a condition leaves early; and on paths that train in float32, as where another
-class of a family of trainers is the one in lower precision. An `Accelerator` that is told no
-precision counts: its launch tells it one. A DeepSpeed engine counts where code in sight switches
-16 bits on.
+those for a step that went wrong or gave a warning, for a dry run or a smoke test, or for evaluation
+(`if not self.training`); in functions that such a condition leaves early; and on paths that train
+in float32, as where another class of a family of trainers is the one in lower precision. An
+`Accelerator` that is told no precision counts: its launch tells it one. A DeepSpeed engine counts
+where code in sight switches 16 bits on.
 
 ## Why is this bad
 The host waits until the device has done all that is queued, and the device then waits until the

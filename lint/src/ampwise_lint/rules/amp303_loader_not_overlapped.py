@@ -5,11 +5,11 @@ Reports a `DataLoader(...)` without `num_workers` or without `pin_memory=True`, 
 in mixed precision, and, where a loader pins memory, by default or where there is a GPU, copies of
 batches without `non_blocking=True`. Silent for validation, by name or where nothing trains in mixed
 precision on what it yields, or behind the `else` of `if is_train`, for loaders of which a batch at
-most is taken, whose batches nothing but figures are made of, or whose data set or collate function
-puts data on the device, and where arguments come from a variable that has another value on some
-path, or of which nothing is known; of copies also of batches that a wrapper was given as they were
-loaded, as it moves them itself, and of what was cast or computed on the host on some path: that
-lies in other memory. Mixed precision is also FSDP's
+most is taken, whose batches nothing but figures are made of, for dry runs and smoke tests, or whose
+data set or collate function puts data on the device, and where arguments come from a variable that
+has another value on some path, or of which nothing is known; of copies also of batches that a
+wrapper was given as they were loaded, as it moves them itself, and of what was cast or computed on
+the host on some path: that lies in other memory. Mixed precision is also FSDP's
 `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`, and what `accelerate launch` may tell an
 `Accelerator()`.
 
@@ -47,6 +47,7 @@ from typing import TypeGuard
 from ampwise_lint.analysis import Analysis
 from ampwise_lint.findings import Edit
 from ampwise_lint.loading import data_of, is_on_device
+from ampwise_lint.queries.branches import is_trial
 from ampwise_lint.queries.edits import edit
 from ampwise_lint.queries.precision import trains_in_amp
 from ampwise_lint.queries.reads import is_aside, is_for_a_look, only_infers, reads_by_purpose
@@ -78,9 +79,12 @@ def check(code: Analysis) -> Iterator[Mistake]:
     used = [e.value for e in code.of(Made) if id(getattr(e.value, "node", None)) in trained]
     beside = {_name(each) for each in used if isinstance(each, Loader)}
     paths = _paths(code)
+    in_use = {id(e.node) for t in code.traces for e in t.of(Made) if not is_trial(e)}
     for event in code.of(Made):
         loader = event.value
         if not isinstance(loader, Loader) or loader.opaque or _evaluates(event):
+            continue
+        if id(loader.node) not in in_use:
             continue
         if id(loader.node) in aside or is_for_a_look(event) or is_on_device(event):
             continue

@@ -2,8 +2,8 @@
 
 ## What it does
 Reports Adam, AdamW, SGD or Adagrad of `torch.optim` without `fused`, when a scaler steps it, or a
-wrapper that holds one, as timm's `NativeScaler` does. An explicit `fused` or `foreach` is a
-choice, and not reported.
+wrapper that holds one, as timm's `NativeScaler` does. An explicit `fused` or `foreach` is a choice,
+and not reported; nor is what only a smoke test or a dry run steps.
 
 ## Why is this bad
 For an optimizer that is not fused, `scaler.step` unscales in a pass of its own and reads
@@ -38,6 +38,7 @@ import ast
 from collections.abc import Iterator
 
 from ampwise_lint.analysis import Analysis
+from ampwise_lint.queries.branches import is_trial
 from ampwise_lint.queries.edits import edit
 from ampwise_lint.queries.steps import steps_by_scaler
 from ampwise_lint.rule import Mistake, rule
@@ -55,7 +56,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
             optimizer = event.optimizer
             # The sharded scaler skips the all-reduce of found_inf for fused optimizers.
             sharded = isinstance(event, ScalerStep) and "Sharded" in event.scaler.path
-            if isinstance(optimizer, Optimizer) and not sharded:
+            if isinstance(optimizer, Optimizer) and not sharded and not is_trial(event):
                 for each in (optimizer, *optimizer.others):
                     if _could_be_fused(each):
                         yield _mistake(each)
