@@ -8,10 +8,13 @@ from collections.abc import Iterator
 
 from ampwise_lint.analysis import Trace
 from ampwise_lint.queries.branches import is_rare
-from ampwise_lint.source.roles import leaves
+from ampwise_lint.source.places import functions_of, is_inside
+from ampwise_lint.source.roles import dotted, leaves
+from ampwise_lint.values.contents import origins
 from ampwise_lint.values.events import (
     Backward,
     Event,
+    Forward,
     OptimizerStep,
     ScalerStep,
     ZeroGrad,
@@ -34,8 +37,42 @@ def accumulates(trace: Trace) -> Iterator[tuple[Backward, ScalerStep | Optimizer
         step = next(
             (e for e in trace.events[index:] if isinstance(e, ScalerStep | OptimizerStep)), None
         )
-        if step is not None and (_is_deeper(event, step) or _is_rarer(trace, event, step)):
+        if step is None or _is_thrown_away(trace, event, step):
+            continue
+        if _is_deeper(event, step) or _is_rarer(trace, event, step):
             yield event, step
+
+
+COPIES = ("copy.copy", "copy.deepcopy")
+
+
+def _is_thrown_away(trace: Trace, backward: Backward, step: Event) -> bool:
+    """Whether gradients are those of a copy that ends with its function, as an adversary's.
+
+    Nobody steps on them; what is looked for is the gradient of an input.
+    """
+    module = backward.module
+    function = next(iter(functions_of(module, backward.node)), None)
+    if function is None or any(is_inside(e.module, e.node, function) for e in step.way):
+        return False
+    parts = [*ast.walk(function)]
+    copies = {
+        target.id
+        for each in parts
+        if isinstance(each, ast.Assign) and isinstance(each.value, ast.Call)
+        if module.imports.full(each.value.func) in COPIES
+        for target in each.targets
+        if isinstance(target, ast.Name)
+    }
+    given_back = [each.value for each in parts if isinstance(each, ast.Return) and each.value]
+    copies -= {each.id for e in given_back for each in ast.walk(e) if isinstance(each, ast.Name)}
+    if not copies:
+        return False
+    origin = {id(each.node) for each in origins(backward.tensor)}
+    runs = [each for each in trace.of(Forward) if each.is_root and id(each.node) in origin]
+    return bool(runs) and all(
+        isinstance(e.node, ast.Call) and dotted(e.node.func) in copies for e in runs
+    )
 
 
 def zeroed_with(trace: Trace, backward: Backward) -> Iterator[ZeroGrad]:
