@@ -86,7 +86,7 @@ TRIES = re.compile(r"(^|[._])(smoke|dry_?run|sanity|debug)(_|$)")
 
 
 def is_trial(event: Event) -> bool:
-    """Whether it only tries out that a training runs: a smoke test, a dry run, whatever it costs."""
+    """Whether it only tries out that a training runs, as a smoke test or a dry run does."""
     if any(map(TRIES.search, event.context.functions)):
         return True
     asked = [e for e in event.context.conditions if isinstance(e.node, ast.If | ast.IfExp)]

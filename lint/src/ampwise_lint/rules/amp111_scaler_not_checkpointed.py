@@ -323,7 +323,8 @@ def _save_mistake(code: Analysis, save: Save) -> Mistake:
         node,
         module,
         "the checkpoint holds the optimizer's state but not the scaler's: a resumed run starts "
-        f"again at {_first_scale(code)} and skips steps until it fits; save scaler.state_dict() too",
+        f"again at {_first_scale(code)} and skips steps until it fits; save scaler.state_dict() "
+        "too",
         _edits(code, save, module),
     )
 
