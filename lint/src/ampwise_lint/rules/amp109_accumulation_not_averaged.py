@@ -4,7 +4,8 @@
 Reports backward of a loss that is not divided (or weighted), when gradients of several
 micro-batches add up before the step. A scaler's wrapper that is told when a window ends
 (`need_update=`) counts as a step. Dividing the gradients instead of the loss counts as well, and so
-does an Accelerator that knows the number (`gradient_accumulation_steps`).
+does an Accelerator that knows the number (`gradient_accumulation_steps`). Silent for a copy of the
+network that ends with its function, as an adversary's: nobody steps on its gradients.
 
 ## Why is this bad
 With mean losses, N micro-batches give N times the gradient of the global batch: the step is N

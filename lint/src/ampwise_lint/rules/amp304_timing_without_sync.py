@@ -1,12 +1,12 @@
 """# timing-without-sync
 
 ## What it does
-Reports a time taken in a training loop in mixed precision, or of a network in autocast, around
-work on the device, with no synchronize, event or read value before the clock is read the second
-time. `scaler.step` of an optimizer that is not fused reads found_inf, and so waits, too, as does
-the step behind `backward` of a trainer that may scale; one from elsewhere is taken for such.
-What is read now and then, to be logged, is no wait. Silent for a time over many steps each of which
-waits somewhere: little of the last one is still queued.
+Reports a time taken in a training loop in mixed precision, or of a network in autocast, around work
+on the device, with no synchronize, event or read value before the clock is read the second time.
+`scaler.step` of an optimizer that is not fused reads found_inf, and so waits, too, as does the step
+behind `backward` of a trainer that may scale; one from elsewhere is taken for such. What is read
+now and then, to be logged, is no wait; a tokenizer that makes a text of ids is one. Silent for a
+time over many steps each of which waits somewhere: little of the last one is still queued.
 
 ## Why is this bad
 Calls to CUDA return when work is queued. The difference is the time of queuing, not of

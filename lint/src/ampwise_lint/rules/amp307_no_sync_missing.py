@@ -4,7 +4,7 @@
 Reports backward on the micro-batches of an accumulation window under DistributedDataParallel,
 in a file that nowhere uses `no_sync()` or `require_backward_grad_sync`, nor calls in its loop what
 does; one finding for each loop. Silent where it trains by `model.module`, which goes past the
-wrapper.
+wrapper, and for a copy of the network that ends with its function.
 
 ## Why is this bad
 DistributedDataParallel all-reduces gradients in every backward. Over a window of 8
