@@ -8,7 +8,9 @@ from collections.abc import Iterator
 
 from ampwise_lint.analysis import Trace
 from ampwise_lint.queries.branches import is_rare
+from ampwise_lint.source.nodes import Node
 from ampwise_lint.source.places import functions_of, is_inside
+from ampwise_lint.source.project import Module
 from ampwise_lint.source.roles import dotted, leaves
 from ampwise_lint.values.contents import origins
 from ampwise_lint.values.events import (
@@ -37,13 +39,14 @@ def accumulates(trace: Trace) -> Iterator[tuple[Backward, ScalerStep | Optimizer
         step = next(
             (e for e in trace.events[index:] if isinstance(e, ScalerStep | OptimizerStep)), None
         )
-        if step is None or _is_thrown_away(trace, event, step):
+        if step is None or not (_is_deeper(event, step) or _is_rarer(trace, event, step)):
             continue
-        if _is_deeper(event, step) or _is_rarer(trace, event, step):
+        if not _is_thrown_away(trace, event, step):
             yield event, step
 
 
 COPIES = ("copy.copy", "copy.deepcopy")
+PARAMETERS = ("parameters", "named_parameters")
 
 
 def _is_thrown_away(trace: Trace, backward: Backward, step: Event) -> bool:
@@ -55,24 +58,36 @@ def _is_thrown_away(trace: Trace, backward: Backward, step: Event) -> bool:
     function = next(iter(functions_of(module, backward.node)), None)
     if function is None or any(is_inside(e.module, e.node, function) for e in step.way):
         return False
-    parts = [*ast.walk(function)]
-    copies = {
-        target.id
-        for each in parts
-        if isinstance(each, ast.Assign) and isinstance(each.value, ast.Call)
-        if module.imports.full(each.value.func) in COPIES
-        for target in each.targets
-        if isinstance(target, ast.Name)
-    }
-    given_back = [each.value for each in parts if isinstance(each, ast.Return) and each.value]
-    copies -= {each.id for e in given_back for each in ast.walk(e) if isinstance(each, ast.Name)}
+    copies = _copies_only_run(module, function)
     if not copies:
         return False
     origin = {id(each.node) for each in origins(backward.tensor)}
-    runs = [each for each in trace.of(Forward) if each.is_root and id(each.node) in origin]
-    return bool(runs) and all(
-        isinstance(e.node, ast.Call) and dotted(e.node.func) in copies for e in runs
-    )
+    runs = [each.node for each in trace.of(Forward) if each.is_root and id(each.node) in origin]
+    return bool(runs) and all(dotted(getattr(each, "func", each)) in copies for each in runs)
+
+
+def _copies_only_run(module: Module, function: Node) -> set[str]:
+    """Names of copies whose parameters a function takes nowhere: it hands them to nobody."""
+    copies: set[str] = set()
+    others: set[str] = set()
+    for each in ast.walk(function):
+        match each:
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call(func=made)):
+                if module.imports.full(made) in COPIES:
+                    copies.add(name)
+            case ast.Name(id=name, ctx=ast.Load()):
+                match module.parents[id(each)]:
+                    case ast.Attribute(attr=attr) if attr not in PARAMETERS:
+                        pass
+                    case ast.Call(func=called) if called is each:
+                        pass
+                    case ast.Call(func=called) if module.imports.full(called) in COPIES:
+                        pass
+                    case _:
+                        others.add(name)
+            case _:
+                pass
+    return copies - others
 
 
 def zeroed_with(trace: Trace, backward: Backward) -> Iterator[ZeroGrad]:
