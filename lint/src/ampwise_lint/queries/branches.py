@@ -60,11 +60,16 @@ def is_rare(branch: Condition, loop: Node | None, module: Module) -> bool:
 
 def is_of_evaluation(branch: Condition) -> bool:
     """Whether a branch is for a network that does not train: ``if not self.training``."""
-    node = branch.node
-    return isinstance(node, ast.If | ast.IfExp) and _tells(node.test, branch.taken, TRAINS, False)
+    return _asks(branch, TRAINS, False)
 
 
 TRAINS = re.compile(r"\.training$")
+
+
+def _asks(branch: Condition, flag: re.Pattern[str], value: bool) -> bool:
+    """Whether a branch is for a flag that has a value."""
+    node = branch.node
+    return isinstance(node, ast.If | ast.IfExp) and _tells(node.test, branch.taken, flag, value)
 
 
 def _tells(test: ast.expr, holds: bool, flag: re.Pattern[str], value: bool) -> bool:
@@ -89,8 +94,7 @@ def is_trial(event: Event) -> bool:
     """Whether it only tries out that a training runs, as a smoke test or a dry run does."""
     if any(map(TRIES.search, event.context.functions)):
         return True
-    asked = [e for e in event.context.conditions if isinstance(e.node, ast.If | ast.IfExp)]
-    return any(_tells(each.node.test, each.taken, TRIAL, True) for each in asked)
+    return any(_asks(each, TRIAL, True) for each in event.context.conditions)
 
 
 def is_of_fault(event: Event) -> bool:
