@@ -1,7 +1,8 @@
 """Findings of unchanged files, kept between runs.
 
 One small JSON file for each file checked, in the user's cache folder. What it holds is used only
-if the linter, the file, and every file that was read to understand it are the same to the byte.
+if the linter, the file, and every file that was read to understand it are the same to the byte, and
+the project asks for the same versions of torch.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ampwise_lint.findings import Edit, Finding
+from ampwise_lint.source.requirements import Requirements
 from ampwise_lint.source.text import UnreadableError, read_bytes
 
 
@@ -48,9 +50,10 @@ def _finding(kept: dict[str, Any]) -> Finding:
 class Cache:
     """What was found in files before, for one run over some files that may be read together."""
 
-    def __init__(self, files: frozenset[Path]) -> None:
+    def __init__(self, files: frozenset[Path], requirements: Requirements) -> None:
         names = "\n".join(map(str, sorted(files)))
         self._others = _short(names.encode(errors="replace"))
+        self._requirements = requirements
         self._digests: dict[Path, str] = {}
 
     def load(self, path: Path) -> tuple[list[Finding], str] | None:
@@ -58,6 +61,8 @@ class Cache:
         try:
             kept: Any = json.loads(_entry(path).read_text())
             if kept["version"] != version() or kept["others"] != self._others:
+                return None
+            if kept["torch"] != self._torch(path):
                 return None
             if any(self._digest(Path(each)) != was for each, was in kept["files"].items()):
                 return None
@@ -76,6 +81,7 @@ class Cache:
         kept = {
             "version": version(),
             "others": self._others,
+            "torch": self._torch(path),
             "files": digests,
             "findings": [asdict(each) for each in findings],
             "skipped": skipped,
@@ -88,6 +94,10 @@ class Cache:
             aside.replace(entry)
         except OSError:
             aside.unlink(missing_ok=True)
+
+    def _torch(self, path: Path) -> str:
+        """The versions of torch that a file's project asks for."""
+        return str(self._requirements.of(path))
 
     def _digest(self, path: Path) -> str:
         """A digest of a file's content; empty where it cannot be read."""

@@ -227,7 +227,7 @@ class Checker:
 
     def __init__(self, files: frozenset[Path], use_cache: bool) -> None:
         self._project = Project(files)
-        self._cache = Cache(files) if use_cache else None
+        self._cache = Cache(files, self._project.requirements) if use_cache else None
 
     def __call__(self, path: Path) -> Checked:
         """Check a file, or remember what was found in it."""
@@ -338,7 +338,7 @@ def _findings(code: Analysis) -> Iterator[Finding]:
                 name=rule.name,
                 severity=mistake.severity or rule.severity,
                 message=mistake.message,
-                fix=rule.fix,
+                fix=mistake.fix or rule.fix,
                 edits=own_edits(mistake),
                 end_line=end,
                 cell=cell[0] if cell is not None else None,

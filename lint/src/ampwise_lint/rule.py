@@ -27,6 +27,8 @@ class Mistake:
     """Works `edits` out, where that takes a search: once for each place, not on every path."""
     severity: Severity | None = None
     """Where it is another one than the rule's."""
+    fix: Safety | None = None
+    """How safe its edits are, where that is another one than the rule's."""
 
 
 Check = Callable[[Analysis], Iterable[Mistake]]

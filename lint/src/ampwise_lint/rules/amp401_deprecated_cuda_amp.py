@@ -2,9 +2,12 @@
 
 ## What it does
 Reports imports from `torch.cuda.amp` and `torch.cpu.amp`, and uses of these by their full path.
-Names that are not called are reported as info: those of types, and imports that nothing uses.
-Silent in a branch for other versions of torch, where the check has a branch with the new names, and
-for full paths in annotations that Python does not evaluate (`from __future__ import annotations`).
+Names that are not called are reported as info: those of types, and imports that nothing uses. So
+is what has to stay: where the project's requirements (pyproject.toml, setup.py, setup.cfg,
+requirements.txt, environment.yml) allow no version of torch that has the new name: autocast came
+with 1.12, GradScaler with 2.3, the decorators with 2.4. Silent in a branch for other versions of
+torch, where the check has a branch with the new names, and for full paths in annotations that
+Python does not evaluate (`from __future__ import annotations`).
 
 ## Why is this bad
 autocast, GradScaler, custom_fwd and custom_bwd of these modules issue a FutureWarning when they
@@ -30,8 +33,9 @@ Safe: `--fix` changes import and calls and names the device. The old classes der
 ones, so behaviour stays the same. Left to the author, with the reason: imports that bring other
 names along, names that are handed on (`ctx = autocast if amp else nullcontext`: whoever calls that
 would have to name the device) or bound twice, and arguments by `*`. What stands behind a check for
-other versions of torch (`try` with `except ImportError`, a comparison) that knows no new name is
-reported as info and never edited.
+other versions of torch (`try` with `except ImportError`, a comparison) that knows no new name, or
+in a project whose requirements allow no version with the new name, is reported as info and never
+edited. Unsafe where they allow older versions as well (`torch>=1.8`), which the new name breaks.
 """
 
 from __future__ import annotations
@@ -42,20 +46,27 @@ from collections.abc import Iterator
 from typing import Literal
 
 from ampwise_lint.analysis import Analysis
-from ampwise_lint.findings import Edit
+from ampwise_lint.findings import Edit, Safety, Severity
 from ampwise_lint.queries.edits import edit
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.imports import Imports
 from ampwise_lint.source.nodes import Node
 from ampwise_lint.source.places import is_never_read, is_type, names_bound_by
 from ampwise_lint.source.project import Module
+from ampwise_lint.source.requirements import Version
 from ampwise_lint.source.roles import dotted
 from ampwise_lint.source.versions import has_newer, is_for_versions
 from ampwise_lint.triggers import OLD_PACKAGES
 
 OLD = {"torch.cuda.amp": "cuda", "torch.cpu.amp": "cpu"}
 HOMES = (*OLD, *(f"{old}.{each}" for old in OLD for each in ("autocast_mode", "grad_scaler")))
-NAMES = ("autocast", "GradScaler", "custom_fwd", "custom_bwd")
+SINCE: dict[str, Version] = {
+    "autocast": (1, 12),
+    "GradScaler": (2, 3),
+    "custom_fwd": (2, 4),
+    "custom_bwd": (2, 4),
+}
+"""The first version of torch whose torch.amp has a name; torch.amp itself came with autocast."""
 NEW = re.compile(
     r"\btorch\.(amp|autocast|GradScaler)\b|from torch import [^\n]*\b(amp|autocast|GradScaler)\b"
 )
@@ -78,7 +89,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
             edits = _import_edits(module, statement)
             use = _use_of(module, statement.names)
             told = _first_of_use(module, statement, names, use)
-            yield _mistake(statement, module, told, use, edits)
+            yield _mistake(statement, module, told, _newest(module, old), use, edits)
     for node, full in module.imports.uses(module.index):
         home = _old_home(full)
         if isinstance(node, ast.Name) or _from_alias(found, node):
@@ -87,7 +98,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
             continue
         if not has_newer(module, node, NEW):
             use = "type" if is_type(module, node) else "call"
-            yield _mistake(node, module, full, use, _path_edits(module, node, full))
+            yield _mistake(node, module, full, full, use, _path_edits(module, node, full))
 
 
 def _old_home(name: str) -> str:
@@ -134,15 +145,44 @@ def _spells(module: Module, text: ast.expr, names: set[str]) -> bool:
 WORD = re.compile(r"\w+")
 
 
-def _mistake(node: Node, module: Module, name: str, use: Use, edits: Edits) -> Mistake:
+def _newest(module: Module, old: list[str]) -> str:
+    """Of old names that are imported, and those that are used by way of them, the one that
+    torch.amp has had last.
+    """
+    uses = [full for _, full in module.imports.uses(module.index)]
+    taken = [each for each in uses if any(each.startswith(f"{name}.") for name in old)]
+    return max(old + taken, key=_since)
+
+
+def _since(name: str) -> Version:
+    """The first version of torch with what becomes of an old name."""
+    return SINCE.get(name.rpartition(".")[2], SINCE["autocast"])
+
+
+def _mistake(node: Node, module: Module, name: str, newest: str, use: Use, edits: Edits) -> Mistake:
     told = f"{name} is deprecated: {GOES[use]}"
     if is_for_versions(module, node):
         told += "; here it is for another version of torch, which may need it"
         return Mistake(node, module, told, severity="info")
+    versions, since = module.project.requirements.of(module.path), _since(newest)
+    last = newest.rpartition(".")[2]
+    new = f"torch.amp.{last}" if last in SINCE else "torch.amp"
+    new += f" came with {'.'.join(map(str, since))}"
+    if (asked := versions.all_before(since)) is not None:
+        told = (
+            f"{name} is deprecated in newer versions of torch; here it stays, as {new}, and "
+            f"{asked.file} asks for torch {asked.words}"
+        )
+        return Mistake(node, module, told, severity="info")
     told += _instead(name) if use == "call" else f"; {INSTEAD[use]} torch.amp"
     if edits is None:
         told += " (not done here: a use of it may be more than a call)"
-    return Mistake(node, module, told, edits or (), severity=None if use == "call" else "info")
+    fix: Safety | None = None
+    if edits and (asked := versions.some_before(since)) is not None:
+        told += f" ({new}, and {asked.file} asks for torch {asked.words})"
+        fix = "unsafe"
+    severity: Severity | None = None if use == "call" else "info"
+    return Mistake(node, module, told, edits or (), severity=severity, fix=fix)
 
 
 GOES: dict[Use, str] = {
@@ -160,7 +200,7 @@ def _instead(name: str) -> str:
     device, last = OLD[_old_home(name)], name.rpartition(".")[2]
     if last in ("autocast", "GradScaler"):
         return f'; use torch.amp.{last}("{device}", ...)'
-    return f'; use torch.amp.{last}(device_type="{device}")' if last in NAMES else "; use torch.amp"
+    return f'; use torch.amp.{last}(device_type="{device}")' if last in SINCE else "; use torch.amp"
 
 
 # ---------------------------------------------------------------------- imports
@@ -193,7 +233,7 @@ def _new_import(statement: ast.Import | ast.ImportFrom) -> str:
             return f"import torch.amp as {old[0].asname}"
         return ""
     names = ", ".join(f"{e.name} as {e.asname}" if e.asname else e.name for e in old)
-    if statement.module in HOMES and all(each.name in NAMES for each in old):
+    if statement.module in HOMES and all(each.name in SINCE for each in old):
         return f"from torch.amp import {names}"
     if statement.module in ("torch.cuda", "torch.cpu") and [e.name for e in old] == ["amp"]:
         return f"from torch import {names}"
@@ -227,7 +267,7 @@ def _path_edits(module: Module, node: ast.Attribute | ast.Name, full: str) -> Ed
 def _with_device(module: Module, node: Node, full: str) -> Edits:
     """Name the device in a call, or make a bare decorator a call."""
     home, _, last = full.rpartition(".")
-    if last not in NAMES or home not in OLD:
+    if last not in SINCE or home not in OLD:
         return None
     parent = module.parents[id(node)]
     if isinstance(parent, ast.Call) and parent.func is node:

@@ -15,6 +15,7 @@ from ampwise_lint.source.defaults import device_defaults, flags_on, set_by_signa
 from ampwise_lint.source.imports import Imports, imports
 from ampwise_lint.source.nodes import Index, Node, span
 from ampwise_lint.source.outline import Outline, imported
+from ampwise_lint.source.requirements import Requirements
 from ampwise_lint.source.roles import Roles
 from ampwise_lint.source.text import Source, UnreadableError, read, read_text
 
@@ -157,6 +158,8 @@ class Project:
         self._modules: dict[Path, Module | UnreadableError] = {}
         self.outlines: dict[Path, Outline] = {}
         """What the prefilter saw of files."""
+        self.requirements = Requirements()
+        """The versions of torch that are asked for."""
         self._texts: dict[Path, str] | None = None
         self._importers: dict[Path, list[Path]] | None = None
         self._located: dict[tuple[Path, str, int], Path | None] = {}
