@@ -3,7 +3,8 @@
 ## What it does
 Reports `forward` of a `torch.autograd.Function` that is applied under autocast, when neither it
 nor `backward` has `custom_fwd` / `custom_bwd` or an autocast of its own. Silent where forward
-returns its input and saves nothing (gradient reversal).
+returns its input and saves nothing (gradient reversal), and where backward only moves the gradient
+or adds it up.
 
 ## Why is this bad
 forward runs under autocast and saves its inputs as they came; backward runs with autocast off.
@@ -49,6 +50,7 @@ from ampwise_lint.analysis import Analysis
 from ampwise_lint.findings import Edit
 from ampwise_lint.queries.edits import edit
 from ampwise_lint.rule import Mistake, rule
+from ampwise_lint.source import library
 from ampwise_lint.source.places import has_torch
 from ampwise_lint.source.project import Module
 from ampwise_lint.source.roles import dotted
@@ -116,13 +118,36 @@ MOVES = VIEWS | {
 """What keeps a tensor's dtype, whatever autocast says."""
 
 
+FORWARD = MOVES | library.PLAIN | library.COUNTS | library.FACTORIES | library.INTEGER | {
+    "round", "sign", "floor", "ceil", "trunc", "mark_non_differentiable",
+}  # fmt: skip
+"""What promotes its inputs, or takes one."""
+BACKWARD = MOVES | library.COUNTS
+
+
 def _only_moves(class_: ast.ClassDef) -> bool:
-    """Whether forward and backward only move tensors: collectives, with what goes with them."""
-    walked = [each for each in map(partial(_method, class_), ("forward", "backward")) if each]
-    inside = [node for each in walked for body in each.body for node in ast.walk(body)]
-    calls = [dotted(e.func).rpartition(".")[2] for e in inside if isinstance(e, ast.Call)]
-    computes = any(isinstance(each, ast.BinOp) for each in inside)
-    return not computes and set(calls) <= MOVES
+    """Whether backward only moves the gradient, or adds it up: in whatever dtype that comes, it
+    meets no other tensor, and autograd casts what comes out. forward multiplies no matrices.
+    """
+    forward, backward = _inside(class_, "forward"), _inside(class_, "backward")
+    operators = [each.op for each in forward if isinstance(each, ast.BinOp)]
+    return (
+        _called(forward) <= FORWARD
+        and _called(backward) <= BACKWARD
+        and not any(isinstance(each, ast.MatMult) for each in operators)
+        and not any(isinstance(each, ast.BinOp) for each in backward)
+    )
+
+
+def _inside(class_: ast.ClassDef, name: str) -> list[ast.AST]:
+    method = _method(class_, name)
+    return [node for each in (method.body if method else []) for node in ast.walk(each)]
+
+
+def _called(nodes: list[ast.AST]) -> set[str]:
+    """The names of what is called, also as methods of any expression."""
+    functions = [each.func for each in nodes if isinstance(each, ast.Call)]
+    return {getattr(each, "attr", getattr(each, "id", "")) for each in functions}
 
 
 def _viewed(node: ast.expr) -> str:
