@@ -9,7 +9,8 @@ those for a step that went wrong or gave a warning, for a dry run or a smoke tes
 (`if not self.training`); in functions that such a condition leaves early; and on paths that train
 in float32, as where another class of a family of trainers is the one in lower precision. An
 `Accelerator` that is told no precision counts: its launch tells it one. A DeepSpeed engine counts
-where code in sight switches 16 bits on.
+where code in sight switches 16 bits on. Two readings of the scale that are compared tell whether
+the step was skipped, as AMP112 advises: they are not reported.
 
 ## Why is this bad
 The host waits until the device has done all that is queued, and the device then waits until the
@@ -69,8 +70,10 @@ def check(code: Analysis) -> Iterator[Mistake]:
     edits: dict[int, tuple[Edit, ...]] = {}
     for trace in code.traces:
         for event in trace.of(HostSync):
-            if event.how == "get_scale" and (event.context.functions in waits or _is_asked(event)):
-                continue  # the price of a schedule that waits for skipped steps: AMP112
+            if event.how == "get_scale" and (
+                event.context.functions in waits or _is_compared(event)
+            ):
+                continue  # the price of what waits for skipped steps, such as a schedule: AMP112
             # Of what another file is given more has to be known.
             sure = event.module is code.module or isinstance(event.tensor, KNOWN)
             if not sure or _is_on_host(event) or _is_no_tensor(event):
@@ -194,19 +197,26 @@ def _asks_scale(event: SchedulerStep) -> bool:
     return any("get_scale" in each.key for each in event.context.conditions)
 
 
-SCHEDULE = re.compile(r"sched|(^|[._])lr(_|$)", re.IGNORECASE)
+def _is_compared(event: HostSync) -> bool:
+    """Whether it is one of two readings of the scale that are compared: was the step skipped?"""
+    scope = scope_of(event.module, event.node)
+    kept = {
+        dotted(target): each.value
+        for each in ast.walk(scope)
+        if isinstance(each, ast.Assign) and _reads_scale(each.value)
+        for target in each.targets
+        if dotted(target)
+    }
+    for each in ast.walk(scope):
+        if isinstance(each, ast.Compare):
+            sides = [kept.get(dotted(side), side) for side in (each.left, *each.comparators)]
+            if all(map(_reads_scale, sides)) and any(event.node is side for side in sides):
+                return True
+    return False
 
 
-def _is_asked(event: HostSync) -> bool:
-    """Whether a branch asks for the scale to move a schedule on, whose steps are not in sight."""
-    return any(
-        "get_scale" in ast.unparse(branch.test)
-        and any(
-            SCHEDULE.search(dotted(e.func)) for e in ast.walk(branch) if isinstance(e, ast.Call)
-        )
-        for branch in ast.walk(scope_of(event.module, event.node))
-        if isinstance(branch, ast.If)
-    )
+def _reads_scale(node: ast.expr) -> bool:
+    return isinstance(node, ast.Call) and dotted(node.func).endswith(".get_scale")
 
 
 # ---------------------------------------------------------------------- fixes
