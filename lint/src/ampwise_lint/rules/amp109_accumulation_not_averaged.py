@@ -380,7 +380,8 @@ def _mistake(backward: Backward | Managed, edits: tuple[Edit, ...]) -> Mistake:
         backward.node,
         backward.module,
         "gradients of several micro-batches add up, and the loss is not divided by their number: "
-        "the step is that many times too large, and in float16 overflows that much sooner; divide "
-        "the loss by the number of micro-batches (or weight it by samples) before backward",
+        "the gradient is that many times too large (SGD's step with it, and clipping is that much "
+        "stricter), and in float16 overflows that much sooner; divide the loss by the number of "
+        "micro-batches (or weight it by samples) before backward",
         edits,
     )
