@@ -423,4 +423,33 @@ def test_a_resumed_run_begins_with_the_scale_it_is_told(tmp_path, scale, words):
     path.write_text(BEGINS.format(scale=scale))
     found = [e for e in lint([path], use_cache=False).findings if e.code == "AMP111"]
     assert [each.line for each in found] == [13]
+
+
+TWICE = """\
+def train(model, loader, optimizer, scaler, criterion):
+    for x, y in loader:
+        scaler.scale(criterion(model(x), y)).backward()
+        scaler.unscale_(optimizer)
+        {between}
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+"""
+AGAIN = "scaler.scale(criterion(model(-x), y)).backward()"
+
+
+@pytest.mark.parametrize(
+    ("between", "words"),
+    [
+        ("print()", "remove one of the calls"),
+        (AGAIN, "behind the last backward"),
+        (f"optimizer.zero_grad(); {AGAIN}", "call update() between them"),
+    ],
+)
+def test_what_to_do_about_two_calls_depends_on_what_lies_between(tmp_path, between, words):
+    path = tmp_path / "twice.py"
+    path.write_text(TWICE.format(between=between))
+    found = [e for e in lint([path], use_cache=False).findings if e.code == "AMP103"]
+    assert [each.line for each in found] == [6]
     assert words in found[0].message

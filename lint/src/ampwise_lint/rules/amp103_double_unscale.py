@@ -44,21 +44,22 @@ from ampwise_lint.queries.edits import is_of_each, receiver
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.places import functions_of, is_inside
 from ampwise_lint.triggers import SCALER
-from ampwise_lint.values.events import ScalerStep, Unscale, Update
+from ampwise_lint.values.events import Backward, Event, ScalerStep, Unscale, Update, ZeroGrad
 
 
 @rule("AMP103", "double-unscale", "error", triggers=(SCALER,))
 def check(code: Analysis) -> Iterator[Mistake]:
     for trace in code.traces:
         done: dict[int, Unscale] = {}
-        for event in trace.events:
+        for index, event in enumerate(trace.events):
             match event:
                 case Update():
                     done = {}
                 case Unscale(optimizer=optimizer):
                     first = done.get(id(optimizer))
                     if first is not None and _repeats(first, event):
-                        yield _mistake(first, event)
+                        between = trace.events[trace.events.index(first) : index]
+                        yield _mistake(first, event, between)
                     done[id(optimizer)] = event
                 case ScalerStep(optimizer=optimizer):
                     first = done.pop(id(optimizer), None)
@@ -114,7 +115,7 @@ def _left(first: Unscale, branch: ast.If) -> Mistake:
     )
 
 
-def _mistake(first: Unscale, second: Unscale) -> Mistake:
+def _mistake(first: Unscale, second: Unscale, between: list[Event]) -> Mistake:
     if first.node is second.node:
         return Mistake(
             second.node,
@@ -127,5 +128,14 @@ def _mistake(first: Unscale, second: Unscale) -> Mistake:
         second.node,
         second.module,
         f"unscale_ is called a second time for this optimizer before update(): it raises "
-        f"RuntimeError (first in line {first.node.lineno}); remove one of the calls",
+        f"RuntimeError (first in line {first.node.lineno}); {_instead(between)}",
     )
+
+
+def _instead(between: list[Event]) -> str:
+    """What to do about two calls, by what happens between them."""
+    if not any(isinstance(each, Backward) for each in between):
+        return "remove one of the calls"
+    if any(isinstance(each, ZeroGrad) for each in between):
+        return "the gradients of both backward passes need it: call update() between them"
+    return "call it once, behind the last backward"
