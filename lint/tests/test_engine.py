@@ -453,3 +453,26 @@ def test_what_to_do_about_two_calls_depends_on_what_lies_between(tmp_path, betwe
     found = [e for e in lint([path], use_cache=False).findings if e.code == "AMP103"]
     assert [each.line for each in found] == [6]
     assert words in found[0].message
+
+
+NEVER = """\
+def train(model, loader, optimizer, scaler, criterion):
+    for x, y in loader:
+        scaler.scale(criterion(model(x), y)).backward()
+        {step}
+"""
+
+
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        ("scaler.step(optimizer); scaler.update()", "skips every step"),
+        ("optimizer.step()", "adds those of all earlier ones"),
+    ],
+)
+def test_what_is_left_of_gradients_depends_on_who_steps(tmp_path, step, words):
+    path = tmp_path / "never.py"
+    path.write_text(NEVER.format(step=step))
+    found = [e for e in lint([path], use_cache=False).findings if e.code == "AMP113"]
+    assert len(found) == 1
+    assert words in found[0].message

@@ -12,7 +12,8 @@ gradients that are not finite, or one that leaves the iteration.
 Zeroed before the step, there is nothing to apply: AssertionError "No inf checks were recorded
 for this optimizer." (with a fused optimizer it is `update()` that raises). Zeroed inside a
 window of 8, only the last micro-batch counts. Never zeroed, each step applies the sum of all
-batches so far.
+batches so far. A scaler divides that sum by the scale on every step, so earlier gradients count for
+little, but an inf stays in it: from the first one on, every step is skipped.
 
 ## Example
     with torch.autocast("cuda", dtype=torch.float16):
@@ -91,9 +92,16 @@ def check(code: Analysis) -> Iterator[Mistake]:
             yield Mistake(
                 step.node,
                 step.module,
-                "gradients are never zeroed: each step adds those of all earlier ones; call "
-                "optimizer.zero_grad() before each backward (or behind each step)",
+                f"gradients are never zeroed: {NEVER[type(step)]}; call optimizer.zero_grad() "
+                "before each backward (or behind each step)",
             )
+
+
+NEVER = {
+    OptimizerStep: "each step adds those of all earlier ones",
+    ScalerStep: "from the first inf on, which stays in them, the scaler skips every step (what "
+    "else is left of earlier ones it divides by the scale each time)",
+}
 
 
 def _before_accumulated(code: Analysis) -> Iterator[Mistake]:
