@@ -12,6 +12,7 @@ where it was before the failing step, and asked:
 2. Does training go on: the step itself and the next ones, with finite losses and parameters, and
    skipped only as long as a loss scale settles?
 3. Is anything left wrong that its gradients do not show: a loss, or a line that still overflows?
+4. Does it still make a step in plain float32, where the source on disk does (`plain`)?
 
 What its gradients keep on the next steps, as the source on disk would make them in float64, is
 measured between the two (`ahead`).
@@ -43,7 +44,7 @@ from ampwise.errors import kind_and_words
 from ampwise.lines import is_users
 from ampwise.numerics.observe.reference import Reference, reference
 from ampwise.numerics.observe.trace import watch
-from ampwise.numerics.remedy import ahead, fix, handover
+from ampwise.numerics.remedy import ahead, fix, handover, plain
 from ampwise.numerics.remedy.candidate import AS_IT_IS
 from ampwise.numerics.remedy.fresh import serve
 from ampwise.numerics.remedy.headroom import near_the_end
@@ -100,15 +101,21 @@ def tried(folder: Path, name: str, tell: Callable[[Outcome], object]) -> None:
         return
     if overlay is not None and name.startswith(COST):
         tell(Outcome("", cost=cost_beside_original(task, overlay, content, before)))
-    elif overlay is not None:
-        tell(measures(folder, task, content))
-    elif content["updates"]:
+        return
+    if overlay is not None:
+        outcome = measures(folder, task, content)
+        if outcome.verified:
+            outcome = replace(outcome, complaint=plain.broken(folder, task, content))
+        tell(outcome)
+        return
+    if content["updates"]:
         tell(_of_updates(folder, task, content))
     else:
         arm, stash = handover.restored(task, content)
         tell(_mended(arm, stash, content)[0])
         if not content["after"]:
             ahead.write(folder, task, content)
+    plain.note(folder, task, content)
 
 
 def _outcome(folder: Path, task: Task, content: Mapping[str, Any]) -> Outcome:
