@@ -873,6 +873,18 @@ def test_a_name_is_cast_in_front_of_what_takes_its_format_over():
     assert less.what == "r in float32 from here on"
 
 
+def test_a_cast_of_a_formula_of_what_is_cast_to_float32_and_a_number_is_left_out():
+    code = (
+        "def f(x, weight, n):\n"
+        "    rstd = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + n).to(x.dtype)\n"
+        "    return x * rstd * weight  # <-\n"
+    )
+    assert code.replace(".to(x.dtype)", "") in texts(code, "x rstd", cause="UNDERFLOW", op="mul")
+    other = code.replace("x.float()", "x")
+    wanted = other.replace("x.dtype", "torch.float32")
+    assert wanted in texts(other, "x rstd", cause="UNDERFLOW", op="mul")
+
+
 def test_a_pair_that_assigns_a_name_to_itself_is_left_out():
     code = (
         "def misfit(recon, flux, sigma):\n"

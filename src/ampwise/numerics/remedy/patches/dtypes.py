@@ -21,7 +21,7 @@ from ampwise.numerics.remedy.patches.edit import (
     separable,
     widened,
 )
-from ampwise.numerics.remedy.patches.site import Site
+from ampwise.numerics.remedy.patches.site import OTHER, Site
 from ampwise.numerics.remedy.patches.source import (
     Before,
     Change,
@@ -241,18 +241,25 @@ def _instead(site: Site, call: cst.Call) -> cst.BaseExpression:
 
 
 def _is_float32(site: Site, term: Term) -> bool:
-    """Whether a name holds float32, or a formula is of such names and numbers only."""
+    """Whether a name holds float32, or a formula is of such, of casts to it and of numbers only."""
     if term.op in ELEMENTWISE:
         given = [each for each in map(term.get, TENSORS) if each is not None]
-        tensors = [e for e in given if not e.is_constant and not _is_whole(site, e)]
+        tensors = [e for e in given if not _is_number(site, e) and not _is_whole(site, e)]
         return bool(tensors) and all(_is_float32(site, each) for each in tensors)
     if (base := viewed(site, term.node)) is not None:
         return _is_float32(site, site.term(base))
     match term.node:
         case cst.Attribute(value=whole, attr=cst.Name(value="real" | "imag")):
             return site.kinds(whole) == {"complex64"}
+        case cst.Call(func=cst.Attribute(attr=cst.Name(value="float")), args=[]):
+            return True
         case _:
             return site.kinds(term.node) == {"float32"}
+
+
+def _is_number(site: Site, term: Term) -> bool:
+    """Whether it is a number that is no tensor."""
+    return term.is_constant or site.kinds(term.node) == {OTHER}
 
 
 def _is_whole(site: Site, term: Term) -> bool:
