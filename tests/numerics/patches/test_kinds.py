@@ -482,6 +482,40 @@ def test_a_format_that_another_method_has_a_default_for_is_float32():
     assert wanted in texts(code, cause="EPS_UNDERFLOW", op="div")
 
 
+@pytest.mark.parametrize(
+    ("keeps", "kept"),
+    [
+        ("self.keep = keep", "self.keep"),
+        ("self.defaults = dict(state=keep)", 'group["state"]'),
+        ('self.defaults = {"state": keep}', 'group["state"]'),
+    ],
+)
+def test_before_the_default_what_is_made_in_its_format_is_float32_each_by_itself(keeps, kept):
+    code = (
+        "class Adam16(torch.optim.Optimizer):\n"
+        "    def __init__(self, params, keep=torch.float16):\n"
+        f"        {keeps}\n\n"
+        "    def state_of(self, p, group):\n"
+        f"        mean = torch.zeros_like(p, dtype={kept})\n"
+        f"        return mean, p.square().to({kept}), p.to(p.dtype)\n\n"
+        "    def step(self):\n"
+        "        square.copy_(square + grad)  # <-\n"
+    )
+    found = made(code, cause="UNDERFLOW", op="copy_")
+    texts = [each.data.decode().removeprefix(HEAD) for each in found]
+    mean, square = f"dtype={kept}", f"to({kept})"
+    square_too = code.replace(square, "to(torch.float32)")
+    both = square_too.replace(mean, "dtype=torch.float32")
+    at = texts.index(both)
+    assert at < texts.index(code.replace("=torch.float16", "=torch.float32"))
+    assert found[at].what == f"float32 in place of {kept}"
+    assert found[at].parts == 2
+    assert found[at].only is not None
+    less = found[at].only({1})
+    assert less is not None
+    assert less.data.decode() == HEAD + square_too
+
+
 def test_an_island_asks_nothing_of_what_only_a_lambda_knows():
     code = (
         "def f(x, i):\n    at = lambda table: table.gather(-1, i) + table  # <-\n"

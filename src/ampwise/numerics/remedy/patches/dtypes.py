@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import libcst as cst
 
@@ -38,6 +38,7 @@ from ampwise.numerics.remedy.patches.written import (
     asked_for,
     is_a_dtype,
     made_like,
+    named_formats,
     of_half,
     only_asked,
     taken_over,
@@ -104,7 +105,7 @@ def _uncast(site: Site) -> Iterator[Edit]:
 
     Then the formats of tensors that are made in the function in that of one with 16 bits.
     State that is kept in a dictionary is no name; and its format may be an argument that another
-    method of the class has a default for.
+    method of the class has a default for: first only what is made in it, then the default.
     """
     if site.statement is None:
         return
@@ -122,13 +123,22 @@ def _uncast(site: Site) -> Iterator[Edit]:
     made = [each for each in site.roots if not _is_cast(each)]
     followed = of_half(site, taken_over(site, made))
     state = behind | of_half(site, taken_over(site, _casts_of(site)))
-    for changes in (here, state, behind, everywhere, of_class):
+    for changes in (here, state, behind, everywhere):
         if changes:
             yield from in_place_of("a cast to float32", "16 bits", site, changes)
+    of_name = {} if around is None else named_formats(site, around)
+    if of_name:
+        yield from in_place_of("float32", _asked(of_name), site, of_name)
+    if of_class:
+        yield from in_place_of("a cast to float32", "16 bits", site, of_class)
     if followed:
-        asked = [code_of(each) for each in followed if isinstance(each, cst.Attribute)]
-        what = joined(dict.fromkeys(asked)) or "another format"
-        yield from in_place_of("float32", what, site, followed)
+        yield from in_place_of("float32", _asked(followed), site, followed)
+
+
+def _asked(formats: Iterable[cst.CSTNode]) -> str:
+    """What formats are asked for by."""
+    asked = [code_of(e) for e in formats if isinstance(e, cst.Attribute | cst.Name | cst.Subscript)]
+    return joined(dict.fromkeys(asked)) or "another format"
 
 
 def _casts_of(site: Site) -> list[cst.BaseExpression]:

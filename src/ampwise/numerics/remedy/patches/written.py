@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import libcst as cst
 
@@ -25,7 +25,7 @@ def wide(site: Site, node: cst.CSTNode) -> dict[cst.CSTNode, Change]:
     changes: dict[cst.CSTNode, Change] = {}
     for name in walk(node, cst.Attribute):
         full = site.source.full(name)
-        if full.removeprefix("torch.") in (*HALF, "half") and full.startswith("torch."):
+        if _is_half_format(site, name):
             changes[name] = cst.parse_expression(site.source.spelled("torch.float32"))
         elif name.attr.value in ("half", "bfloat16") and not full and _is_called(site, name):
             changes[name.attr] = cst.Name("float")
@@ -61,6 +61,78 @@ def taken_over(site: Site, expressions: Iterable[cst.BaseExpression]) -> dict[cs
             assert isinstance(node.func, cst.Attribute)
             changes[node] = method(node.func.value, "float")
     return changes
+
+
+def named_formats(site: Site, scope: cst.CSTNode) -> dict[cst.CSTNode, Change]:
+    """Changes that write float32 where a tensor is made in a format that has a name for 16 bits.
+
+    Such as an argument of a constructor with a default, and the attribute that keeps it: changed by
+    themselves, all that is made in the format would be float32.
+    """
+    names = _names_for_half(site, scope)
+    float32 = cst.parse_expression(site.source.spelled("torch.float32"))
+    return {
+        arg.value: float32
+        for call in walk(scope, cst.Call)
+        for arg in call.args
+        if _last(arg.value) in names and _gives_a_format(arg, call)
+    }
+
+
+def _gives_a_format(arg: cst.Arg, call: cst.Call) -> bool:
+    if arg.keyword is not None:
+        return arg.keyword.value == "dtype" and dotted(call.func) != "dict"
+    return isinstance(call.func, cst.Attribute) and call.func.attr.value in ("to", "type")
+
+
+def _names_for_half(site: Site, scope: cst.CSTNode) -> set[str]:
+    """Names of arguments, attributes and keys that are given a 16-bit format, or such a name."""
+    given = list(_given(scope))
+    names: set[str] = set()
+    for _ in given:
+        more = {name for name, to in given if _is_half_format(site, to) or _last(to) in names}
+        if more == names:
+            break
+        names = more
+    return names - {""}
+
+
+def _given(scope: cst.CSTNode) -> Iterator[tuple[str, cst.BaseExpression]]:
+    """Names, attributes of ``self`` and keys, each with what it is given."""
+    for node in walk(scope, cst.CSTNode):
+        match node:
+            case cst.Param(name=cst.Name(value=name), default=value) if value is not None:
+                yield name, value
+            case cst.Assign(targets=[cst.AssignTarget(target=target)], value=value):
+                yield _last(target), value
+            case cst.DictElement(key=cst.SimpleString() as key, value=value):
+                yield str(key.evaluated_value), value
+            case cst.Call(func=cst.Name(value="dict"), args=args):
+                for each in args:
+                    if each.keyword is not None:
+                        yield each.keyword.value, each.value
+            case _:
+                pass
+
+
+def _is_half_format(site: Site, node: cst.BaseExpression) -> bool:
+    full = site.source.full(node)
+    return full.startswith("torch.") and full.removeprefix("torch.") in (*HALF, "half")
+
+
+def _last(node: cst.BaseExpression) -> str:
+    """What a name, an attribute of ``self`` or a key is called; empty for anything else."""
+    match node:
+        case cst.Name(value=name):
+            return name
+        case cst.Attribute(value=cst.Name(value="self"), attr=cst.Name(value=name)):
+            return name
+        case cst.Subscript(
+            slice=[cst.SubscriptElement(slice=cst.Index(value=cst.SimpleString() as key))]
+        ):
+            return str(key.evaluated_value)
+        case _:
+            return ""
 
 
 def _only_promotes(site: Site, node: cst.Call) -> bool:
