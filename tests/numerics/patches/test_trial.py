@@ -240,6 +240,8 @@ def test_a_status_says_what_was_shown_or_why_it_is_a_suggestion():
     stopped = Outcome("", False, 41.2, 2, "its loss is not finite").in_words(3)
     assert stopped.startswith("suggestion: the failing step is mended, but step 6 is not right")
     assert "patched source in float64" in Outcome("", True, 41.2, 5).in_words(3)
+    weak = Outcome("", False, 11.2, 5, weakest="shape.weight").in_words(3)
+    assert "its gradient of shape.weight, which was wrong, 11 dB from float64" in weak
     wrong = Outcome("", False, 41.2, 5, left="the loss is 2 and should be 3").in_words(3)
     assert wrong.endswith("the next 5 steps train; but the loss is 2 and should be 3")
     ahead = Outcome("", False, 62.0, 5, next_db=[40.0, 56.0, 16.0]).in_words(3)

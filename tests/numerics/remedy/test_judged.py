@@ -12,6 +12,7 @@ from torch import nn
 
 from ampwise.numerics.diagnose import diagnose
 from ampwise.numerics.examine import Examiner
+from ampwise.numerics.observe.gradient_errors import GradientErrors
 from ampwise.numerics.observe.reference import reference
 from ampwise.numerics.remedy.candidate import AS_IT_IS, Candidate
 from ampwise.numerics.remedy.fix import Judgement, judged, tried
@@ -269,6 +270,21 @@ def test_a_fix_is_judged_by_one_replay_and_without_backward_where_the_loss_is_no
     assert len(backwards) == 1
     assert of(torch.full((2, 4), float("inf"))).complaint == "still not finite"
     assert not backwards
+
+
+# -- what does not show in the whole gradient ------------------------------------------------------
+
+
+def test_a_gradient_that_was_wrong_counts_by_itself():
+    ideal = {"large": torch.full((4, 4), 100.0).double(), "small": torch.ones(4, 4).double()}
+    actual = {"large": torch.full((4, 4), 101.0), "small": torch.full((4, 4), -1.0)}
+    before = GradientErrors(actual, ideal)
+    assert before.sqnr_db > 30
+    assert before.hidden() == ["small"]
+    half = GradientErrors({**ideal, "small": torch.full((4, 4), 0.9)}, ideal)
+    assert half.least([]) == (pytest.approx(60, abs=0.1), "")
+    assert half.least(["small"]) == (pytest.approx(20, abs=0.1), "small")
+    assert GradientErrors({**actual, "large": -ideal["large"]}, ideal).hidden() == []  # it shows
 
 
 # -- costs -----------------------------------------------------------------------------------------

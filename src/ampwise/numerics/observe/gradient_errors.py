@@ -112,6 +112,20 @@ class GradientErrors:
         }
         return {name: kept for name, kept in matrices.items() if kept < below_db}
 
+    def hidden(self) -> list[str]:
+        """Weight matrices that train on noise, which the whole gradient does not show."""
+        if self.sqnr_db < GRADIENT_DB:
+            return []
+        return list(self.noisy(max(0.0, min(NOISE_DB, self.sqnr_db - NOISE_DB))))
+
+    def least(self, names: Collection[str]) -> tuple[float, str]:
+        """The least SQNR, in dB, of the whole gradient ("") and of some matrices, and of which.
+
+        One that is too small to be looked at here is left out, as by `noisy`.
+        """
+        alone = self.noisy(math.inf)
+        return min([(self.sqnr_db, ""), *((alone[each], each) for each in names if each in alone)])
+
     @property
     def worst_db(self) -> float:
         """The least SQNR of a weight matrix, in dB; inf where none is large enough to look at."""

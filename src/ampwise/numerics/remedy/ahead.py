@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,7 @@ def write(folder: Path, task: Task, content: Mapping[str, Any]) -> None:
         _step(arm, wanted.gradients, content["run"]["max_grad_norm"])
 
 
-def kept(folder: Path, arm: Arm, scale: float) -> Iterator[float]:
+def kept(folder: Path, arm: Arm, scale: float, weak: Collection[str]) -> Iterator[float]:
     """SQNR of the gradients of each next step, in dB; -inf where one is not finite.
 
     Parameters
@@ -82,6 +82,8 @@ def kept(folder: Path, arm: Arm, scale: float) -> Iterator[float]:
         Of the source that is tried; its parameters are written to.
     scale
         Loss scale that has settled on the failing step.
+    weak
+        Parameters whose gradient was wrong on it, as for `fix.judged`.
     """
     for number in count():
         if not _file(folder, number).exists():
@@ -90,7 +92,7 @@ def kept(folder: Path, arm: Arm, scale: float) -> Iterator[float]:
         _put(arm.model, content["parameters"])
         content["window"]["scale"] = torch.as_tensor(scale, device=arm.step.device)
         wanted: Reference = handover.reference(content)
-        db = fix.kept_db(Replay(arm.step), handover.stash(arm, content["window"]), wanted)
+        db = fix.kept_db(Replay(arm.step), handover.stash(arm, content["window"]), wanted, weak)
         if not math.isnan(db):
             yield db
 

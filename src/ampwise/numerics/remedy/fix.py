@@ -15,12 +15,12 @@ less exact than it could be, has to be clearly nearer with it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ampwise.errors import kind_and_words
-from ampwise.numerics.observe.gradient_errors import in_words
+from ampwise.numerics.observe.gradient_errors import GradientErrors, in_words
 from ampwise.numerics.observe.reference import Reference, gradient_errors, reference
 from ampwise.numerics.observe.values import which_loss
 from ampwise.numerics.remedy.candidate import AS_IT_IS, Candidate
@@ -113,11 +113,14 @@ class Judgement:
         finite, zero but for rounding, or not known.
     scale
         That loss scale.
+    weakest
+        The parameter whose gradient this is the SQNR of, where it is that of one.
     """
 
     complaint: str
     sqnr_db: float | None = None
     scale: float = 1.0
+    weakest: str = ""
 
 
 def judged(
@@ -126,11 +129,14 @@ def judged(
     candidate: Candidate,
     wanted: Reference,
     least_db: float = -math.inf,
+    weak: Collection[str] = (),
 ) -> Judgement:
     """Replay a step with a candidate: is it right?
 
     Parameters
     ----------
+    weak
+        Parameters whose gradient was wrong (`weak_in`): the SQNR is the least of theirs, too.
     least_db
         SQNR that the gradients must keep against the reference.
     """
@@ -140,20 +146,39 @@ def judged(
     if wrong and not (result.clean and wanted.finite):
         return Judgement(wrong, scale=scale)
     errors = gradient_errors(result, wanted, scale)
-    kept = errors.sqnr_db
+    kept, weakest = errors.least(weak)
     if not wrong and not kept >= least_db:  # NaN is not
         return Judgement(f"its gradients keep {kept:.0f} dB, of {least_db:g} asked", scale=scale)
     known = wanted.finite and math.isfinite(kept) and not wanted.is_zero(errors.norm)
-    return Judgement(wrong, kept if known else None, scale)
+    return Judgement(wrong, kept if known else None, scale, weakest if known else "")
 
 
-def kept_db(step: Replayable, stash: Stash, wanted: Reference) -> float:
-    """SQNR of a step's gradients, right or not: -inf if not finite, NaN if they should be 0."""
+def kept_db(step: Replayable, stash: Stash, wanted: Reference, weak: Collection[str] = ()) -> float:
+    """SQNR of a step's gradients, right or not: -inf if not finite, NaN if they should be 0.
+
+    Parameters
+    ----------
+    weak
+        As for `judged`.
+    """
+    errors = _as_it_is(step, stash, wanted)
+    if errors is None:
+        return -math.inf
+    return math.nan if wanted.is_zero(errors.norm) else errors.least(weak)[0]
+
+
+def weak_in(step: Replayable, stash: Stash, wanted: Reference) -> list[str]:
+    """Parameters whose gradient is wrong in a step as it is, though the whole does not show it."""
+    errors = _as_it_is(step, stash, wanted) if wanted.finite else None
+    return [] if errors is None else errors.hidden()
+
+
+def _as_it_is(step: Replayable, stash: Stash, wanted: Reference) -> GradientErrors | None:
+    """Gradients of a step without a fix, beside their reference; None where one is not finite."""
     settled, result = _settled(step, stash, AS_IT_IS)
     if result.error is not None or not result.clean:
-        return -math.inf
-    errors = gradient_errors(result, wanted, settled.scale or float(stash.scale))
-    return math.nan if wanted.is_zero(errors.norm) else errors.sqnr_db
+        return None
+    return gradient_errors(result, wanted, settled.scale or float(stash.scale))
 
 
 def _try(
@@ -171,7 +196,7 @@ def _try(
         return _Tried(settled, why)
     wrong = _complaint(stash, settled, result, wanted)
     if not wrong and wanted is not None and unmended is not None:
-        wrong = unmended.gain(_Kept.of(stash, settled, result, wanted))
+        wrong = unmended.gain(_Kept.of(stash, settled, result, wanted, unmended.weak))
     if wrong:
         return _Tried(settled, f"tried: {wrong}")
     return _Tried(settled, "", _weak(stash, settled, result, wanted))
@@ -193,19 +218,30 @@ def _weak(
 
 @dataclass(frozen=True)
 class _Kept:
-    """How near to its reference a replay is: its gradients, in dB, and the worst of its losses."""
+    """How near to its reference a replay is: its gradients, in dB, and the worst of its losses.
+
+    Attributes
+    ----------
+    weak
+        Parameters whose gradient is wrong, though the whole does not show it.
+    """
 
     sqnr_db: float
     loss_error: float
+    weak: list[str]
 
     @classmethod
     def of(
-        cls, stash: Stash, candidate: Candidate, result: Replayed, wanted: Reference
+        cls, stash: Stash, candidate: Candidate, result: Replayed, wanted: Reference,
+        weak: list[str] | None = None,
     ) -> _Kept:  # fmt: skip
+        """Of a replay; the parameters that are weak in it, if they are not known before."""
         scale = float(stash.scale) if candidate.scale is None else candidate.scale
         pairs = zip(result.losses, wanted.losses, strict=True)
         missed = max((abs(float(loss) - ideal) for loss, ideal in pairs), default=0.0)
-        return cls(gradient_errors(result, wanted, scale).sqnr_db, missed)
+        errors = gradient_errors(result, wanted, scale)
+        weak = errors.hidden() if weak is None else weak
+        return cls(errors.least(weak)[0], missed, weak)
 
     def gain(self, mended: _Kept) -> str:
         """Why another replay is not clearly nearer; empty if it is."""

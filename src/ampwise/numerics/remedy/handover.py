@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -58,6 +58,8 @@ class Failing:
         is not asked.
     made
         What makes parameters in 16 bits, by their names, where their updates are lost.
+    weak
+        Parameters whose gradient is wrong, though the whole does not show it (`fix.weak_in`).
     """
 
     source: TaskSource
@@ -69,6 +71,7 @@ class Failing:
     updates: int = 0
     at: tuple[str, str] | None = None
     made: Mapping[str, Maker] = dataclasses.field(default_factory=dict[str, Maker])
+    weak: Sequence[str] = ()
 
     @property
     def step(self) -> Replay:
@@ -117,6 +120,7 @@ def _content(failing: Failing, wanted: Reference) -> dict[str, Any]:
         "updates": failing.updates,
         "at": failing.at,
         "narrow": list(failing.made),
+        "weak": list(failing.weak),
     }
 
 

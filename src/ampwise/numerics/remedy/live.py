@@ -82,6 +82,7 @@ class _InPlace:
         self._file, self._before = file, before
         self._step, self._stash = step, stash
         self._wanted = reference(step, stash)
+        self._weak = fix.weak_in(step, stash, self._wanted)
         self._candidates: dict[int, Candidate] = {}
 
     def of(self, number: int, data: bytes, beside: Mapping[Path, bytes]) -> Outcome:
@@ -95,8 +96,8 @@ class _InPlace:
         if own:
             with patched.in_place():
                 wanted = reference(self._step, self._stash)
-        judged = fix.judged(self._step, self._stash, candidate, wanted)
-        return Outcome(judged.complaint, own, judged.sqnr_db)
+        judged = fix.judged(self._step, self._stash, candidate, wanted, weak=self._weak)
+        return Outcome(judged.complaint, own, judged.sqnr_db, weakest=judged.weakest)
 
     def in_words(self, outcome: Outcome) -> str:
         """An outcome, as a status of a patch."""

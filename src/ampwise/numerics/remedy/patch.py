@@ -69,7 +69,9 @@ def _trials(
     silent = all(map(finite, failing.stash.losses)) and not (
         fix.judged(failing.step, failing.stash, AS_IT_IS, wanted).complaint
     )
-    handover.save(folder / "step.pt", replace(failing, at=at), wanted)
+    of_update = failing.updates or failing.after
+    weak = [] if of_update else fix.weak_in(failing.step, failing.stash, wanted)
+    handover.save(folder / "step.pt", replace(failing, at=at, weak=weak), wanted)
     trials = Trials(
         folder, file, processes, number, silent=silent and not failing.updates,
         enough=enough_db(failing.step.policy.compute_dtype),

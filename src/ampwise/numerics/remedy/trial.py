@@ -124,7 +124,7 @@ def _outcome(folder: Path, task: Task, content: Mapping[str, Any]) -> Outcome:
     outcome, scale = _mended(arm, stash, content)
     if outcome.complaint:
         return outcome
-    outcome = replace(outcome, next_db=list(ahead.kept(folder, arm, scale)))
+    outcome = replace(outcome, next_db=list(ahead.kept(folder, arm, scale, content["weak"])))
     arm, stash = handover.restored(task, content)
     windows = ahead.windows(task, arm, stash, content)
     failing = [each.batch for each in stash.micro_batches]
@@ -178,11 +178,12 @@ def _judged(arm: Arm, stash: Stash, content: Mapping[str, Any]) -> tuple[Outcome
     step = Replay(arm.step)
     own = not content["wanted"]["finite"]
     wanted = reference(step, stash) if own else handover.reference(content)
-    judged = fix.judged(step, stash, AS_IT_IS, wanted)
+    judged = fix.judged(step, stash, AS_IT_IS, wanted, weak=content["weak"])
+    kept = {"sqnr_db": judged.sqnr_db, "weakest": judged.weakest}
     if judged.complaint:
-        return Outcome(judged.complaint, sqnr_db=judged.sqnr_db), judged.scale
+        return Outcome(judged.complaint, **kept), judged.scale
     left = _left(step, replace(stash, scale=torch.full_like(stash.scale, judged.scale)), wanted)
-    return Outcome("", own, judged.sqnr_db, left=left), judged.scale
+    return Outcome("", own, left=left, **kept), judged.scale
 
 
 def _left(step: Replay, stash: Stash, wanted: Reference) -> str:

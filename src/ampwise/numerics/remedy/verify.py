@@ -41,7 +41,10 @@ class Outcome:
         Whether the step was held against float64 of the patched source, the original being wrong in
         float64, too.
     sqnr_db
-        Of its gradients against that reference; None where that is exact, or not to be had.
+        Of its gradients against that reference, and of those by themselves that were wrong before
+        (`fix.weak_in`): the least; None where that is exact, or not to be had.
+    weakest
+        The parameter whose gradient this is, where it is that of one.
     next_steps
         Steps that trained after it.
     next_complaint
@@ -71,6 +74,7 @@ class Outcome:
     left: str = ""
     near: str = ""
     updates: int = 0
+    weakest: str = ""
 
     @property
     def verified(self) -> bool:
@@ -117,7 +121,12 @@ class Outcome:
         if self.sqnr_db is None or self.sqnr_db <= 0:  # a gradient that is 0
             return ""
         whose = "the patched source in float64" if self.own_reference else "float64"
-        near = f", its gradients {self.sqnr_db:.0f} dB from {whose}"
+        which = f"gradients {self.sqnr_db:.0f} dB from {whose}"
+        if self.weakest:
+            which = (
+                f"gradient of {self.weakest}, which was wrong, {self.sqnr_db:.0f} dB from {whose}"
+            )
+        near = f", its {which}"
         if self.next_db and not self.own_reference:
             steps = counted(len(self.next_db), "step")
             near += f" (on the next {steps}, {in_db(min(self.next_db))} at worst)"
