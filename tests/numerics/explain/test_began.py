@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -30,6 +31,10 @@ def test_zeros_are_followed_to_the_operation_that_made_them_first():
     first = Ancestor("mul", place, "float16", 60.0, 60.0, (), (exact,), flushed=3)
     later = Ancestor("mul", place, "float16", 60.0, 60.0, (), (exact, first), flushed=3)
     assert flushed_first(later) is first
+    squared = replace(later, parents=(first,), flushed=100, flushed_share=0.2)
+    assert flushed_first(squared) is squared  # of three the argument was 0 before
+    spread = replace(first, flushed_share=0.2)
+    assert flushed_first(replace(squared, parents=(spread,))) is spread
     assert flushed_first(exact) is None
     assert flushed_first(None) is None
 

@@ -171,6 +171,24 @@ def test_a_second_larger_eps_is_tried_where_the_first_fails():
     assert eps["an eps that float16 holds"].cost.startswith("tried: ")
 
 
+class Dark(nn.Module):
+    """The derivative of the root divides by twice its result: 2.1e-4, all but for the eps."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(4, 4, bias=False)
+        nn.init.eye_(self.lin.weight)
+
+    def forward(self, x):
+        return torch.sqrt(self.lin(x) ** 2 + 1e-8)  # <- here
+
+
+def test_an_eps_under_a_root_is_told_though_little_is_beside_it():
+    found = diagnose(task(Dark, apart, torch.full((4, 4), 3.2e-5)), "fp16", steps=2)
+    assert (found.cause, found.phase) == ("EPS_UNDERFLOW", "backward")
+    assert origin_line(found) == line_of(Dark)
+
+
 # -- inside the optimizer --------------------------------------------------------------------------
 
 

@@ -95,8 +95,13 @@ def _lost_in(maker: Ancestor | None) -> list[tuple[float, Ancestor]]:
 
 
 def _guards(eps: float, least: float) -> bool:
-    """Whether a constant, its root, or its distance from 1 would have kept a value away from 0."""
-    parts = (eps, math.sqrt(abs(eps)), 1 - eps if eps > 0.5 else 0.0)
+    """Whether a constant would have kept a value away from 0.
+
+    By itself, its root, twice that, by which the derivative of a root divides, or its distance
+    from 1.
+    """
+    root = math.sqrt(abs(eps))
+    parts = (eps, root, 2 * root, 1 - eps if eps > 0.5 else 0.0)
     return any(0.5 * least <= part <= 1.001 * least for part in parts)
 
 

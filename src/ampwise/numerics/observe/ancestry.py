@@ -22,6 +22,8 @@ LOGARITHMS = frozenset(["log", "log_", "log2", "log10"])
 _ELEMENTWISE = frozenset(["sub", "sub_", "rsub", "add", "add_"]) | LOGARITHMS
 _SUMS = frozenset(["add", "add_"])
 _BOUNDS = frozenset(["clamp", "clamp_", "clamp_min", "clamp_min_", "clamp_max", "clamp_max_"])
+_MOST = 0.5
+"""Share of the zeros of a result that come from an argument, from which on they began there."""
 _RIGHT, _WRONG = 0.1, 0.3
 """Relative errors up to which an element is right, and from which on it is lost."""
 
@@ -46,6 +48,8 @@ class Ancestor:
         The constant that it was taken from, or added to, and that those terms had rounded to.
     flushed
         Elements of its result that are 0 and too small for the format.
+    flushed_share
+        Which part of all its elements they are.
     extreme
         The value of the largest magnitude in its result, with its sign.
     error, own, brought
@@ -67,6 +71,7 @@ class Ancestor:
     cancelled: int = 0
     rounded_to: float | None = None
     flushed: int = 0
+    flushed_share: float = 0.0
     extreme: float = 0.0
     error: float = 0.0
     own: float = 0.0
@@ -108,15 +113,25 @@ def back_from(start: Ancestor | None) -> Iterator[Ancestor]:
 def flushed_first(start: Ancestor | None) -> Ancestor | None:
     """Where values began to fall below the format's smallest; None where `start` flushed none.
 
-    A zero that is carried on is too small for the format in what is made of it, too.
+    A zero that is carried on is too small for the format in what is made of it, too. A few that an
+    argument had before do not make the many that an operation gives.
     """
     found = start if start is not None and start.flushed else None
     while found is not None:
-        before = next((each for each in found.parents if each.flushed), None)
+        before = next((each for each in found.parents if _made_most(each, found)), None)
         if before is None:
             return found
         found = before
     return None
+
+
+def _made_most(before: Ancestor, found: Ancestor) -> bool:
+    """Whether zeros of an argument make most of those of a result.
+
+    By their number, as of what is added up or chosen from, or by their part, as of what is spread.
+    """
+    as_many = before.flushed >= _MOST * found.flushed
+    return before.flushed > 0 and (as_many or before.flushed_share >= _MOST * found.flushed_share)
 
 
 def largest_before(start: Ancestor, most: int) -> list[Ancestor]:

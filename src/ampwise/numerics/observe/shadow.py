@@ -416,7 +416,8 @@ class Shadow(OperationMode):
         lost = lost_constants(name, made.args, ideal, result)
         maker = Ancestor(
             name, made.place, dtype_name(result.dtype), made.inputs_db, propagated_db, lost,
-            parents, count, rounded_to, gone, extreme, *self._split(made, made_by),
+            parents, count, rounded_to, gone, gone / max(1, result.numel()), extreme,
+            *self._split(made, made_by),
             made.index, is_of_one_sign(name, ideal),
         )  # fmt: skip
         self._made.update(dict.fromkeys(map(key_of, made.written), maker))
