@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -187,6 +189,31 @@ def test_an_eps_under_a_root_is_told_though_little_is_beside_it():
     found = diagnose(task(Dark, apart, torch.full((4, 4), 3.2e-5)), "fp16", steps=2)
     assert (found.cause, found.phase) == ("EPS_UNDERFLOW", "backward")
     assert origin_line(found) == line_of(Dark)
+
+
+# -- what an infinity leaves -----------------------------------------------------------------------
+
+
+class Shares(nn.Module):
+    """A number over a sum that is inf is 0, and its logarithm is not finite."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(4, 4, bias=False)
+        nn.init.eye_(self.lin.weight)
+
+    def forward(self, x):
+        each = torch.exp(self.lin(x))
+        total = each[:, 0] + each[:, 1]  # <- here
+        return torch.log(each[:, 0] / total)
+
+
+def test_zeros_that_an_overflow_leaves_are_told_by_the_overflow():
+    found = diagnose(task(Shares, apart, torch.full((4, 4), 10.8)), "fp16", steps=2)
+    assert (found.cause, origin_line(found)) == ("RANGE_OVERFLOW", line_of(Shares))
+    assert re.search(r"are 0 and should be 0\.5: add on line \d+ gives inf, where it would be \d",
+                     found.explanation)  # fmt: skip
+    assert any("in float32" in each for each in verified(found))
 
 
 # -- inside the optimizer --------------------------------------------------------------------------

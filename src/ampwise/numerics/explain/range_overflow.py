@@ -8,9 +8,19 @@ from typing import Any
 
 from torch import Tensor
 
+from ampwise import formats
 from ampwise.data.move import changed, leaves
 from ampwise.numerics.explain import exponentials, float8
-from ampwise.numerics.explain.cause import Cause, Explanation, Fault, format_of, in_float64
+from ampwise.numerics.explain.cause import (
+    Argument,
+    Cause,
+    Explanation,
+    Fault,
+    format_of,
+    in_float64,
+)
+from ampwise.numerics.explain.underflow import zeros_and_wanted
+from ampwise.numerics.observe.ancestry import back_from
 from ampwise.numerics.observe.bits import all_bits, extreme_of
 from ampwise.numerics.observe.operations import tensors
 from ampwise.numerics.observe.roots import Root
@@ -46,6 +56,25 @@ def _by_itself(root: Root) -> Explanation | None:
         "RANGE_OVERFLOW",
         f"Inside {root.name} an intermediate went beyond {fmt}, which ends at {figure(fmt.max)}. "
         f"The result itself, {figure(peak)}, would fit.",
+    )
+
+
+def _by_argument(argument: Argument) -> Explanation | None:
+    """Zeros that are what an infinity before them left of a number."""
+    if argument.what != "zero":
+        return None
+    before = back_from(argument.maker)
+    lost = next((e for e in before if e.overflowed or e.cancels or e.flushed or e.lost), None)
+    while lost is not None and (first := next((e for e in lost.parents if e.overflowed), None)):
+        lost = first
+    if lost is None or not lost.overflowed:
+        return None
+    fmt = formats.lookup(lost.dtype)
+    return Explanation(
+        "RANGE_OVERFLOW",
+        f"{zeros_and_wanted(argument)}: {lost.where(argument.root.place)} gives inf, where it "
+        f"would be {figure(lost.overflowed)}, as {fmt} ends at {figure(fmt.max)}.",
+        lost,
     )
 
 
@@ -106,4 +135,6 @@ def _smaller_input(stash: Stash) -> list[Candidate]:
     ]
 
 
-CAUSE = Cause("RANGE_OVERFLOW", _remedies, by_itself=_by_itself, of_precision=True)
+CAUSE = Cause(
+    "RANGE_OVERFLOW", _remedies, by_itself=_by_itself, by_argument=_by_argument, of_precision=True
+)

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ampwise.numerics.observe.bits import extreme_of
 from ampwise.places import Place
 
 DIFFERENCES = frozenset(["sub", "sub_", "rsub", "add", "add_", "sum", "mean"])
@@ -57,6 +58,8 @@ class Ancestor:
         brings. Known where it was asked for (`shares`).
     index
         Its number in the order of execution.
+    overflowed
+        The largest, by magnitude, of what is inf in its result, and a number in float64; 0 if none.
     of_one_sign
         Whether it is a sum, or a mean, of numbers that are all positive, or all negative.
     """
@@ -78,6 +81,7 @@ class Ancestor:
     brought: tuple[float, ...] = ()
     index: int = 0
     of_one_sign: bool = False
+    overflowed: float = 0.0
 
     def where(self, origin: Place) -> str:
         """Name and line, for a sentence; of backward, that it is the derivative of the line.
@@ -191,7 +195,7 @@ def cancelled(
     if name not in _ELEMENTWISE or result.shape != wanted.shape:
         return 0, None
     actual = result.detach().double()
-    lost = (actual - wanted).abs() > _WRONG * wanted.abs()
+    lost = ((actual - wanted).abs() > _WRONG * wanted.abs()) & ~actual.isinf()
     if not bool(lost.any()):
         return 0, None
     pairs = [(a.detach().double(), b) for a, b in zip(args[:2], ideal[:2], strict=True)
@@ -212,6 +216,13 @@ def is_of_one_sign(name: str, ideal: Any) -> bool:
     if name not in ("sum", "mean") or not isinstance(ideal[0], Tensor):
         return False
     return bool((ideal[0] >= 0).all()) or bool((ideal[0] <= 0).all())
+
+
+def overflowed(result: Tensor, wanted: Tensor) -> float:
+    """The largest of what is inf in a result, and should be a number; 0 if nothing is."""
+    if result.shape != wanted.shape:
+        return 0.0
+    return extreme_of([wanted[result.isinf() & wanted.isfinite()]])
 
 
 def flushed(result: Tensor, wanted: Tensor, least: float) -> int:

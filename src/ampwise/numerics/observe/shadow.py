@@ -30,6 +30,7 @@ from ampwise.numerics.observe.ancestry import (
     flushed,
     is_of_one_sign,
     lost_constants,
+    overflowed,
 )
 from ampwise.numerics.observe.constants import Constants, originals
 from ampwise.numerics.observe.draws import finer
@@ -418,7 +419,7 @@ class Shadow(OperationMode):
             name, made.place, dtype_name(result.dtype), made.inputs_db, propagated_db, lost,
             parents, count, rounded_to, gone, gone / max(1, result.numel()), extreme,
             *self._split(made, made_by),
-            made.index, is_of_one_sign(name, ideal),
+            made.index, is_of_one_sign(name, ideal), overflowed(result, wanted),
         )  # fmt: skip
         self._made.update(dict.fromkeys(map(key_of, made.written), maker))
 
