@@ -193,6 +193,18 @@ def test_a_step_that_fails_after_updates_that_went_too_far_shows_these():
     assert found.origin.line == line_of(Tiny)
 
 
+def test_what_one_update_made_is_known_after_steps_that_are_skipped():
+    """A loss scale that has to come down for what the update has led to."""
+
+    class Far(Tiny):
+        def update(self, p, grad, state, lr):
+            super().update(p, grad, state, 1e-17 * lr)
+
+    run = follow(Trained(of(Far), Policy.parse("fp16"), Settings(torch.device("cpu")), 4), 4)
+    assert (run.updates, run.steps) == (1, 4)
+    assert run.went_too_far
+
+
 @pytest.mark.parametrize("kind", [Momentum, Compensated, ByChance, Wide], ids=lambda e: e.__name__)
 def test_an_update_that_loses_nothing_is_none(kind):
     assert diagnose(of(kind), precision="bf16", steps=8).status == "clean"

@@ -164,7 +164,7 @@ class Feedback(OperationMode):
     accumulates
         Names of tensors that were made of themselves.
     updates
-        How many steps made some of themselves: others were skipped.
+        How many steps wrote parameters: others were skipped.
     roundings
         By line.
     draws
@@ -215,8 +215,9 @@ class Feedback(OperationMode):
         itself.
         """
         found = {each.name for each in kept if self._feeds_on_itself(each)}
-        self.updates += bool(found)
-        self.accumulates = found if self.updates == _BY_THEN and found else self.accumulates | found
+        made = any(e.kind == PARAMETERS and memory(e.tensor) in self._written for e in kept)
+        self.updates += made
+        self.accumulates = found if made and self.updates == _BY_THEN else self.accumulates | found
 
     def _feeds_on_itself(self, each: Kept) -> bool:
         at = memory(each.tensor)
