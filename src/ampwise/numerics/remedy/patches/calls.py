@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 import libcst as cst
 
 from ampwise.numerics.remedy.patches.constants import assigned
-from ampwise.numerics.remedy.patches.dtypes import ELEMENTWISE, TENSORS, casts, may_be_half
+from ampwise.numerics.remedy.patches.dtypes import casts, may_be_half
 from ampwise.numerics.remedy.patches.edit import Edit, of_parts, separable, widened
 from ampwise.numerics.remedy.patches.island import bare, outside_autocast
 from ampwise.numerics.remedy.patches.site import OTHER, Site
 from ampwise.numerics.remedy.patches.source import Change, changed, dotted, walk
+from ampwise.numerics.remedy.patches.terms import ELEMENTWISE, TENSORS
 from ampwise.numerics.remedy.patches.views import raised_as_one, viewed
 from ampwise_lint.base.words import joined
 

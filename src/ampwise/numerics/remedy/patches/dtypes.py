@@ -10,18 +10,15 @@ from ampwise.formats import HALF
 from ampwise.numerics.remedy.patches.constants import assigned, terms
 from ampwise.numerics.remedy.patches.edit import (
     Edit,
-    cast_of,
-    comments,
-    comments_moved,
     enclosed,
     method,
     raised,
     raised_before,
-    said,
     separable,
     widened,
 )
-from ampwise.numerics.remedy.patches.site import OTHER, Site
+from ampwise.numerics.remedy.patches.idle import without_casts
+from ampwise.numerics.remedy.patches.site import Site
 from ampwise.numerics.remedy.patches.source import (
     Before,
     Change,
@@ -31,8 +28,8 @@ from ampwise.numerics.remedy.patches.source import (
     same,
     walk,
 )
-from ampwise.numerics.remedy.patches.terms import Term
-from ampwise.numerics.remedy.patches.views import outermost, viewed
+from ampwise.numerics.remedy.patches.terms import ELEMENTWISE, TENSORS, Term
+from ampwise.numerics.remedy.patches.views import outermost
 from ampwise.numerics.remedy.patches.written import (
     ASKED,
     asked_for,
@@ -47,19 +44,6 @@ from ampwise.numerics.remedy.patches.written import (
 )
 from ampwise_lint.base.words import joined
 
-ELEMENTWISE = frozenset(
-    ["add", "sub", "mul", "div", "neg", "square", "pow", "sum", "mean", "prod", "cumsum", "cumprod",
-     "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt", "rsqrt", "reciprocal", "abs",
-     "var", "std", "norm", "vector_norm", "normalize", "cosine_similarity", "softmax",
-     "log_softmax", "sigmoid", "tanh", "clamp", "clamp_min", "clamp_max", "where", "maximum",
-     "minimum", "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh",
-     "atanh", "erf", "erfc", "lgamma", "digamma", "logsumexp", "nll_loss", "cross_entropy",
-     "softplus", "layer_norm", "rms_norm", "masked_fill"]
-)  # fmt: skip
-"""Operations that compute in the format of their operands, or in float32, under autocast."""
-
-TENSORS = ("input", "other", "x1", "x2")
-"""Parameters of operations that are tensors."""
 _NO_TENSORS = ("math", "numpy", "len", "int", "float", "max", "min", "range")
 _KNOWN = ("numel", "size", "dim", "float", "double")
 """Methods whose result is no tensor, or in a wide format."""
@@ -77,7 +61,6 @@ _ATEN: Mapping[str, tuple[str, ...]] = {
 """Aten's names of operations, where they are others."""
 _MAKES = ("_to_copy", "arange", "full", "zeros", "ones", "empty", "linspace", "scalar_tensor")
 """Operations that give a tensor its format."""
-_WHOLE = ("int64", "int32", "int16", "int8", "uint8", "bool")
 FROM_HERE_ON = "{} in float32 from here on"
 FLOAT32 = "float32 keeps the digits, and the range, that this operation needs."
 _INTO = {"index_add_": 2, "index_copy_": 2, "scatter_add_": 2, "scatter_": 2, "masked_scatter_": 1}
@@ -203,82 +186,6 @@ def _returned_as_asked(
         found = {node: to for node, to in found.items() if not site.source.inside(node, each)}
         found[each] = method(changed(each, changes), "to", cst.Name(unused[0]))
     return found
-
-
-def without_casts(
-    site: Site, changes: Mapping[cst.CSTNode, Change]
-) -> tuple[Mapping[cst.CSTNode, Change], bool]:  # fmt: skip
-    """The same changes with casts of what is float32 left out, and whether all were such."""
-    calls = {node: _idle_cast(site, node) for node in changes}
-    left: dict[cst.CSTNode, Change] = {}
-    idle = 0
-    for statement in dict.fromkeys(map(site.source.statement, changes)):
-        own = {e: to for e, to in changes.items() if site.source.statement(e) is statement}
-        less: dict[cst.CSTNode, Change] = {
-            call: _instead(site, call) for each in own if (call := calls[each])
-        }
-        if len(less) < len(own):
-            left |= own
-            continue
-        idle += len(own)
-        if isinstance(statement, cst.SimpleStatementLine):
-            made = changed(statement, less)
-            if (saying := said(made)) is None:
-                block = site.source.parents[statement]
-                if not isinstance(block, cst.IndentedBlock) or len(block.body) == 1:
-                    return changes, False  # nothing would be left in it
-                less = {statement: cst.RemoveFromParent()}
-            elif saying is not made:
-                less = {statement: saying}
-        left |= less
-    return left | comments_moved(site, left), idle == len(changes)
-
-
-def _idle_cast(site: Site, node: cst.CSTNode) -> cst.Call | None:
-    """The call around a format, where it is a cast of what is float32."""
-    around = (node, *site.source.up(node))
-    call = next((each for each in around if isinstance(each, cst.Call)), None)
-    value = None if call is None else cast_of(call)
-    return call if value is not None and _is_float32(site, site.term(value)) else None
-
-
-def _instead(site: Site, call: cst.Call) -> cst.BaseExpression:
-    """What a call casts, without parentheses that only the call needed."""
-    value = cast_of(call)
-    assert value is not None
-    bound = isinstance(site.source.parents[call], cst.BaseExpression) or len(value.lpar) != 1
-    return value if bound or comments(value) else value.with_changes(lpar=(), rpar=())
-
-
-def _is_float32(site: Site, term: Term) -> bool:
-    """Whether a name holds float32, or a formula is of such, of casts to it and of numbers only."""
-    if term.op in ELEMENTWISE:
-        given = [each for each in map(term.get, TENSORS) if each is not None]
-        tensors = [e for e in given if not _is_number(site, e) and not _is_whole(site, e)]
-        return bool(tensors) and all(_is_float32(site, each) for each in tensors)
-    if (base := viewed(site, term.node)) is not None:
-        return _is_float32(site, site.term(base))
-    match term.node:
-        case cst.Attribute(value=whole, attr=cst.Name(value="real" | "imag")):
-            return site.kinds(whole) == {"complex64"}
-        case cst.Call(func=cst.Attribute(attr=cst.Name(value="float")), args=[]):
-            return True
-        case _:
-            return site.kinds(term.node) == {"float32"}
-
-
-def _is_number(site: Site, term: Term) -> bool:
-    """Whether it is a number that is no tensor."""
-    return term.is_constant or site.kinds(term.node) == {OTHER}
-
-
-def _is_whole(site: Site, term: Term) -> bool:
-    """Whether a name holds whole numbers, or a formula is of such: they are in no format."""
-    if term.op in ("add", "sub", "mul", "neg", "abs"):
-        given = [each for each in map(term.get, TENSORS) if each is not None]
-        return all(isinstance(each.value, int) or _is_whole(site, each) for each in given)
-    kinds = site.kinds(term.node)
-    return bool(kinds) and kinds <= set(_WHOLE)
 
 
 def _given(site: Site, changes: Mapping[cst.CSTNode, Change]) -> dict[cst.CSTNode, Change]:

@@ -9,11 +9,11 @@ from dataclasses import replace
 import libcst as cst
 
 from ampwise.formats import HALF
-from ampwise.numerics.remedy.patches.dtypes import ELEMENTWISE
 from ampwise.numerics.remedy.patches.edit import Edit, method, of_parts, raised
 from ampwise.numerics.remedy.patches.products import may_multiply
 from ampwise.numerics.remedy.patches.site import LIST_OF, Site, is_other, writes
 from ampwise.numerics.remedy.patches.source import Change, changed, code_of, dotted, walk
+from ampwise.numerics.remedy.patches.terms import ELEMENTWISE
 from ampwise.numerics.remedy.patches.written import (
     formats_asked,
     made_like,

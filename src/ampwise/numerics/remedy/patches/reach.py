@@ -14,9 +14,7 @@ import libcst as cst
 
 from ampwise.numerics.remedy.patches.constants import assigned, terms
 from ampwise.numerics.remedy.patches.dtypes import (
-    ELEMENTWISE,
     FLOAT32,
-    TENSORS,
     half_operands,
     in_place_of,
     may_be_half,
@@ -46,7 +44,7 @@ from ampwise.numerics.remedy.patches.island import (
 from ampwise.numerics.remedy.patches.products import multiplies
 from ampwise.numerics.remedy.patches.site import Site
 from ampwise.numerics.remedy.patches.source import Change, changed, walk
-from ampwise.numerics.remedy.patches.terms import Term
+from ampwise.numerics.remedy.patches.terms import ELEMENTWISE, TENSORS, Term
 from ampwise.numerics.remedy.patches.views import outermost, viewed
 from ampwise.numerics.remedy.patches.written import (
     formats_asked,

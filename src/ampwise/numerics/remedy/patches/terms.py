@@ -74,6 +74,21 @@ _HOMES = ("torch.", "torch.nn.functional.", "torch.special.", "torch.linalg.")
 _TRANSPOSED = ({"-1", "-2"}, {"1", "2"}, {"2", "3"})
 
 
+ELEMENTWISE = frozenset(
+    ["add", "sub", "mul", "div", "neg", "square", "pow", "sum", "mean", "prod", "cumsum", "cumprod",
+     "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt", "rsqrt", "reciprocal", "abs",
+     "var", "std", "norm", "vector_norm", "normalize", "cosine_similarity", "softmax",
+     "log_softmax", "sigmoid", "tanh", "clamp", "clamp_min", "clamp_max", "where", "maximum",
+     "minimum", "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh",
+     "atanh", "erf", "erfc", "lgamma", "digamma", "logsumexp", "nll_loss", "cross_entropy",
+     "softplus", "layer_norm", "rms_norm", "masked_fill"]
+)  # fmt: skip
+"""Operations that compute in the format of their operands, or in float32, under autocast."""
+
+TENSORS = ("input", "other", "x1", "x2")
+"""Parameters of operations that are tensors."""
+
+
 @dataclass(frozen=True, eq=False)
 class Term:
     """An operation with its parameters; or, without an `op`, anything.
