@@ -28,7 +28,7 @@ from ampwise.numerics.examine import Examiner
 from ampwise.numerics.explain.silent import is_sound
 from ampwise.numerics.observe import stagnation
 from ampwise.numerics.observe.made import note_originals
-from ampwise.numerics.observe.narrow import makers
+from ampwise.numerics.observe.narrow import casts_of_float32, makers
 from ampwise.numerics.observe.reference import Reference
 from ampwise.numerics.observe.values import loss_of
 from ampwise.numerics.progress import Progress, Silent
@@ -129,8 +129,9 @@ def run_diagnosis(task: Task, config: DiagnoseConfig, progress: Progress) -> Dia
         elif found.phase == "optimizer" and task.loss is not None:
             trained = config.trained(task, found.step)
             failing = failing_update(trained, config.source)
-        if found.phase == "optimizer" and not updates and arm.step.ranks == 1:
-            failing = replace(failing, made=makers(task, config.settings))
+        if found.phase == "optimizer" and arm.step.ranks == 1:
+            made = makers(task, config.settings)
+            failing = replace(failing, made={} if updates else made, casts=casts_of_float32(made))
         add_patches(found, failing, progress)
         if any(each.verified for each in found.fixes):
             found.fixes = [each for each in found.fixes if each is not ADVICE]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ampwise.bench.arm import Settings
-from ampwise.numerics.observe.narrow import makers
+from ampwise.numerics.observe.narrow import casts_of_float32, makers
 from ampwise.tasks import Task
 from tests.numerics.cases import line_of
 
@@ -106,3 +106,12 @@ def test_random_numbers_are_drawn_as_before():
     torch.manual_seed(3)
     found(Cast)
     assert torch.equal(torch.rand(3), wanted)
+
+
+@pytest.mark.parametrize(
+    ("kind", "cast"),
+    [(Table, False), (Cast, True), (Scaled, False), (Data, True), (Module, True), (Half, False)],
+)
+def test_a_line_that_casts_float32_is_known(kind, cast):
+    lines = {line for _, line in casts_of_float32(found(kind))}
+    assert lines == ({line_of(kind)} if cast else set())

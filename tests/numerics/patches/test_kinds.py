@@ -919,6 +919,20 @@ def test_a_cast_of_a_formula_of_what_is_cast_to_float32_and_a_number_is_left_out
     assert wanted in texts(other, "x rstd", cause="UNDERFLOW", op="mul")
 
 
+@pytest.mark.parametrize("cast", ["half()", "to(torch.float16)"])
+def test_a_cast_of_a_module_that_was_seen_to_be_float32_is_left_out(cast):
+    code = (
+        "class Teacher(nn.Module):\n"
+        "    def __init__(self, student):\n"
+        f"        self.net = copy.deepcopy(student).{cast}.eval()\n\n"
+        "    def follow(self, slow, fast):\n"
+        "        slow.lerp_(fast, 0.01)  # <-\n"
+    )
+    at = site(code, op="lerp_", cause="STAGNATION", casts_of_float32=[HEAD.count("\n") + 3])
+    found = [each.data.decode().removeprefix(HEAD) for each in proposals(at)]
+    assert code.replace(f".{cast}", "") in found
+
+
 def test_a_pair_that_assigns_a_name_to_itself_is_left_out():
     code = (
         "def misfit(recon, flux, sigma):\n"

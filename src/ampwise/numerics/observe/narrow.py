@@ -35,11 +35,18 @@ from ampwise.tasks.checks import build
 
 @dataclass(frozen=True)
 class Maker:
-    """The operation that gives a tensor a 16-bit format."""
+    """The operation that gives a tensor a 16-bit format.
+
+    Attributes
+    ----------
+    of
+        Format of what it casts; empty where it makes the tensor of nothing.
+    """
 
     op: str
     place: Place
     dtype: str
+    of: str = ""
 
 
 def makers(task: Task, settings: Settings) -> Mapping[str, Maker]:
@@ -60,6 +67,12 @@ def makers(task: Task, settings: Settings) -> Mapping[str, Maker]:
     named = as_one(model).named_parameters()
     found = {name: making.of.get(memory(each)) for name, each in named if each.dtype in HALF}
     return {name: each for name, each in found.items() if each is not None and each.place.file}
+
+
+def casts_of_float32(made: Mapping[str, Maker]) -> frozenset[tuple[str, int]]:
+    """Lines that cast what they make of float32."""
+    lines = {each.place.file_line for each in made.values()}
+    return frozenset(lines - {e.place.file_line for e in made.values() if e.of != "float32"})
 
 
 def in_words(place: Place) -> str:
@@ -88,6 +101,7 @@ class _Making(OperationMode):
             if known:
                 self.of[memory(each)] = known[0]
             elif not takes_over:
+                cast = next((dtype_name(e.dtype) for e in tensors((args, kwargs))), "")
                 here = self._places.here()
-                self.of[memory(each)] = Maker(op.name, here, dtype_name(each.dtype))
+                self.of[memory(each)] = Maker(op.name, here, dtype_name(each.dtype), cast)
         return result

@@ -60,6 +60,8 @@ class Failing:
         What makes parameters in 16 bits, by their names, where their updates are lost.
     weak
         Parameters whose gradient is wrong, though the whole does not show it (`fix.weak_in`).
+    casts
+        Lines that cast parameters from float32 to 16 bits.
     """
 
     source: TaskSource
@@ -72,6 +74,7 @@ class Failing:
     at: tuple[str, str] | None = None
     made: Mapping[str, Maker] = dataclasses.field(default_factory=dict[str, Maker])
     weak: Sequence[str] = ()
+    casts: frozenset[tuple[str, int]] = frozenset()
 
     @property
     def step(self) -> Replay:

@@ -187,7 +187,7 @@ def add_to(found: Diagnosis, source: OwnSource, tried: Iterable[Tried]) -> None:
 
 def own_source(
     found: Diagnosis, step: Replayable, stash: Stash, roots: Sequence[Path],
-    parameter_lines: Sequence[tuple[str, int]] = (),
+    parameter_lines: Sequence[tuple[str, int]] = (), casts: Iterable[tuple[str, int]] = (),
 ) -> OwnSource | None:  # fmt: skip
     """The source of a fault; None where it is not the user's, or cannot be read.
 
@@ -197,6 +197,8 @@ def own_source(
         Folders whose code is the user's own; a diff names files from the first that has them.
     parameter_lines
         Lines that make parameters in 16 bits.
+    casts
+        Those that cast float32 for it.
     """
     file = own_file(found, roots)
     if file is None:
@@ -220,6 +222,7 @@ def own_source(
     site = sites[fault]
     if site is None:
         return None
+    site = _with_casts(site, casts)
     at_calls = [
         CallSite(at, each.end, each.among_layers, frozenset(led.helpers.get(each.file, ())))
         for each in callers
@@ -228,12 +231,18 @@ def own_source(
     several = [[sites[each] for each in run] for run in runs]
     whole = [[each for each in run if each is not None] for run in several if None not in run]
     others = _others(found, root, site, step) if found.phase == "optimizer" else None
+    others = others and [_with_casts(each, casts) for each in others]
     earlier = [at for each in before if (at := sites[each]) is not None]
     makers = [at for each in made if (at := sites[each]) is not None]
     casting = [at for each in cast if (at := sites[each]) is not None]
     helpers = frozenset(led.helpers.get(origin.file, ()))
     lines = _parameter_lines(found, step, root, fault, parameter_lines)
     return OwnSource(root, site, at_calls, whole, others, earlier, makers, casting, helpers, lines)
+
+
+def _with_casts(site: Site, casts: Iterable[tuple[str, int]]) -> Site:
+    own = [line for file, line in casts if Path(file).resolve() == site.source.path]
+    return replace(site, casts_of_float32=own)
 
 
 def _parameter_lines(

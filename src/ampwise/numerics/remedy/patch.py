@@ -40,7 +40,8 @@ def add_patches(found: Diagnosis, failing: Failing, progress: Progress) -> None:
         fresh(Path(folder), failing.settings.device) as processes,
     ):
         made = [each.place.file_line for each in failing.made.values()]
-        source = own_source(found, failing.step, failing.stash, roots, made)
+        step, stash, casts = failing.step, failing.stash, failing.casts
+        source = own_source(found, step, stash, roots, made, casts)
         if source is not None and (made := source.with_caller):
             try:
                 at = _overflowing(found)

@@ -202,7 +202,8 @@ def _given(site: Site, changes: Mapping[cst.CSTNode, Change]) -> dict[cst.CSTNod
 def in_part(site: Site) -> Iterator[Edit]:
     """All casts to 16 bits in a part of a file: a class, a function, a statement outside of any."""
     if changes := wide(site, site.source.module):
-        yield _by_statement(site, "casts to float32 in place of 16 bits", changes)
+        less, _ = without_casts(site, changes)
+        yield _by_statement(site, "casts to float32 in place of 16 bits", less)
 
 
 def copied(site: Site) -> Iterator[Edit]:

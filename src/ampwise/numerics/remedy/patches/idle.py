@@ -49,7 +49,10 @@ def _idle_cast(site: Site, node: cst.CSTNode) -> cst.Call | None:
     around = (node, *site.source.up(node))
     call = next((each for each in around if isinstance(each, cst.Call)), None)
     value = None if call is None else cast_of(call)
-    return call if value is not None and _is_float32(site, site.term(value)) else None
+    if call is None or value is None:
+        return None
+    seen = any(site.source.covers(call, line) for line in site.casts_of_float32)
+    return call if seen or _is_float32(site, site.term(value)) else None
 
 
 def _instead(site: Site, call: cst.Call) -> cst.BaseExpression:

@@ -6,7 +6,7 @@ is on the way to the use, in the same function, and no loop leads past another o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -69,6 +69,8 @@ class Site:
     ----------
     dtypes
         By line: what dotted names held just before it ran, such as ``{"x": {"float16"}}``.
+    casts_of_float32
+        Lines where a model that is built was seen to be cast from float32.
     op, cause, dtype
         The operation that broke, why, and the format of its result, as the diagnosis says.
     compute_dtype
@@ -84,6 +86,7 @@ class Site:
     dtypes: Mapping[int, Mapping[str, set[str]]] = field(
         default_factory=dict[int, Mapping[str, set[str]]]
     )
+    casts_of_float32: Sequence[int] = ()
 
     def of(self, data: bytes) -> Site | None:
         """The same line in a text that is changed below it; None where lines above have moved."""
