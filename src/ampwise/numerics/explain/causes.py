@@ -39,6 +39,7 @@ from ampwise.numerics.observe.bits import all_bits
 from ampwise.numerics.observe.draws import drawn_in_half
 from ampwise.numerics.observe.exact import UnsupportedError, exact
 from ampwise.numerics.observe.operations import tensors
+from ampwise.numerics.observe.reference import reference
 from ampwise.numerics.observe.roots import Root
 from ampwise.numerics.observe.shadow import ShadowRun, shadow
 from ampwise.numerics.remedy.candidate import Candidate
@@ -83,6 +84,9 @@ def explain(step: Replayable, stash: Stash, root: Root) -> Explanation:
         at = (root.name, root.place, root.occurrence)
         run = shadow(step, stash, errors=False, at=at)
         found = _by_a_draw(step, stash, root, run) or damaged(root, run)
+        if found.cause == "DOMAIN_ERROR" and reference(step, stash).finite:
+            # It would be so in float64, too; but there the code decides otherwise.
+            found = precision_loss.decided(root, shadow(step, stash).errors)
     return replace(found, words=found.words + float8.as_a_scale(root))
 
 

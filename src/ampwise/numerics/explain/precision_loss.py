@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ampwise import formats
 from ampwise.numerics.explain.cause import Argument, Cause, Explanation, Fault
+from ampwise.numerics.explain.roundings import off_by, subtracts
 from ampwise.numerics.observe.ancestry import Ancestor
 from ampwise.numerics.observe.draws import count
+from ampwise.numerics.observe.operation_errors import OperationError
 from ampwise.numerics.observe.roots import Root
 from ampwise_lint.base.words import counted, figure
 
@@ -29,6 +33,33 @@ def somewhere(root: Root) -> Explanation:
         "PRECISION_LOSS",
         f"The inputs of {root.name} lost so much that it has no finite value for them. In float64 "
         "the same computation is finite throughout.",
+    )
+
+
+def decided(root: Root, errors: Sequence[OperationError]) -> Explanation:
+    """Values that are not finite in float64 either, and that rounding made the code take.
+
+    Parameters
+    ----------
+    errors
+        Of the step's operations, in order.
+    """
+    line, which = f"line {root.place.line}", f"a value that is not finite ({root.name})"
+    taken = f"{line} takes {which}, to which float64 does not come"
+    before = (each for each in errors if each.index < root.index and each.enlarges)
+    if (first := next(before, None)) is None:
+        words = f"Decided by what was rounded before, {taken}."
+        return Explanation("PRECISION_LOSS", words)
+    off = f"off by {off_by(first.propagated_db)}, its inputs by {off_by(first.inputs_db)}"
+    made_by = Ancestor(
+        first.name, first.place, first.dtype, first.inputs_db, first.propagated_db, (), ()
+    )
+    cancels = subtracts(first.name)
+    gives = "subtracts nearly equal numbers: its result is" if cancels else "gives a result that is"
+    return Explanation(
+        "CANCELLATION" if cancels else "PRECISION_LOSS",
+        f"{made_by.where(root.place)} {gives} {off}. By that, {taken}.",
+        made_by,
     )
 
 
