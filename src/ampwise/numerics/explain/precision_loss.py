@@ -13,6 +13,9 @@ from ampwise.numerics.observe.operation_errors import OperationError
 from ampwise.numerics.observe.roots import Root
 from ampwise_lint.base.words import counted, figure
 
+_MOST = 0.5
+"""Share of a result, by norm, that became 0, from which on it is an underflow."""
+
 
 def _by_argument(argument: Argument) -> Explanation | None:
     """Arguments that were rounded to the end of a domain."""
@@ -57,7 +60,7 @@ def decided(root: Root, errors: Sequence[OperationError]) -> Explanation:
     cancels = subtracts(first.name)
     gives = "subtracts nearly equal numbers: its result is" if cancels else "gives a result that is"
     return Explanation(
-        "CANCELLATION" if cancels else "PRECISION_LOSS",
+        "CANCELLATION" if cancels else "UNDERFLOW" if first.flushed > _MOST else "PRECISION_LOSS",
         f"{made_by.where(root.place)} {gives} {off}. By that, {taken}.",
         made_by,
     )
