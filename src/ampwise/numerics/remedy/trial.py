@@ -179,11 +179,11 @@ def _judged(arm: Arm, stash: Stash, content: Mapping[str, Any]) -> tuple[Outcome
     own = not content["wanted"]["finite"]
     wanted = reference(step, stash) if own else handover.reference(content)
     judged = fix.judged(step, stash, AS_IT_IS, wanted, weak=content["weak"])
-    kept = {"sqnr_db": judged.sqnr_db, "weakest": judged.weakest}
+    outcome = Outcome(judged.complaint, sqnr_db=judged.sqnr_db, weakest=judged.weakest)
     if judged.complaint:
-        return Outcome(judged.complaint, **kept), judged.scale
+        return outcome, judged.scale
     left = _left(step, replace(stash, scale=torch.full_like(stash.scale, judged.scale)), wanted)
-    return Outcome("", own, left=left, **kept), judged.scale
+    return replace(outcome, own_reference=own, left=left), judged.scale
 
 
 def _left(step: Replay, stash: Stash, wanted: Reference) -> str:
