@@ -936,12 +936,17 @@ def test_a_cast_of_a_module_that_was_seen_to_be_float32_is_left_out(cast):
 def test_a_pair_that_assigns_a_name_to_itself_is_left_out():
     code = (
         "def misfit(recon, flux, sigma):\n"
-        "    flux, sigma = flux.to(recon.dtype), sigma.to(recon.dtype)\n"
+        "    flux, sigma = flux.to(recon.dtype), sigma.to(recon.dtype).abs()\n"
         "    weight = 1.0 / sigma.square()  # <-\n"
         "    return (recon - flux).square() * weight\n"
     )
-    wanted = code.replace("flux, sigma = flux.to(recon.dtype), sigma", "flux = flux")
+    wanted = code.replace(".to(recon.dtype)", "").replace(
+        "flux, sigma = flux, sigma", "sigma = sigma"
+    )
     assert wanted in with_float32(code, "recon flux sigma", "flux sigma")
+    alone = code.replace(".abs()", "")
+    wanted = "".join(alone.splitlines(keepends=True)[:1] + alone.splitlines(keepends=True)[2:])
+    assert wanted in with_float32(alone, "recon flux sigma", "flux sigma")
 
 
 def test_a_cast_that_is_all_of_a_block_is_a_cast_to_float32():

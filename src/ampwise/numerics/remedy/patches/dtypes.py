@@ -99,7 +99,9 @@ def _uncast(site: Site) -> Iterator[Edit]:
     behind = {node: each for term in terms(site) for node, each in wide(site, term.node).items()}
     for name, value in assigned(site):
         if site.is_half(name):
-            behind |= taken_over(site, list(walk(value, cst.BaseExpression)))
+            part = site.source.parents[value]  # of n, i = n.to(x.dtype), i.to(x.dtype)
+            whole = site.source.parents[part] if isinstance(part, cst.Element) else value
+            behind |= taken_over(site, list(walk(whole, cst.BaseExpression)))
     everywhere = {} if site.function is None else wide(site, site.function)
     around = None if site.function is None else site.source.class_around(site.function)
     of_class = {} if around is None else wide(site, around)
