@@ -111,6 +111,16 @@ def test_gradients_that_are_zero_in_exact_arithmetic_are_no_fault():
     assert list(GradientErrors(actual, reference).missing()) == ["a"]
 
 
+@pytest.mark.parametrize(("elements", "missing"), [(1, []), (8, ["a"])])
+def test_a_gradient_of_few_elements_is_short_by_chance(elements, missing):
+    """As that of a bias whose terms cancel: 0.0034 in place of 0.041, beside weights of 3."""
+    reference = {"a": torch.full((elements,), 0.041).double(), "b": torch.full((64,), 3.0).double()}
+    actual = {"a": torch.full((elements,), 0.0034), "b": torch.full((64,), 3.0)}
+    assert list(GradientErrors(actual, reference).missing()) == missing
+    actual["a"] = torch.zeros(elements)
+    assert list(GradientErrors(actual, reference).missing()) == ["a"]
+
+
 def test_what_is_wrong_with_a_tensor():
     assert bad_bits(torch.tensor([1.0, -2.0])) == 0
     assert bad_bits(torch.tensor([math.inf, 1.0])) == POSITIVE
