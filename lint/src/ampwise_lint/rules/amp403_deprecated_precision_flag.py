@@ -3,7 +3,9 @@
 ## What it does
 Reports old spellings of precision in trainers: `precision=16` or "bf16" in Lightning, apex
 arguments that are gone, `fp16=` in Accelerator, and `fp16=True` in transformers'
-TrainingArguments whatever the device.
+TrainingArguments whatever the device. Silent of spellings in files that run with Lightning 1 alone,
+where they are the only ones: files with arguments of `Trainer`, hooks or modules that Lightning 2
+has not.
 
 ## Why is this bad
 Lightning 2.6 warns that `precision=16` is discouraged and reads it as 16-mixed (on a CPU:
@@ -45,6 +47,17 @@ NEW = {
     "64": "64-true",
     "mixed": "16-mixed",
 }
+LIGHTNING_1 = frozenset(
+    ["gpus", "tpu_cores", "ipus", "num_processes", "resume_from_checkpoint", "auto_lr_find",
+     "auto_scale_batch_size", "replace_sampler_ddp", "track_grad_norm", "move_metrics_to_cpu",
+     "multiple_trainloader_mode", "progress_bar_refresh_rate", "weights_summary",
+     "checkpoint_callback", "weights_save_path", "terminate_on_nan", "flush_logs_every_n_steps"]
+)  # fmt: skip
+"""Arguments of Trainer that Lightning 2 refuses."""
+HOOKS = ("training_epoch_end", "validation_epoch_end", "test_epoch_end")
+"""Hooks that Lightning 2 refuses."""
+MODULES_1 = ("plugins.DDPPlugin", "plugins.training_type", "utilities.distributed", "metrics")
+"""What Lightning 2 has no more."""
 GONE = ("amp_backend", "amp_level", "fp16_opt_level", "half_precision_backend", "fp16_backend")
 
 
@@ -70,7 +83,7 @@ def _call(code: Analysis, found: Imports, node: ast.Call) -> Iterator[Mistake]:
         value = keyword.value.value if isinstance(keyword.value, ast.Constant) else None
         if full.startswith(LIGHTNING) and last in ("Trainer", "Fabric"):
             old = [e for e in _literals(keyword.value) if str(e.value) in OLD]
-            if keyword.arg == "precision" and old:
+            if keyword.arg == "precision" and old and not _is_for_lightning_1(code, found):
                 new = NEW[str(old[0].value)]
                 yield Mistake(
                     node,
@@ -98,6 +111,19 @@ def _call(code: Analysis, found: Imports, node: ast.Call) -> Iterator[Mistake]:
                 code.module,
                 "Accelerator(fp16=...) is gone: use mixed_precision='fp16' or 'bf16'",
             )
+
+
+def _is_for_lightning_1(code: Analysis, found: Imports) -> bool:
+    """Whether a file runs with Lightning 1 alone."""
+    index = code.module.index
+    trainers = [e for e in index.of(ast.Call) if found.full(e.func).startswith(LIGHTNING)]
+    given = {keyword.arg for each in trainers for keyword in each.keywords}
+    homes = [each for _, names in found.statements for each in names if each.startswith(LIGHTNING)]
+    return (
+        not LIGHTNING_1.isdisjoint(given)
+        or any(each.name in HOOKS for each in index.of(ast.FunctionDef))
+        or any(f".{module}" in each for each in homes for module in MODULES_1)
+    )
 
 
 def _literals(value: ast.expr) -> list[ast.Constant]:
