@@ -158,6 +158,8 @@ HOST_TENSORS = {
     for kind in ("", "Float", "Double", "Long", "Int", "Short", "Byte", "Bool", "Half")
 }
 """Classes of tensors that are made on the host, of numbers or of a shape."""
+ON_HOST = ("numpy.", "scipy.", "sklearn.", "pandas.")
+"""Libraries whose functions compute on the host."""
 PACKED_SIZES = "batch_sizes"
 """The second part of a PackedSequence, on the host wherever the data is."""
 INTEGER = {

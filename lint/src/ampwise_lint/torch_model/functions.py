@@ -198,8 +198,8 @@ def _other(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
     return made
 
 
-def _numpy(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
-    """NumPy computes on the host, and takes nothing that is not there."""
+def _on_host(state: State, node: ast.Call, path: str, a: Arguments) -> Value:
+    """NumPy, and what is built on it, computes on the host, and takes nothing that is not there."""
     made = _other(state, node, path, a)
     return made.but(host=True) if isinstance(made, Tensor) else made
 
@@ -307,7 +307,7 @@ FAMILIES: list[tuple[Callable[[str], bool], Handler]] = [
     (lambda p: p.startswith("torch.nn.") and _last(p)[:1].isupper(), layers.layer),
     (library.is_operation, _operation),
     (lambda p: _last(p) in ("from_pretrained", "from_config", "_from_config"), _pretrained),
-    (lambda p: p.startswith("numpy."), _numpy),
+    (lambda p: p.startswith(library.ON_HOST), _on_host),
     (lambda p: p.startswith("math."), _math),
 ]
 """All others by what their names have in common; the first that holds counts."""

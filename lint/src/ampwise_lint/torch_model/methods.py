@@ -286,7 +286,9 @@ def _unknown(state: State, node: ast.Call, owner: Unknown, name: str, a: Argumen
         case "get" if (key := _setting(owner, a)) is not None:
             return Unknown(key, "called", loop=owner.loop, of=owner.of)
         case _ if name in KNOWN_OPERATIONS:
-            return tensors.apply(state, node, name, (owner, *a.positional), a.named)
+            made = tensors.apply(state, node, name, (owner, *a.positional), a.named)
+            made.host = made.host or owner.key.startswith(library.ON_HOST)
+            return made
         case _:
             _note_shown(state, node, name, a)
             given_away(state, node, name, a, owner)
