@@ -228,6 +228,8 @@ def _function(state: State, node: ast.Call, function: Function, a: Arguments) ->
 
 def _of_arguments(made: Unknown, a: Arguments) -> Unknown:
     """What a function makes of settings, as ``instantiate(conf.optim)``; of others, another."""
+    if any(made is each for each in a.values):
+        return made  # changed in place, and given back
     given = ", ".join(map(key_of, a.values))
     return replace(made, key=f"{made.key} of {given}") if given else made
 
