@@ -9,6 +9,7 @@ from ampwise_lint.analysis import Analysis, Trace
 from ampwise_lint.queries.steps import Steps, step_loops
 from ampwise_lint.source.library import NO_GRAD
 from ampwise_lint.source.places import (
+    block_of,
     bound_to,
     class_of,
     loads,
@@ -145,9 +146,32 @@ def is_for_a_look(event: Made) -> bool:
     """``len(loader)``, ``next(iter(loader))``, loops that end in ``break`` or drop each batch."""
     module = event.module
     statement = module.statement_of(event.node)
-    target = statement.targets[0] if isinstance(statement, ast.Assign) else None
-    uses = loads(module.tree, dotted(target)) if target is not None and dotted(target) else []
+    name = dotted(statement.targets[0]) if isinstance(statement, ast.Assign) else ""
+    uses = loads(module.tree, name) if name else []
+    uses = [each for each in uses if not _is_of_another(module, each, name, statement.lineno)]
     return bool(uses) and all(_takes_one(module, each) for each in uses)
+
+
+def _is_of_another(module: Module, use: ast.expr, name: str, line: int) -> bool:
+    """Whether a name is always bound anew between a line and its use."""
+    around = [use, *outward(module, use)]
+    for statement in (each for each in around if isinstance(each, ast.stmt)):
+        block = block_of(module, statement)
+        before = [each for each in block[: block.index(statement)] if each.lineno > line]
+        if any(_binds(each, name) for each in before):
+            return True
+    return False
+
+
+def _binds(statement: ast.stmt, name: str) -> bool:
+    """Whether a statement binds a name, on each branch."""
+    match statement:
+        case ast.Assign(targets=targets):
+            return any(dotted(each) == name for each in targets)
+        case ast.If(body=body, orelse=other):
+            return all(any(_binds(each, name) for each in block) for block in (body, other))
+        case _:
+            return False
 
 
 def _takes_one(module: Module, use: ast.expr) -> bool:
