@@ -243,7 +243,7 @@ def operation(path: str) -> str:
 
 NO_OPERATIONS = (
     "torch.cuda.", "torch.distributed.", "torch.backends.", "torch.utils.", "torch.optim.",
-    "torch.hub.",
+    "torch.hub.", "torch.nn.modules.utils.",
 )  # fmt: skip
 
 
