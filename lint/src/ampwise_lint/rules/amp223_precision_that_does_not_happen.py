@@ -5,7 +5,8 @@ Reports settings that contradict each other: `fp16=True` with `use_cpu=True`
 (`TrainingArguments`), `precision="16-mixed"` with `accelerator="cpu"` (Lightning),
 `Accelerator(cpu=True, mixed_precision="fp16")`. As info: a `nullcontext()` that is chosen for the
 CPU whatever the dtype, beside an autocast with a dtype: in one expression, in two branches, or by
-a function that returns early.
+a function that returns early; silent where the device is a text in the file that says `cuda`, and
+nothing reads another one.
 
 ## Why is this bad
 transformers trains in float32 without a word; Lightning runs bfloat16 instead; Accelerate raises
@@ -27,12 +28,13 @@ No automatic fix: which of the two settings is meant, only the author knows.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from ampwise_lint.analysis import Analysis
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.library import AUTOCASTS, NULL
-from ampwise_lint.source.places import assignments, block_of
+from ampwise_lint.source.places import assignments, block_of, names, scope_of, stores
 from ampwise_lint.source.project import Module
 from ampwise_lint.triggers import AUTOCAST, HALF
 
@@ -53,7 +55,7 @@ def check(code: Analysis) -> Iterator[Mistake]:
             yield Mistake(call, module, told)
     for choice in (*module.index.of(ast.IfExp), *module.index.of(ast.If)):
         null = _null_for_cpu(module, choice)
-        if null is not None:
+        if null is not None and not _is_fixed(module, choice, choice.test):
             yield Mistake(
                 null,
                 module,
@@ -113,6 +115,26 @@ def _null_for_cpu(module: Module, choice: ast.IfExp | ast.If) -> ast.expr | None
             return None
     cast_there = any(_is_autocast(module, each) for each in found)
     return null if _is_null(module, null) and cast_there else None
+
+
+def _is_fixed(module: Module, choice: ast.AST, asked: ast.expr, steps: int = 3) -> bool:
+    """Whether all that a test asks for is a text ``"cuda"``, which nothing else sets.
+
+    `steps`: how many names may lead to it.
+    """
+    if isinstance(asked, ast.Constant):
+        return isinstance(asked.value, str) and asked.value.startswith("cuda")
+    if not steps or OVERRIDES.search(module.source.text):
+        return False
+    scope, used = scope_of(module, choice), names(asked)
+    made = [each.value for name in used for each in assignments(scope, name)]
+    once = len(made) == len(used) and all(stores(module.tree, name) == 1 for name in used)
+    fixed = (each is not None and _is_fixed(module, choice, each, steps - 1) for each in made)
+    return bool(made) and once and all(fixed)
+
+
+OVERRIDES = re.compile(r"\bexec\(|\bglobals\(\)")
+"""What sets names of a script by other words than theirs, as nanoGPT's configurator."""
 
 
 def _behind(module: Module, choice: ast.If) -> list[ast.stmt]:
