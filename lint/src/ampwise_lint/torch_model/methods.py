@@ -287,12 +287,19 @@ def _unknown(state: State, node: ast.Call, owner: Unknown, name: str, a: Argumen
             return Unknown(key, "called", loop=owner.loop, of=owner.of)
         case _ if name in KNOWN_OPERATIONS:
             made = tensors.apply(state, node, name, (owner, *a.positional), a.named)
-            made.host = made.host or owner.key.startswith(library.ON_HOST)
+            made.host = made.host or _is_on_host(owner)
             return made
         case _:
             _note_shown(state, node, name, a)
             given_away(state, node, name, a, owner)
             return _returned(state, node, owner, name, a)
+
+
+def _is_on_host(value: Value) -> bool:
+    """Whether it is an array, or was made of what is on the host: ``ids != 0``."""
+    if isinstance(value, Unknown):
+        return value.key.startswith(library.ON_HOST) or any(map(_is_on_host, value.operands))
+    return isinstance(value, Tensor) and value.host
 
 
 IDS = ("token_ids", "sequences", "ids")
