@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from ampwise_lint.interpreter.naming import as_loss, as_role
+from ampwise_lint.interpreter.naming import as_loss, as_role, part_of
 from ampwise_lint.path.state import Frame, State
 from ampwise_lint.source import library
 from ampwise_lint.source.nodes import Node
@@ -93,7 +93,7 @@ def attribute(state: State, node: Node, owner: Value, attr: str) -> Value:
             return state.converted[f"attribute {key}.{attr}"]
         case Tensor() if (owner.forward or owner.data) and id(node) not in state.called:
             # ``output.logits``, ``output.loss``, ``batch.x``: a part of it
-            return as_loss(owner) if LOSS.search(attr) else owner
+            return as_loss(owner) if LOSS.search(attr) else part_of(owner, attr)
         case Tensor(loss=True) if attr not in OF_TENSORS and id(node) not in state.called:
             return owner  # ``losses.total``: no tensor, but an object that holds some: each is one
         case Parameter() if attr == "data":

@@ -6,7 +6,7 @@ import ast
 import re
 from typing import Any
 
-from ampwise_lint.interpreter.naming import as_role, named
+from ampwise_lint.interpreter.naming import as_role, named, part_of
 from ampwise_lint.path.state import State
 from ampwise_lint.source.nodes import Node
 from ampwise_lint.source.places import is_inside, scope_of
@@ -62,7 +62,7 @@ def item(state: State, owner: Value, index: Any, text: str, node: Node | None = 
         case Parameters():
             return owner
         case Tensor() if owner.data or owner.forward:
-            return owner
+            return part_of(owner, index)
         case Tensor() if isinstance(index, str):  # no tensor, but a mapping of some: each is one
             part = owner.but(op="index", inputs=(owner,))
             return state.converted.setdefault(f"{ENTRY}{owner.key}[{index}]", part)

@@ -105,3 +105,15 @@ def as_loss(value: Tensor) -> Tensor:
     """What is a loss by its name; that of a network autocast has computed in float32."""
     dtype = "float32" if value.forward and value.guessed else value.dtype
     return value.but(loss=True, dtype=dtype)
+
+
+HIDDEN = ("hidden_states", "last_hidden_state")
+"""What the networks of transformers call what runs from layer to layer, in their outputs."""
+
+
+def part_of(output: Tensor, name: object) -> Tensor:
+    """What a batch or an output holds under a name.
+
+    Hidden states are sums with the embedding, which promotes them, or what a norm made: no half.
+    """
+    return output.but(dtype=None) if output.guessed and name in HIDDEN else output
