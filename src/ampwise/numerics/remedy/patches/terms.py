@@ -22,9 +22,8 @@ PARAMETERS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(
         ("exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt", "rsqrt", "square",
          "reciprocal", "neg", "sigmoid", "tanh", "sin", "cos", "tan", "asin", "acos", "atan",
-         "sinh", "cosh", "asinh", "acosh", "atanh", "erf", "erfc", "lgamma", "digamma", "abs",
-         "half", "bfloat16", "float", "double", "relu", "mT", "logsigmoid", "detach", "numel",
-         "size"), _UNARY),
+         "sinh", "cosh", "asinh", "acosh", "atanh", "abs", "half", "bfloat16", "float", "double",
+         "relu", "mT", "logsigmoid", "detach", "numel", "size"), _UNARY),
     **dict.fromkeys(("sum", "mean", "prod", "amax", "amin", "logsumexp", "all", "any"), _REDUCTION),
     **dict.fromkeys(("max", "min", "cumsum", "cumprod"), ("input", "dim", "keepdim")),
     **dict.fromkeys(("softmax", "log_softmax"), ("input", "dim", "dtype")),
@@ -80,8 +79,8 @@ ELEMENTWISE = frozenset(
      "var", "std", "norm", "vector_norm", "normalize", "cosine_similarity", "softmax",
      "log_softmax", "sigmoid", "tanh", "clamp", "clamp_min", "clamp_max", "where", "maximum",
      "minimum", "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh",
-     "atanh", "erf", "erfc", "lgamma", "digamma", "logsumexp", "nll_loss", "cross_entropy",
-     "softplus", "layer_norm", "rms_norm", "masked_fill"]
+     "atanh", "logsumexp", "nll_loss", "cross_entropy", "softplus", "layer_norm", "rms_norm",
+     "masked_fill"]
 )  # fmt: skip
 """Operations that compute in the format of their operands, or in float32, under autocast."""
 
