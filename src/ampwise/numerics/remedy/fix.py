@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ampwise.errors import kind_and_words
-from ampwise.numerics.observe.gradient_errors import GradientErrors, in_words
+from ampwise.numerics.observe.gradient_errors import in_words
 from ampwise.numerics.observe.reference import Reference, gradient_errors, reference
 from ampwise.numerics.observe.values import which_loss
 from ampwise.numerics.remedy.candidate import AS_IT_IS, Candidate
@@ -115,12 +115,15 @@ class Judgement:
         That loss scale.
     weakest
         The parameter whose gradient this is the SQNR of, where it is that of one.
+    weak
+        Parameters whose gradient is wrong, though the whole does not show it.
     """
 
     complaint: str
     sqnr_db: float | None = None
     scale: float = 1.0
     weakest: str = ""
+    weak: Sequence[str] = ()
 
 
 def judged(
@@ -136,7 +139,7 @@ def judged(
     Parameters
     ----------
     weak
-        Parameters whose gradient was wrong (`weak_in`): the SQNR is the least of theirs, too.
+        Parameters whose gradient was wrong (`Judgement.weak`): the SQNR is the least of theirs.
     least_db
         SQNR that the gradients must keep against the reference.
     """
@@ -150,7 +153,8 @@ def judged(
     if not wrong and not kept >= least_db:  # NaN is not
         return Judgement(f"its gradients keep {kept:.0f} dB, of {least_db:g} asked", scale=scale)
     known = wanted.finite and math.isfinite(kept) and not wanted.is_zero(errors.norm)
-    return Judgement(wrong, kept if known else None, scale, weakest if known else "")
+    hidden = errors.hidden() if wanted.finite else ()
+    return Judgement(wrong, kept if known else None, scale, weakest if known else "", hidden)
 
 
 def kept_db(step: Replayable, stash: Stash, wanted: Reference, weak: Collection[str] = ()) -> float:
@@ -161,24 +165,11 @@ def kept_db(step: Replayable, stash: Stash, wanted: Reference, weak: Collection[
     weak
         As for `judged`.
     """
-    errors = _as_it_is(step, stash, wanted)
-    if errors is None:
-        return -math.inf
-    return math.nan if wanted.is_zero(errors.norm) else errors.least(weak)[0]
-
-
-def weak_in(step: Replayable, stash: Stash, wanted: Reference) -> list[str]:
-    """Parameters whose gradient is wrong in a step as it is, though the whole does not show it."""
-    errors = _as_it_is(step, stash, wanted) if wanted.finite else None
-    return [] if errors is None else errors.hidden()
-
-
-def _as_it_is(step: Replayable, stash: Stash, wanted: Reference) -> GradientErrors | None:
-    """Gradients of a step without a fix, beside their reference; None where one is not finite."""
     settled, result = _settled(step, stash, AS_IT_IS)
     if result.error is not None or not result.clean:
-        return None
-    return gradient_errors(result, wanted, settled.scale or float(stash.scale))
+        return -math.inf
+    errors = gradient_errors(result, wanted, settled.scale or float(stash.scale))
+    return math.nan if wanted.is_zero(errors.norm) else errors.least(weak)[0]
 
 
 def _try(

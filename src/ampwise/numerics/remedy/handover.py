@@ -59,7 +59,7 @@ class Failing:
     made
         What makes parameters in 16 bits, by their names, where their updates are lost.
     weak
-        Parameters whose gradient is wrong, though the whole does not show it (`fix.weak_in`).
+        Parameters whose gradient is wrong, though the whole does not show it (`fix.Judgement`).
     casts
         Lines that cast parameters from float32 to 16 bits.
     """

@@ -17,7 +17,7 @@ from types import CodeType, FunctionType
 from ampwise.numerics.observe.reference import reference
 from ampwise.numerics.progress import Progress
 from ampwise.numerics.remedy import fix
-from ampwise.numerics.remedy.candidate import Candidate
+from ampwise.numerics.remedy.candidate import AS_IT_IS, Candidate
 from ampwise.numerics.remedy.costs import Cost, Run, cost_of
 from ampwise.numerics.remedy.own_source import OwnSource, Tried, add_to, own_source
 from ampwise.numerics.remedy.search import Search
@@ -82,7 +82,7 @@ class _InPlace:
         self._file, self._before = file, before
         self._step, self._stash = step, stash
         self._wanted = reference(step, stash)
-        self._weak = fix.weak_in(step, stash, self._wanted)
+        self._weak = fix.judged(step, stash, AS_IT_IS, self._wanted).weak
         self._candidates: dict[int, Candidate] = {}
 
     def of(self, number: int, data: bytes, beside: Mapping[Path, bytes]) -> Outcome:

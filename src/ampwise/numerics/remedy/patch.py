@@ -67,11 +67,9 @@ def _trials(
         When trials would say nothing of this step.
     """
     wanted = failing.wanted or reference(failing.step, failing.stash)
-    silent = all(map(finite, failing.stash.losses)) and not (
-        fix.judged(failing.step, failing.stash, AS_IT_IS, wanted).complaint
-    )
-    of_update = failing.updates or failing.after
-    weak = [] if of_update else fix.weak_in(failing.step, failing.stash, wanted)
+    as_it_is = fix.judged(failing.step, failing.stash, AS_IT_IS, wanted)
+    silent = all(map(finite, failing.stash.losses)) and not as_it_is.complaint
+    weak = () if failing.updates or failing.after else as_it_is.weak
     handover.save(folder / "step.pt", replace(failing, at=at, weak=weak), wanted)
     trials = Trials(
         folder, file, processes, number, silent=silent and not failing.updates,

@@ -42,7 +42,7 @@ class Outcome:
         float64, too.
     sqnr_db
         Of its gradients against that reference, and of those by themselves that were wrong before
-        (`fix.weak_in`): the least; None where that is exact, or not to be had.
+        (`fix.Judgement`): the least; None where that is exact, or not to be had.
     weakest
         The parameter whose gradient this is, where it is that of one.
     next_steps
