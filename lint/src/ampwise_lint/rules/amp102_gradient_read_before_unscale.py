@@ -42,6 +42,7 @@ from ampwise_lint.queries.precision import in_float16, is_scaled
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.nodes import Node, lines_of
 from ampwise_lint.source.places import scope_of
+from ampwise_lint.source.project import Module
 from ampwise_lint.source.roles import dotted
 from ampwise_lint.triggers import AUTOCAST, SCALER
 from ampwise_lint.values.abstract import Wrapper
@@ -93,16 +94,16 @@ def _commutes(read: GradientRead) -> bool:
     """
     around = scope_of(read.module, read.node)
     if read.is_linear or not read.copies:
-        return read.is_linear or _is_normalized(around)
+        return read.is_linear or _is_normalized(read.module, around)
     return around is not read.module.tree and any(
         isinstance(each, ast.Call) and REDUCES.search(dotted(each.func))
         for each in ast.walk(around)
     )
 
 
-def _is_normalized(code: ast.AST) -> bool:
+def _is_normalized(module: Module, code: ast.AST) -> bool:
     """Whether a function reads gradients only to divide them by their own norm, or to ask of it."""
-    parents = {id(inner): each for each in ast.walk(code) for inner in ast.iter_child_nodes(each)}
+    parents = module.parents
     reads = [e for e in ast.walk(code) if isinstance(e, ast.Attribute) and e.attr == "grad"]
     norms = [each for read in reads if (each := _norm_of(read, parents)) is not None]
     bound = {
