@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import libcst as cst
 
 from ampwise import formats
-from ampwise.numerics.remedy.patches.edit import Edit
+from ampwise.numerics.remedy.patches.edit import Edit, is_sum
 from ampwise.numerics.remedy.patches.site import Site
 from ampwise.numerics.remedy.patches.source import code_of, dotted, same, walk
 from ampwise.numerics.remedy.patches.terms import Term
@@ -138,13 +138,9 @@ def _is_added(site: Site, term: Term) -> bool:
 
 
 def _in_a_sum(site: Site, node: cst.BaseExpression) -> bool:
-    match site.source.parents[node]:
-        case cst.BinaryOperation(operator=cst.Add() | cst.Subtract()):
-            return True
-        case cst.AugAssign(operator=cst.AddAssign() | cst.SubtractAssign()):
-            return True
-        case _:
-            return False
+    above = site.source.parents[node]
+    adds = cst.AddAssign | cst.SubtractAssign
+    return is_sum(above) or (isinstance(above, cst.AugAssign) and isinstance(above.operator, adds))
 
 
 def _format_of(site: Site, node: cst.BaseExpression) -> str:

@@ -129,8 +129,8 @@ def replaced(
     """Changes that put an expression for another, and drop assignments that nobody needs then."""
     gone: list[cst.CSTNode] = [root]
     above = site.source.parents[root]
-    loose = _is_sum(above) or isinstance(above, cst.UnaryOperation)
-    if isinstance(above, _BINDS) and not (loose and _is_product(made)):
+    loose = is_sum(above) or isinstance(above, cst.UnaryOperation)
+    if isinstance(above, _BINDS) and not (loose and is_product(made)):
         made = enclosed(made)
     changes: dict[cst.CSTNode, Change] = {root: like(root, made)}
     left = list(dict.fromkeys(followed))
@@ -186,13 +186,15 @@ def said(statement: cst.SimpleStatementLine) -> cst.SimpleStatementLine | None:
             return statement
 
 
-def _is_sum(node: cst.CSTNode) -> bool:
+def is_sum(node: cst.CSTNode) -> bool:
+    """``a + b``, ``a - b``."""
     return isinstance(node, cst.BinaryOperation) and isinstance(
         node.operator, cst.Add | cst.Subtract
     )
 
 
-def _is_product(node: cst.CSTNode) -> bool:
+def is_product(node: cst.CSTNode) -> bool:
+    """``a * b``, ``a / b``, ``a @ b``."""
     return isinstance(node, cst.BinaryOperation) and isinstance(
         node.operator, cst.Multiply | cst.Divide | cst.MatrixMultiply
     )

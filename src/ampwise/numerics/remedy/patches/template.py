@@ -17,7 +17,16 @@ from functools import cached_property
 
 import libcst as cst
 
-from ampwise.numerics.remedy.patches.edit import Edit, comments, enclosed, leaves, merged, replaced
+from ampwise.numerics.remedy.patches.edit import (
+    Edit,
+    comments,
+    enclosed,
+    is_product,
+    is_sum,
+    leaves,
+    merged,
+    replaced,
+)
 from ampwise.numerics.remedy.patches.site import Binding, Site
 from ampwise.numerics.remedy.patches.source import Change, dotted, same, walk
 from ampwise.numerics.remedy.patches.terms import PARAMETERS, Term
@@ -300,11 +309,10 @@ class _Builder(cst.CSTTransformer):
         """No parentheses around what a sum, or product, begins with: a minus, a product."""
         hole = original_node.left
         first = self._holes.get(hole.value) if isinstance(hole, cst.Name) else None
-        if first is not None and not first.lpar and _begins(original_node.operator, first):
+        if first is not None and not first.lpar and is_product(first) and is_product(original_node):
             return updated_node.with_changes(left=first)
         left = updated_node.left
-        adds = isinstance(original_node.operator, cst.Add | cst.Subtract)
-        if adds and isinstance(left, cst.UnaryOperation) and len(left.lpar) == 1:
+        if is_sum(original_node) and isinstance(left, cst.UnaryOperation) and len(left.lpar) == 1:
             return updated_node.with_changes(left=left.with_changes(lpar=(), rpar=()))
         return updated_node
 
@@ -326,13 +334,6 @@ class _Builder(cst.CSTTransformer):
         if original_node.value == str(math.log(2)) and "math" in source.imports.values():
             return cst.parse_expression(f"{source.spelled('math.log')}(2)")
         return updated_node
-
-
-def _begins(operator: cst.BaseBinaryOp, first: cst.BaseExpression) -> bool:
-    """Whether a product goes on with an operator as it is read without parentheses."""
-    products = cst.Multiply | cst.Divide | cst.MatrixMultiply
-    is_product = isinstance(first, cst.BinaryOperation) and isinstance(first.operator, products)
-    return is_product and isinstance(operator, products)
 
 
 def _is_hole(name: str) -> bool:
