@@ -110,12 +110,11 @@ def _finite(site: Site, term: Term, place: Term, tensor: Term) -> Iterator[Edit]
     Half of it where something is added: the sum has room, then.
     """
     end = "max" if place.is_constant and place.value > 0 else "min"
-    is_added = _is_added(site, term)
+    half, room = (" / 2", ", with room for what is added") if _is_added(site, term) else ("", "")
     if format_ := _format_of(site, tensor.node):
-        most = f"{site.source.spelled('torch.finfo')}({format_}).{end}{' / 2' * is_added}"
-        room = ", with room for what is added" * is_added
+        most = f"{site.source.spelled('torch.finfo')}({format_}).{end}{half}"
         yield Edit(
-            f"a mask of torch.finfo({format_}).{end}{' / 2' * is_added}",
+            f"a mask of torch.finfo({format_}).{end}{half}",
             f"The constant is the format's own limit, whatever the format is{room}.",
             {place.node: cst.parse_expression(most)},
         )

@@ -33,6 +33,7 @@ from ampwise.numerics.remedy.patches.views import outermost
 from ampwise.numerics.remedy.patches.written import (
     ASKED,
     asked_for,
+    float32,
     is_a_dtype,
     made_like,
     named_formats,
@@ -215,10 +216,9 @@ def copied(site: Site) -> Iterator[Edit]:
         changes: dict[cst.CSTNode, Change] = {}
         for call in walk(scope, cst.Call) if scope is not None else ():
             if (value := _cast_of(site, call)) is not None:
-                float32 = cst.parse_expression(site.source.spelled("torch.float32"))
                 copy = cst.parse_expression("f(copy=True)")
                 assert isinstance(copy, cst.Call)
-                made = method(value, "to", float32)
+                made = method(value, "to", float32(site))
                 changes[call] = made.with_changes(args=[*made.args, *copy.args])
         if changes:
             what = "a copy in float32 in place of a cast to 16 bits"
@@ -444,30 +444,32 @@ def _from_here_on(site: Site) -> Iterator[Edit]:
     names = [each for each in names if not only_asked(site, each)]
     if not names:
         return
-    first, asked = _where_asked(site, line, names)
-    if asked:
-        yield raised_before(first, asked, FROM_HERE_ON, FLOAT32)
+    if (above := _above(site, line)) is not None and (asked := _asked_in(site, above, names)):
+        yield raised_before(above, asked, FROM_HERE_ON, FLOAT32)
     yield raised_before(line, names, FROM_HERE_ON, FLOAT32)
 
 
-def _where_asked(
-    site: Site, line: cst.SimpleStatementLine, names: Sequence[str]
-) -> tuple[cst.SimpleStatementLine, list[str]]:
-    """The statement right above a line that asks names for their format, and these names.
-
-    Cast in front of it, what is made there in that format is in float32, too.
-    """
+def _above(site: Site, line: cst.SimpleStatementLine) -> cst.SimpleStatementLine | None:
+    """The simple statement right above another."""
     block = site.source.parents[line]
     assert isinstance(block, cst.IndentedBlock)
     at = block.body.index(line)
     above = block.body[at - 1] if at else None
-    if not isinstance(above, cst.SimpleStatementLine):
-        return line, []
-    read = [use for name in names for use in uses(site, name) if site.source.inside(use, above)]
+    return above if isinstance(above, cst.SimpleStatementLine) else None
+
+
+def _asked_in(site: Site, statement: cst.SimpleStatementLine, names: Sequence[str]) -> list[str]:
+    """Which of some names a statement asks for their format; none where it reads others, too.
+
+    Cast in front of it, what is made there in that format is in float32, too.
+    """
+    read = [use for name in names for use in uses(site, name) if site.source.inside(use, statement)]
     asked = [each.value for each in read if asked_for(site, each) == "dtype"]
-    bound = {name.value for each in walk(above, cst.AssignTarget) for name in walk(each, cst.Name)}
-    is_only_asked = all(each.value in {*asked, *bound} for each in read)
-    return above, [*dict.fromkeys(each for each in asked if each not in bound)] * is_only_asked
+    targets = walk(statement, cst.AssignTarget)
+    bound = {name.value for each in targets for name in walk(each, cst.Name)}
+    if any(each.value not in {*asked, *bound} for each in read):
+        return []
+    return [each for each in dict.fromkeys(asked) if each not in bound]
 
 
 # -- a cast that is missing -----------------------------------------------------------------------

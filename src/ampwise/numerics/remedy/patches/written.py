@@ -24,17 +24,21 @@ def wide(site: Site, node: cst.CSTNode) -> dict[cst.CSTNode, Change]:
     """Changes that make casts to 16 bits in an expression casts to float32."""
     changes: dict[cst.CSTNode, Change] = {}
     for name in walk(node, cst.Attribute):
-        full = site.source.full(name)
         if _is_half_format(site, name):
-            changes[name] = cst.parse_expression(site.source.spelled("torch.float32"))
-        elif name.attr.value in ("half", "bfloat16") and not full and _is_called(site, name):
+            changes[name] = float32(site)
+        elif name.attr.value in ("half", "bfloat16") and _is_method(site, name):
             changes[name.attr] = cst.Name("float")
     return changes
 
 
-def _is_called(site: Site, name: cst.Attribute) -> bool:
+def float32(site: Site) -> cst.BaseExpression:
+    """``torch.float32``, as the file spells it."""
+    return cst.parse_expression(site.source.spelled("torch.float32"))
+
+
+def _is_method(site: Site, name: cst.Attribute) -> bool:
     above = site.source.parents[name]
-    return isinstance(above, cst.Call) and above.func is name
+    return isinstance(above, cst.Call) and above.func is name and not site.source.full(name)
 
 
 def taken_over(site: Site, expressions: Iterable[cst.BaseExpression]) -> dict[cst.CSTNode, Change]:
@@ -43,7 +47,7 @@ def taken_over(site: Site, expressions: Iterable[cst.BaseExpression]) -> dict[cs
     Only for expressions that make a tensor in that format, where this is a 16-bit one.
     """
     changes: dict[cst.CSTNode, Change] = {}
-    float32 = cst.parse_expression(site.source.spelled("torch.float32"))
+    wider = float32(site)
     for node in expressions:
         if not isinstance(node, cst.Call) or _only_promotes(site, node):
             continue
@@ -52,11 +56,11 @@ def taken_over(site: Site, expressions: Iterable[cst.BaseExpression]) -> dict[cs
             positional = arg.keyword is None and name == "to" and arg is node.args[0]
             named = arg.keyword is not None and arg.keyword.value == "dtype"
             if (positional or named) and is_a_dtype(arg.value):
-                changes[arg.value] = float32
+                changes[arg.value] = wider
         if name == "to" and node.args and site.is_half(other := node.args[0].value):
             assert isinstance(node.func, cst.Attribute)  # it goes to the device of the other, too
             device = cst.Attribute(other, cst.Name("device"))
-            changes[node] = method(node.func.value, "to", device, float32)
+            changes[node] = method(node.func.value, "to", device, wider)
         elif name == "type_as":
             assert isinstance(node.func, cst.Attribute)
             changes[node] = method(node.func.value, "float")
@@ -70,9 +74,9 @@ def named_formats(site: Site, scope: cst.CSTNode) -> dict[cst.CSTNode, Change]:
     themselves, all that is made in the format would be float32.
     """
     names = _names_for_half(site, scope)
-    float32 = cst.parse_expression(site.source.spelled("torch.float32"))
+    wider = float32(site)
     return {
-        arg.value: float32
+        arg.value: wider
         for call in walk(scope, cst.Call)
         for arg in call.args
         if _last(arg.value) in names and _gives_a_format(arg, call)
@@ -142,8 +146,7 @@ def _only_promotes(site: Site, node: cst.Call) -> bool:
 
 def made_like(site: Site, node: cst.CSTNode) -> dict[cst.CSTNode, Change]:
     """Changes that make tensors in float32 that are made like one with 16 bits."""
-    float32 = cst.parse_expression(site.source.spelled("torch.float32"))
-    dtype = cst.Arg(float32, cst.Name("dtype"), equal=_TIGHT)
+    dtype = cst.Arg(float32(site), cst.Name("dtype"), equal=_TIGHT)
     return {
         each: each.with_changes(args=[*each.args, dtype])
         for each in walk(node, cst.Call)
@@ -183,9 +186,9 @@ def only_asked(site: Site, name: str) -> bool:
 
 def formats_asked(site: Site, names: Iterable[str]) -> dict[cst.CSTNode, Change]:
     """Changes that write float32 where tensors are asked for their format."""
-    float32 = cst.parse_expression(site.source.spelled("torch.float32"))
+    wider = float32(site)
     return {
-        site.source.parents[use]: float32
+        site.source.parents[use]: wider
         for name in names
         for use in uses(site, name)
         if asked_for(site, use) == "dtype"
