@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from ampwise_lint import analysis, baseline
 from ampwise_lint.base.errors import UsageError
 from ampwise_lint.engine import lint
-from ampwise_lint.findings import LintReport
+from ampwise_lint.findings import Finding, LintReport
 from ampwise_lint.settings import Settings, codes, load_settings
 from test_source import BAD
 
@@ -29,6 +30,12 @@ def file(tmp_path):
 
 def found(report: LintReport) -> list[str]:
     return [each.code for each in report.findings]
+
+
+def found_in(path: Path, text: str, code: str) -> list[Finding]:
+    """What one rule finds in a file of this text."""
+    path.write_text(text)
+    return [each for each in lint([path], use_cache=False).findings if each.code == code]
 
 
 @pytest.mark.parametrize(
@@ -273,9 +280,7 @@ def train(loader, loss, opt_g, opt_d, scaler):
     ],
 )
 def test_a_second_update_is_as_bad_as_what_it_does(tmp_path, between, severity, words):
-    path = tmp_path / "gan.py"
-    path.write_text(GAN.format(between=between))
-    found = [e for e in lint([path], use_cache=False).findings if e.code == "AMP108"]
+    found = found_in(tmp_path / "gan.py", GAN.format(between=between), "AMP108")
     assert [(each.line, each.severity) for each in found] == [(5, severity)]
     assert words in found[0].message
 
@@ -297,9 +302,7 @@ def train(model, loader, optimizer, scaler, criterion, verbose):
 
 
 def test_waits_of_one_kind_in_one_loop_are_one_finding(tmp_path):
-    path = tmp_path / "many.py"
-    path.write_text(MANY)
-    found = [e for e in lint([path], use_cache=False).findings if e.code == "AMP301"]
+    found = found_in(tmp_path / "many.py", MANY, "AMP301")
     assert [each.line for each in found] == [10]
     assert "on each step that comes here (also in lines 11, 12)" in found[0].message
 
@@ -331,9 +334,9 @@ lightning.Trainer(precision="{precision}").fit(Learner())
 def test_how_backward_leaves_autocast_depends_on_what_opened_it(
     tmp_path, decorated, precision, words
 ):
-    path = tmp_path / "learner.py"
-    path.write_text(LEARNER.format(decorated=decorated, precision=precision))
-    found = [e for e in lint([path], use_cache=False).findings if e.code == "AMP201"]
+    found = found_in(
+        tmp_path / "learner.py", LEARNER.format(decorated=decorated, precision=precision), "AMP201"
+    )
     assert [each.line for each in found] == [9]
     assert words in found[0].message
 
@@ -360,9 +363,7 @@ def train(model, loader, optimizer, scaler, criterion, writer):
     ],
 )
 def test_what_waits_is_called_by_its_name(tmp_path, also, words):
-    path = tmp_path / "shown.py"
-    path.write_text(SHOWN.format(also=also))
-    found = [e for e in lint([path], use_cache=False).findings if e.code == "AMP301"]
+    found = found_in(tmp_path / "shown.py", SHOWN.format(also=also), "AMP301")
     assert [each.line for each in found] == [8]
     assert words in found[0].message
 
@@ -385,9 +386,7 @@ from torch.cuda.amp import autocast, GradScaler
     ],
 )
 def test_of_old_names_one_that_is_used_is_told(tmp_path, use, name):
-    path = tmp_path / "old.py"
-    path.write_text(OLD_NAMES.format(use=use))
-    found = [e for e in lint([path], use_cache=False).findings if e.code == "AMP401"]
+    found = found_in(tmp_path / "old.py", OLD_NAMES.format(use=use), "AMP401")
     assert [each.line for each in found] == [2]
     assert found[0].message.startswith(f"torch.cuda.amp.{name} is deprecated")
 
@@ -419,9 +418,7 @@ def main(model, optimizer, loader, path):
     ],
 )
 def test_a_resumed_run_begins_with_the_scale_it_is_told(tmp_path, scale, words):
-    path = tmp_path / "begins.py"
-    path.write_text(BEGINS.format(scale=scale))
-    found = [e for e in lint([path], use_cache=False).findings if e.code == "AMP111"]
+    found = found_in(tmp_path / "begins.py", BEGINS.format(scale=scale), "AMP111")
     assert [each.line for each in found] == [13]
 
 
@@ -448,9 +445,7 @@ AGAIN = "scaler.scale(criterion(model(-x), y)).backward()"
     ],
 )
 def test_what_to_do_about_two_calls_depends_on_what_lies_between(tmp_path, between, words):
-    path = tmp_path / "twice.py"
-    path.write_text(TWICE.format(between=between))
-    found = [e for e in lint([path], use_cache=False).findings if e.code == "AMP103"]
+    found = found_in(tmp_path / "twice.py", TWICE.format(between=between), "AMP103")
     assert [each.line for each in found] == [6]
     assert words in found[0].message
 
@@ -471,8 +466,6 @@ def train(model, loader, optimizer, scaler, criterion):
     ],
 )
 def test_what_is_left_of_gradients_depends_on_who_steps(tmp_path, step, words):
-    path = tmp_path / "never.py"
-    path.write_text(NEVER.format(step=step))
-    found = [e for e in lint([path], use_cache=False).findings if e.code == "AMP113"]
+    found = found_in(tmp_path / "never.py", NEVER.format(step=step), "AMP113")
     assert len(found) == 1
     assert words in found[0].message
