@@ -306,18 +306,22 @@ def _is_of(event: Event, outputs: set[int]) -> bool:
 
 def _same(zero: ZeroGrad, step: ScalerStep | OptimizerStep) -> bool:
     """Whether all that a step takes is zeroed, not the gradient of one tensor: ``gate.grad``."""
-    match zero.node:
-        case (
-            ast.Attribute(attr="grad")
-            | ast.Call(func=ast.Attribute(value=ast.Attribute(attr="grad")))
-        ):
-            if not isinstance(zero.of, Parameter):
-                return False
-        case _:
-            pass
+    if _is_of_a_tensor(zero.node) and not isinstance(zero.of, Parameter):
+        return False
     if isinstance(zero.of, Optimizer):
         return zero.of is step.optimizer
     return same_owner(zero.of, step.optimizer) is True
+
+
+def _is_of_a_tensor(node: ast.AST) -> bool:
+    """``x.grad = None``, ``x.grad.zero_()``."""
+    match node:
+        case ast.Attribute(attr="grad"):
+            return True
+        case ast.Call(func=ast.Attribute(value=ast.Attribute(attr="grad"))):
+            return True
+        case _:
+            return False
 
 
 def _last(events: list[Event]) -> Event | None:

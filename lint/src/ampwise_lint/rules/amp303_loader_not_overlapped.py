@@ -59,13 +59,7 @@ from ampwise_lint.source.project import Module
 from ampwise_lint.triggers import MIXED
 from ampwise_lint.values.abstract import Const, Loader, Model, Tensor, Unknown, Value
 from ampwise_lint.values.contents import flatten
-from ampwise_lint.values.events import (
-    PREPARED,
-    Forward,
-    Made,
-    Moved,
-    Read,
-)
+from ampwise_lint.values.events import PREPARED, Forward, Made, Moved, Read
 
 
 @rule("AMP303", "loader-not-overlapped", "info", fix="unsafe", triggers=MIXED)

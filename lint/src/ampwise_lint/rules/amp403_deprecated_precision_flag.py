@@ -36,6 +36,7 @@ from ampwise_lint.analysis import Analysis
 from ampwise_lint.queries.edits import edit
 from ampwise_lint.rule import Mistake, rule
 from ampwise_lint.source.imports import Imports
+from ampwise_lint.source.project import Module
 from ampwise_lint.triggers import Trigger
 
 LIGHTNING = ("lightning.", "pytorch_lightning.", "lightning_fabric.")
@@ -83,7 +84,7 @@ def _call(code: Analysis, found: Imports, node: ast.Call) -> Iterator[Mistake]:
         value = keyword.value.value if isinstance(keyword.value, ast.Constant) else None
         if full.startswith(LIGHTNING) and last in ("Trainer", "Fabric"):
             old = [e for e in _literals(keyword.value) if str(e.value) in OLD]
-            if keyword.arg == "precision" and old and not _is_for_lightning_1(code, found):
+            if keyword.arg == "precision" and old and not _is_for_lightning_1(code.module):
                 new = NEW[str(old[0].value)]
                 yield Mistake(
                     node,
@@ -113,9 +114,9 @@ def _call(code: Analysis, found: Imports, node: ast.Call) -> Iterator[Mistake]:
             )
 
 
-def _is_for_lightning_1(code: Analysis, found: Imports) -> bool:
+def _is_for_lightning_1(module: Module) -> bool:
     """Whether a file runs with Lightning 1 alone."""
-    index = code.module.index
+    found, index = module.imports, module.index
     trainers = [e for e in index.of(ast.Call) if found.full(e.func).startswith(LIGHTNING)]
     given = {keyword.arg for each in trainers for keyword in each.keywords}
     homes = [each for _, names in found.statements for each in names if each.startswith(LIGHTNING)]
