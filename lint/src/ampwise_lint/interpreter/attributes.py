@@ -9,6 +9,7 @@ from ampwise_lint.path.state import Frame, State
 from ampwise_lint.source import library
 from ampwise_lint.source.nodes import Node
 from ampwise_lint.source.roles import LOSS, OPTIMIZER, dotted
+from ampwise_lint.torch_model import tensors
 from ampwise_lint.values.abstract import (
     FALSE,
     TRUE,
@@ -84,7 +85,7 @@ def attribute(state: State, node: Node, owner: Value, attr: str) -> Value:
         case Tensor() if attr in ("data", "T", "mT", "H"):
             return owner
         case Tensor() if attr == library.PACKED_SIZES:
-            return Tensor(f"{owner.key}.{attr}", "int", host=True)
+            return tensors.packed_sizes(owner)
         case Tensor(op="max" | "min" | "sort") if attr == "values" and id(node) not in state.called:
             return owner
         case Tensor() if attr in ("shape", "ndim", "device", "dtype", "is_cuda", "requires_grad"):

@@ -11,6 +11,7 @@ from ampwise_lint.path.state import State
 from ampwise_lint.source import library
 from ampwise_lint.source.nodes import Node
 from ampwise_lint.source.roles import dotted
+from ampwise_lint.torch_model import tensors
 from ampwise_lint.values.abstract import (
     NONE,
     Class,
@@ -30,7 +31,6 @@ from ampwise_lint.values.abstract import (
     Value,
     Wrapper,
     is_low,
-    key_of,
     truth,
 )
 from ampwise_lint.values.classes import is_network
@@ -91,7 +91,7 @@ def _parts(state: State, value: Value, targets: list[ast.expr]) -> list[Value]:
     parts = _unpacked(state, value, targets)
     is_packed = isinstance(value, Tensor | Unknown) and len(targets) > 1
     if is_packed and dotted(targets[1]) == library.PACKED_SIZES:  # of a PackedSequence
-        parts[1] = Tensor(f"{key_of(value)}.{library.PACKED_SIZES}", "int", host=True)
+        parts[1] = tensors.packed_sizes(value)
     return parts
 
 

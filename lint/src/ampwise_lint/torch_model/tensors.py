@@ -144,6 +144,11 @@ def _is_as_loaded(tensor: Tensor) -> bool:
     return tensor.data and not tensor.moved
 
 
+def packed_sizes(of: Value) -> Tensor:
+    """How many samples a PackedSequence has at each step: on the host, wherever its data is."""
+    return Tensor(f"{key_of(of)}.{library.PACKED_SIZES}", "int", host=True)
+
+
 def are_on_host(values: Sequence[Value]) -> bool:
     """Whether tensors were read to the host: what a network or loss makes of them is there, too.
 
